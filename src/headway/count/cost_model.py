@@ -1,0 +1,392 @@
+"""Cost models: what each operation of a model costs per unit of its driver, and the product with a workload.
+
+A row's backward is stored with the parameters that make autograd compute it: the gradient of an input is needed when any
+parameter upstream of it is trained, the gradient of a weight when that weight is. Freezing and LoRA are therefore exact
+on a stored cost model, without tracing again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from headway.count import drivers
+from headway.count.workload import Workload
+from headway.errors import CostModelError, UsageError, WorkloadError
+
+USEFUL = "useful/1"  # our convention; what it counts is in docs/counting.md
+By = Literal["component", "module"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter tensor of a model.
+
+    Attributes:
+        name: dotted name, as `named_parameters()` gives it.
+        numel: number of elements.
+        active: elements that one token's forward uses (top-k of the experts); `numel` where all are.
+        component: the component it belongs to, such as `vision.mlp`.
+        trainable: whether it gets a gradient.
+    """
+
+    name: str
+    numel: int
+    active: int
+    component: str
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """One matrix product of the backward pass.
+
+    Attributes:
+        phase: `dgrad` for the gradient of an activation, `wgrad` for that of a weight.
+        flops: FLOPs per unit of the row's driver.
+        needs: bit i set when training parameter i makes autograd compute it.
+    """
+
+    phase: Literal["dgrad", "wgrad"]
+    flops: int
+    needs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation of one module.
+
+    Attributes:
+        module: dotted path of the module that ran it.
+        op: `linear`, `matmul`, `convolution`, `experts` or `attention`.
+        component: such as `language.mlp`.
+        driver: what its cost is proportional to (see `headway.count.drivers`).
+        forward: FLOPs per unit of the driver.
+        gradients: the backward's products.
+        block: the checkpointable block that holds it, "" for none.
+        recomputed: whether checkpointing that block runs this forward again. Recomputation stops at the last tensor that
+            backward needs, so a block's closing projection usually is not.
+        features: (in, out) of a linear module, for LoRA; None for other operations.
+    """
+
+    module: str
+    op: str
+    component: str
+    driver: str
+    forward: int
+    gradients: tuple[Gradient, ...] = ()
+    block: str = ""
+    recomputed: bool = False
+    features: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlopRow:
+    """FLOPs of one component or module under one driver; exact integers."""
+
+    name: str
+    driver: str
+    forward: int = 0
+    dgrad: int = 0
+    wgrad: int = 0
+    recompute: int = 0
+
+    @property
+    def total(self) -> int:
+        """Useful FLOPs: forward, dgrad and wgrad; recompute is not useful."""
+        return self.forward + self.dgrad + self.wgrad
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of a step, by component (or module) and phase; exact Python integers, additive."""
+
+    rows: tuple[FlopRow, ...] = ()
+    convention: str = USEFUL
+
+    @cached_property
+    def forward(self) -> int:
+        """FLOPs of the forward pass."""
+        return sum(row.forward for row in self.rows)
+
+    @cached_property
+    def dgrad(self) -> int:
+        """FLOPs of gradients with respect to activations."""
+        return sum(row.dgrad for row in self.rows)
+
+    @cached_property
+    def wgrad(self) -> int:
+        """FLOPs of gradients with respect to weights."""
+        return sum(row.wgrad for row in self.rows)
+
+    @cached_property
+    def recompute(self) -> int:
+        """FLOPs that activation checkpointing runs a second time; part of HFU, not of MFU."""
+        return sum(row.recompute for row in self.rows)
+
+    @property
+    def total(self) -> int:
+        """Useful FLOPs: forward + dgrad + wgrad."""
+        return self.forward + self.dgrad + self.wgrad
+
+    def by_component(self) -> dict[str, int]:
+        """Sum the useful FLOPs of each name over its drivers."""
+        sums: dict[str, int] = {}
+        for row in self.rows:
+            sums[row.name] = sums.get(row.name, 0) + row.total
+        return sums
+
+    def share(self, prefix: str) -> float:
+        """Return the fraction of useful FLOPs in names that start with `prefix`, such as `vision`; 0.0 of nothing."""
+        part = sum(row.total for row in self.rows if row.name == prefix or row.name.startswith(prefix + "."))
+        return part / self.total if self.total else 0.0
+
+    def __add__(self, other: FlopCount) -> FlopCount:
+        if not isinstance(other, FlopCount):
+            return NotImplemented
+        if other.convention != self.convention:
+            raise UsageError(f"FLOPs counted by {self.convention} and by {other.convention} cannot be added.")
+        sums = {(row.name, row.driver): row for row in self.rows}
+        for row in other.rows:
+            mine = sums.get((row.name, row.driver), FlopRow(row.name, row.driver))
+            sums[row.name, row.driver] = FlopRow(
+                row.name,
+                row.driver,
+                mine.forward + row.forward,
+                mine.dgrad + row.dgrad,
+                mine.wgrad + row.wgrad,
+                mine.recompute + row.recompute,
+            )
+        return replace(self, rows=tuple(sums.values()))
+
+    def __radd__(self, other: int) -> FlopCount:
+        """Let `sum(counts)` start from 0."""
+        return self if other == 0 else NotImplemented
+
+
+@dataclass(frozen=True, slots=True)
+class ParamCount:
+    """Numbers of parameters: all, those one token uses, those trained."""
+
+    total: int
+    active: int
+    trainable: int
+
+
+_Coefficients = list[tuple[str, str, int, int, int, int]]  # name, driver, then FLOPs per unit of forward, dgrad, wgrad, recompute
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a model's operations cost per unit of their drivers.
+
+    Attributes:
+        name: of the model.
+        rows: one per operation and module, in the order in which forward runs them.
+        parameters: the model's parameters; `Gradient.needs` numbers them in this order.
+        source: where the rows were read: model class and versions.
+        unknown: operations that could not be explained, when the trace was told to go on; their FLOPs are missing.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    parameters: tuple[Parameter, ...]
+    source: dict[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+    @cached_property
+    def params(self) -> ParamCount:
+        """Numbers of parameters; tied weights count once."""
+        return ParamCount(
+            sum(p.numel for p in self.parameters),
+            sum(p.active for p in self.parameters),
+            sum(p.numel for p in self.parameters if p.trainable),
+        )
+
+    @cached_property
+    def has_vision(self) -> bool:
+        """Whether any row counts patches."""
+        return any(drivers.is_vision(row.driver) for row in self.rows)
+
+    @cached_property
+    def merge_group(self) -> int:
+        """Patches that become one token; 1 where nothing is merged."""
+        groups = [int(row.driver.removeprefix("patches/")) for row in self.rows if row.driver.startswith("patches/")]
+        return max(groups, default=1)
+
+    @cached_property
+    def _trained(self) -> int:
+        return sum(1 << i for i, p in enumerate(self.parameters) if p.trainable)
+
+    @cached_property
+    def _tables(self) -> dict[tuple[By, str, bool], _Coefficients]:
+        return {}
+
+    @cached_property
+    def _evaluators(self) -> dict[str, Callable[[Workload], int]]:
+        return {driver: drivers.parse(driver) for driver in dict.fromkeys(row.driver for row in self.rows)}
+
+    def count(
+        self, workload: Workload, *, recompute: str = "none", forward_only: bool = False, by: By = "component"
+    ) -> FlopCount:
+        """Count the FLOPs of a step by the convention `useful/1`.
+
+        Args:
+            workload: what the step computes.
+            recompute: activation checkpointing: `none`, `full`, or a pattern of block names such as `model.layers.*`.
+            forward_only: leave the backward out (inference, prefill).
+            by: one row per component, or per module with layer numbers folded into `*`.
+
+        Returns:
+            FLOPs by name and driver; exact.
+
+        Raises:
+            WorkloadError: images for a model without a vision tower, or a grid that it cannot merge.
+            UsageError: the recompute pattern matches no block.
+        """
+        if len(workload.grids) and not self.has_vision:
+            raise WorkloadError(
+                f"{self.name} has no vision tower, but the workload holds {workload.num_images} images and "
+                f"{workload.num_videos} videos. Leave them out, or name a vision-language model."
+            )
+        table = self._tables.get((by, recompute, forward_only))
+        if table is None:
+            table = self._tables[by, recompute, forward_only] = self._coefficients(by, recompute, forward_only)
+        units = {driver: evaluate(workload) for driver, evaluate in self._evaluators.items()}
+        return FlopCount(
+            tuple(
+                FlopRow(name, driver, n * forward, n * dgrad, n * wgrad, n * again)
+                for name, driver, forward, dgrad, wgrad, again in table
+                if (n := units[driver])
+            )
+        )
+
+    def _coefficients(self, by: By, recompute: str, forward_only: bool) -> _Coefficients:
+        blocks = self._checkpointed(recompute) if not forward_only else set()
+        sums: dict[tuple[str, str], list[int]] = {}
+        for row in self.rows:
+            name = row.component if by == "component" else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.module)
+            entry = sums.setdefault((name, row.driver), [0, 0, 0, 0])
+            entry[0] += row.forward
+            for gradient in row.gradients if not forward_only else ():
+                if gradient.needs & self._trained:
+                    entry[1 if gradient.phase == "dgrad" else 2] += gradient.flops
+            if row.recomputed and row.block in blocks:
+                entry[3] += row.forward
+        return [(name, driver, *entry) for (name, driver), entry in sums.items()]  # type: ignore[misc]  # four entries
+
+    def _checkpointed(self, recompute: str) -> set[str]:
+        """Name the blocks that run forward twice: those that match and whose backward runs at all."""
+        if recompute == "none":
+            return set()
+        blocks = {row.block for row in self.rows if row.block}
+        chosen = blocks if recompute == "full" else {b for b in blocks if fnmatch.fnmatchcase(b, recompute)}
+        if not chosen:
+            some = ", ".join(sorted(blocks)[:3]) or "none"
+            raise UsageError(f"--recompute {recompute} matches no block of {self.name}; its blocks are {some}, ...")
+        live = {row.block for row in self.rows if any(g.needs & self._trained for g in row.gradients)}
+        return chosen & live
+
+    def freeze(self, patterns: Iterable[str]) -> CostModel:
+        """Return this model with the parameters that match frozen.
+
+        Args:
+            patterns: each a component or its first part (`vision`, `language.mlp`), or a glob over parameter names
+                (`model.layers.0.*`).
+
+        Raises:
+            UsageError: a pattern matches no parameter.
+        """
+        parameters = list(self.parameters)
+        for pattern in patterns:
+            hits = [i for i, p in enumerate(parameters) if _matches(p, pattern)]
+            if not hits:
+                known = ", ".join(sorted({p.component for p in parameters}))
+                raise UsageError(
+                    f"--freeze {pattern} matches no parameter of {self.name}. Give a component ({known}), the first part "
+                    f"of one, or a glob over parameter names such as {parameters[0].name!r}."
+                )
+            for i in hits:
+                parameters[i] = replace(parameters[i], trainable=False)
+        return replace(self, parameters=tuple(parameters))
+
+    def lora(self, rank: int, targets: Sequence[str] | None = None) -> CostModel:
+        """Return this model with low-rank adapters on its linear modules and everything else frozen.
+
+        Args:
+            rank: inner dimension of the adapters.
+            targets: last parts of module paths (`q_proj`), or globs over them; all linear modules but the head when None,
+                which is what peft calls `all-linear`. Expert weights that are one tensor for all experts are no linear modules.
+
+        Raises:
+            UsageError: the rank is below 1, or a target matches no linear module.
+
+        Source: LoRA, Hu et al. 2021, equation 3: W x + B (A x), A of rank x in, B of out x rank.
+        """
+        if rank < 1:
+            raise UsageError(f"--lora {rank}: the rank must be at least 1.")
+        linear = {row.module: row for row in self.rows if row.features is not None}
+        if targets is None:
+            chosen = {m for m, row in linear.items() if not row.component.endswith(".head")}
+        else:
+            chosen = set()
+            for target in targets:
+                hits = {m for m in linear if m.rpartition(".")[2] == target or fnmatch.fnmatchcase(m, target)}
+                if not hits:
+                    names = ", ".join(sorted({m.rpartition(".")[2] for m in linear}))
+                    raise UsageError(f"--lora target {target!r} matches no linear module of {self.name}; it has {names}.")
+                chosen |= hits
+        return _with_adapters(self, rank, chosen)
+
+
+def _matches(parameter: Parameter, pattern: str) -> bool:
+    component = parameter.component
+    return component == pattern or component.startswith(pattern + ".") or fnmatch.fnmatchcase(parameter.name, pattern)
+
+
+def _with_adapters(model: CostModel, rank: int, modules: set[str]) -> CostModel:
+    """Add the rows of LoRA adapters; whatever a host weight feeds, its adapters feed too."""
+    index = {p.name: i for i, p in enumerate(model.parameters)}
+    parameters = [replace(p, trainable=False) for p in model.parameters]
+    hosts: dict[str, tuple[int, int, int]] = {}  # module -> bits of its weight, of A and of B
+    for module in dict.fromkeys(row.module for row in model.rows if row.module in modules):
+        weight = index.get(f"{module}.weight")
+        row = next(r for r in model.rows if r.module == module)
+        if weight is None or row.features is None:
+            raise CostModelError(f"{module} has no weight of its own that an adapter could follow.")
+        fan_in, fan_out = row.features
+        component = model.parameters[weight].component
+        for letter, numel in (("A", fan_in * rank), ("B", fan_out * rank)):
+            parameters.append(Parameter(f"{module}.lora_{letter}.weight", numel, numel, component))
+        hosts[module] = (1 << weight, 1 << (len(parameters) - 2), 1 << (len(parameters) - 1))
+
+    def extend(needs: int) -> int:
+        for weight, a, b in hosts.values():
+            if needs & weight:
+                needs |= a | b
+        return needs
+
+    rows: list[Row] = []
+    for row in model.rows:
+        gradients = tuple(replace(g, needs=extend(g.needs)) if g.phase == "dgrad" else g for g in row.gradients)
+        rows.append(replace(row, gradients=gradients))
+        if row.module not in hosts or row.features is None:
+            continue
+        fan_in, fan_out = row.features
+        _, a, b = hosts[row.module]
+        calls, rest = divmod(row.forward, 2 * fan_in * fan_out)
+        if rest:
+            raise CostModelError(f"{row.module} does not cost a whole number of passes per unit of {row.driver}.")
+        upstream = 0
+        for g in gradients:
+            upstream |= g.needs if g.phase == "dgrad" else 0
+        down, up = 2 * fan_in * rank * calls, 2 * rank * fan_out * calls
+        grads_a = (Gradient("wgrad", down, a), *([Gradient("dgrad", down, upstream)] if upstream else []))
+        grads_b = (Gradient("wgrad", up, b), Gradient("dgrad", up, a | upstream))
+        rows.append(replace(row, module=f"{row.module}.lora_A", forward=down, gradients=grads_a, features=None))
+        rows.append(replace(row, module=f"{row.module}.lora_B", forward=up, gradients=grads_b, features=None))
+    return replace(model, rows=tuple(rows), parameters=tuple(parameters))

@@ -1,0 +1,97 @@
+"""Drivers: the additive quantities of a workload that operations' costs are proportional to.
+
+A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
+four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patch_pairs:window:8`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from headway.count import masks
+from headway.count.workload import Ints, Workload
+from headway.errors import CostModelError, WorkloadError
+
+
+def _merged_patches(workload: Workload, group: int) -> int:
+    """Count patches after merging `group` of them into one; each grid must divide."""
+    patches = workload.grids.prod(axis=1)
+    if (patches % group).any():
+        bad = workload.grids[int(np.argmax(patches % group != 0))]
+        raise WorkloadError(
+            f"the grid {'x'.join(map(str, bad.tolist()))} has {int(bad.prod())} patches, which this model cannot merge "
+            f"{group} to 1: height and width must be multiples of {round(group**0.5)}."
+        )
+    return int(patches.sum()) // group
+
+
+def _frame_pairs(workload: Workload) -> int:
+    """Count patch pairs of full attention inside each frame: t (h w)^2."""
+    t, h, w = workload.grids.T
+    return int((t * (h * w) ** 2).sum())
+
+
+def _grid_pairs(workload: Workload) -> int:
+    """Count patch pairs of full attention over all frames of a grid: (t h w)^2."""
+    return int((workload.grids.prod(axis=1) ** 2).sum())
+
+
+def _window_pairs(workload: Workload, side: int) -> int:
+    """Count patch pairs inside square windows of `side` patches, cut from each frame's top left corner.
+
+    Source: a window of r x c patches has (r c)^2 = r^2 c^2 pairs, so the sum over windows factors into rows and columns.
+    """
+
+    def squares(extent: Ints) -> Ints:
+        return extent // side * side**2 + (extent % side) ** 2
+
+    t, h, w = workload.grids.T
+    return int((t * squares(h) * squares(w)).sum())
+
+
+_DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
+    "tokens": (0, lambda w: w.tokens),
+    "segments": (0, lambda w: w.num_segments),
+    "patches": (0, lambda w: w.patches),
+    "patches/": (1, _merged_patches),
+    "grids": (0, lambda w: len(w.grids)),
+    "frames": (0, lambda w: int(w.grids[:, 0].sum())),
+    "pairs:full": (0, lambda w: masks.full_pairs(w.segments)),
+    "pairs:causal": (0, lambda w: masks.causal_pairs(w.segments)),
+    "pairs:sliding": (1, lambda w, window: masks.sliding_pairs(w.segments, window)),
+    "pairs:chunked": (1, lambda w, chunk: masks.chunked_pairs(w.segments, chunk)),
+    "patch_pairs:frame": (0, _frame_pairs),
+    "patch_pairs:grid": (0, _grid_pairs),
+    "patch_pairs:window": (1, _window_pairs),
+}
+VISION_DRIVERS = ("patches", "patch_pairs", "grids", "frames")
+
+
+def parse(driver: str) -> Callable[[Workload], int]:
+    """Turn a driver's text into the function that evaluates it on a workload.
+
+    Raises:
+        CostModelError: no driver has this name, or its parameters are wrong.
+
+    >>> parse("pairs:sliding:2")(Workload([3]))
+    5
+    >>> parse("patches/4")(Workload([9], images=[(1, 4, 6)]))
+    6
+    """
+    if driver in _DRIVERS and _DRIVERS[driver][0] == 0:
+        return _DRIVERS[driver][1]
+    if driver.startswith("patches/"):
+        name, text = "patches/", driver.removeprefix("patches/")
+    else:
+        name, _, text = driver.rpartition(":")
+    if _DRIVERS.get(name, (0, None))[0] != 1 or not text.isdigit() or int(text) < 1:
+        raise CostModelError(f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (with a number after / or :).")
+    function, parameter = _DRIVERS[name][1], int(text)
+    return lambda workload: function(workload, parameter)
+
+
+def is_vision(driver: str) -> bool:
+    """Say whether a driver counts work on patches rather than on tokens."""
+    return driver.startswith(VISION_DRIVERS)

@@ -1,0 +1,146 @@
+"""Read a model's cost rows off its own forward and backward, run once on tensors without data.
+
+`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin and its inputs,
+`fit` finds each operation's driver, `classify` names its component.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.count.cost_model import CostModel, Gradient, Parameter, Row
+from headway.count.trace import build, classify
+from headway.count.trace.attention import seams
+from headway.count.trace.fit import Fitted, candidates, fit, workloads_for
+from headway.count.trace.record import Operation, Recorder
+from headway.count.workload import Workload
+from headway.errors import TraceError
+
+__all__ = ["trace"]
+
+
+def trace(model_or_config: Any, *, name: str | None = None) -> CostModel:
+    """Read the cost model of a transformers model, or of the model that a configuration describes.
+
+    The model runs forward and backward on shapes alone: seconds and a few hundred megabytes at any size. Which
+    parameters a real model trains (`requires_grad`) is kept; `CostModel.freeze` and `lora` change it later.
+
+    Args:
+        model_or_config: an `nn.Module` whose forward takes `input_ids`, or a transformers configuration.
+        name: of the cost model; the class's name when None.
+
+    Raises:
+        TraceError: an operation, mask or driver cannot be explained; the message names the module and the operation.
+
+    Source: DESIGN section 2; what is counted is in docs/counting.md.
+    """
+    if isinstance(model_or_config, nn.Module):
+        model = build.twin_of_model(model_or_config)
+        trainable = {n for n, p in model_or_config.named_parameters() if p.requires_grad}
+    else:
+        model = build.twin_of_config(model_or_config)
+        trainable = {n for n, _ in model.named_parameters()}
+    parameters = build.number_parameters(model)
+    build.use_seams(model)
+    model.train().requires_grad_(True)
+    vision = build.vision_input(model)
+    merge = vision.merge if vision else None
+
+    workloads = workloads_for(merge)
+    runs = [_run(model, workloads[0], backward=True)]
+    windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
+    workloads = workloads_for(merge, max(windows, default=0))
+    runs += [_run(model, workload, backward=False) for workload in workloads[1:]]
+    _check_alike(runs)
+
+    known = candidates(workloads, merge)
+    operations = runs[0]
+    fitted = [fit([run[i] for run in runs], workloads, known) for i in range(len(operations))]
+    names = classify.components(model, operations, fitted)
+    shares = classify.expert_shares(operations, fitted)
+    homes = classify.parameter_components(model, operations, names, parameters)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    return CostModel(
+        name or type(model).__name__,
+        tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
+        tuple(
+            Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares), home, p in trainable)
+            for p, home in zip(parameters, homes, strict=True)
+        ),
+        _source(model),
+    )
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _run(model: nn.Module, workload: Workload, *, backward: bool) -> list[Operation]:
+    """Run one workload and return its operations."""
+    blocks = classify.checkpointable_blocks(model)
+
+    def block_of(path: str) -> str:
+        while path and path not in blocks:
+            path = path.rpartition(".")[0]
+        return path
+
+    with Recorder(model, block_of) as recorder, seams(recorder), torch.set_grad_enabled(backward):
+        output = model(**build.inputs(model, workload))
+        if backward:
+            loss = output.logits if hasattr(output, "logits") else output[0]
+            loss.sum().backward()
+            recorder.check_backward()
+            model.zero_grad(set_to_none=True)
+    return recorder.operations
+
+
+def _check_alike(runs: list[list[Operation]]) -> None:
+    """Refuse a model whose operations change with the workload; rows could not be told apart."""
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=False):
+            if (a.module, a.kind) != (b.module, b.kind):
+                raise TraceError(f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another.")
+        if len(other) != len(runs[0]):
+            raise TraceError(
+                f"the model runs {len(runs[0])} counted operations on one workload and {len(other)} on another: "
+                "it loops over the data, and its cost per token is not fixed."
+            )
+
+
+def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:
+    gradients = []
+    for phase, flops, sources in op.products if op.backward_flops else ():
+        scaled = fitted.scale * flops
+        if scaled.denominator != 1:
+            raise TraceError(f"the backward of {op.kind} in module {op.module} is not a whole number of FLOPs.")
+        if sources:
+            gradients.append(Gradient(phase, int(scaled), sources))  # type: ignore[arg-type]  # dgrad or wgrad
+    module = model.get_submodule(op.module)
+    linear = op.kind == "matmul" and len(op.weight) == 2 and _is_linear(module)
+    return Row(
+        op.module,
+        "linear" if linear else op.kind,
+        component,
+        fitted.driver,
+        fitted.forward,
+        tuple(gradients),
+        op.block,
+        bool(op.block) and op.saves_after,
+        (op.weight[0], op.weight[1]) if linear else None,
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _source(model: nn.Module) -> dict[str, str]:
+    source = {"class": type(model).__name__, "torch": torch.__version__.partition("+")[0]}
+    if hasattr(model, "config"):
+        import transformers
+
+        source |= {"model_type": model.config.model_type, "transformers": transformers.__version__}
+    return source

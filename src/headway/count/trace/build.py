@@ -1,0 +1,149 @@
+"""Phantom twins of models: the same modules over parameters that are only shapes, and inputs to run them on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.count.trace import attention
+from headway.count.trace.phantom import Phantom, phantom
+from headway.count.workload import Workload
+from headway.errors import TraceError
+
+
+def twin_of_model(model: nn.Module) -> nn.Module:
+    """Copy a model's modules, hooks and settings, with phantoms in place of its parameters and buffers.
+
+    Tied parameters stay tied. The model itself is not touched and no weight is copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _stand_in(tensor)
+    return copy.deepcopy(model, memo)
+
+
+def twin_of_config(config: Any) -> nn.Module:
+    """Build a transformers model from its configuration, on shapes alone.
+
+    Raises:
+        TraceError: transformers has no causal or image-text model for this configuration.
+    """
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        model: Any = model_class(config)._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
+    model.tie_weights()  # building without initialisation leaves this out
+    return twin_of_model(model)
+
+
+def model_class(config: Any) -> Any:
+    """Return the transformers class to train for a configuration: the one it names, else image-text, else causal."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    for mapping in (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise TraceError(f"transformers has no causal or image-text model for a configuration of {type(config).__name__}.")
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Make the phantom of one parameter or buffer; integer buffers stay real."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
+    shape = phantom(tensor)
+    return nn.Parameter(shape) if isinstance(tensor, nn.Parameter) else shape
+
+
+def number_parameters(model: nn.Module) -> list[str]:
+    """Give parameter i the source bit i; returns their names in that order, tied ones once."""
+    names = []
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.sources = 1 << i  # type: ignore[attr-defined]  # a Phantom, by construction
+        names.append(name)
+    return names
+
+
+def use_seams(model: nn.Module) -> None:
+    """Point every attention at the recording seams and every expert layer at grouped products."""
+    configs = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    if configs:
+        attention.register()
+    for config in configs:
+        config._attn_implementation = attention.NAME
+        config._experts_implementation = "grouped_mm"
+
+
+@dataclass(frozen=True)
+class VisionInput:
+    """How a model takes images: patches of `features` floats, `merge` x `merge` of them to a token."""
+
+    features: int
+    merge: int
+    token: int
+
+
+def vision_input(model: nn.Module) -> VisionInput | None:
+    """Read how a model takes images from its signature and configuration; None for a text model.
+
+    Raises:
+        TraceError: it takes images in another form than flat patches with grids.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    if "pixel_values" not in accepted:
+        return None
+    config: Any = model.config
+    vision = getattr(config, "vision_config", None)
+    if "image_grid_thw" not in accepted or vision is None:
+        raise TraceError(
+            f"{type(model).__name__} takes images in another form than flat patches with image_grid_thw. "
+            "Trace its language model alone, from the text configuration."
+        )
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    features = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+    return VisionInput(features, vision.spatial_merge_size, config.image_token_id)
+
+
+def inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
+    """Make the inputs of one forward: a single segment whose first tokens are the images'.
+
+    Args:
+        model: a phantom twin.
+        workload: one segment, and the grids that lie in it.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    vision = vision_input(model)
+    ids = torch.full((1, workload.tokens), _plain_token(getattr(model, "config", None)))
+    batch: dict[str, Any] = {"input_ids": ids}
+    if "position_ids" in accepted:
+        batch["position_ids"] = torch.arange(workload.tokens)[None]
+    if "use_cache" in accepted:
+        batch["use_cache"] = False
+    if len(workload.grids):
+        if vision is None:
+            raise TraceError(f"{type(model).__name__} takes no images.")
+        image_tokens = workload.patches // vision.merge**2
+        ids[:, :image_tokens] = vision.token
+        pixels = torch.empty(workload.patches, vision.features, device="meta", dtype=torch.bfloat16)
+        batch["pixel_values"] = Phantom(pixels, fed=True)
+        batch["image_grid_thw"] = torch.from_numpy(workload.grids.copy())
+        if "mm_token_type_ids" in accepted:
+            batch["mm_token_type_ids"] = (ids == vision.token).int()
+    return batch
+
+
+def _plain_token(config: Any) -> int:
+    """Pick a token number that means nothing special to the model."""
+    values = vars(config).items() if config is not None else ()
+    special = {value for key, value in values if key.endswith("_token_id") and isinstance(value, int)}
+    return next(token for token in range(len(special) + 1) if token not in special)

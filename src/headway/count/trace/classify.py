@@ -1,0 +1,120 @@
+"""Name each operation's component from what it does, not from what a model family calls it.
+
+Vision is what patches drive; attention is what an attention seam recorded; projections are the linear layers inside an
+attending module; experts are grouped products, the router its sibling with one output per expert; the head is the model's
+output embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from headway.count import drivers
+from headway.count.trace.fit import Fitted
+from headway.count.trace.record import Operation
+
+
+def _inside(path: str, roots: Iterable[str]) -> bool:
+    return any(path == root or path.startswith(f"{root}.") or not root for root in roots)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _head_path(model: nn.Module) -> str | None:
+    """Find the output embedding's path, where the model says which module that is."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((path for path, module in model.named_modules() if module is head), None) if head is not None else None
+
+
+def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted]) -> list[str]:
+    """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`."""
+    attending = {op.module for op in operations if op.kind == "attention"}
+    experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
+    head = _head_path(model)
+    names = []
+    for op, fit in zip(operations, fitted, strict=True):
+        tower = "vision" if drivers.is_vision(fit.driver) else "language"
+        mixture = next((root for root in experts if _inside(op.module, [root])), None)
+        if op.kind == "attention":
+            part = "attention"
+        elif op.module == head:
+            part = "head"
+        elif tower == "vision" and fit.driver.startswith("patches/"):
+            part = "merger"
+        elif tower == "vision" and op.from_input:
+            part = "embed"
+        elif _inside(op.module, attending):
+            part = "projections"
+        elif op.kind == "experts":
+            part = "experts"
+        elif mixture is not None:
+            part = "router" if op.weight and op.weight[-1] in (experts[mixture], 1) else "experts"
+        else:
+            part = "mlp"
+        names.append(f"{tower}.{part}")
+    return names
+
+
+def parameter_components(
+    model: nn.Module, operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]
+) -> list[str]:
+    """Name the component of each parameter: its own operations', else the nearest enclosing module's.
+
+    Norms and embeddings have no operation; where the enclosing modules hold several components they are `TOWER.other`.
+    """
+    under: dict[str, set[str]] = {}
+    for op, name in zip(operations, names, strict=True):
+        path = op.module
+        while True:
+            under.setdefault(path, set()).add(name)
+            if not path:
+                break
+            path = _parent(path)
+    found = []
+    for parameter in parameters:
+        path = _parent(parameter)
+        while path and path not in under:
+            path = _parent(path)
+        held = under.get(path, {"other"})
+        towers = {name.partition(".")[0] for name in held}
+        if len(held) == 1:
+            found.append(next(iter(held)))
+        else:
+            found.append(f"{next(iter(towers))}.other" if len(towers) == 1 else "other")
+    return found
+
+
+def expert_shares(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, tuple[int, int]]:
+    """Map the path of each expert module to (experts that a token visits, experts)."""
+    shares: dict[str, tuple[int, int]] = {}
+    for op, fit in zip(operations, fitted, strict=True):
+        if op.kind == "experts" and op.weight and fit.per_unit.denominator == 1:
+            shares[op.module] = (int(fit.per_unit), op.weight[0])
+    return shares
+
+
+def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]]) -> int:
+    """Count the elements of a parameter that one token uses."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    visited, experts = shares.get(_parent(name), (1, 1))
+    return numel * visited // experts if shape and shape[0] == experts else numel
+
+
+def checkpointable_blocks(model: nn.Module) -> set[str]:
+    """Find the blocks that activation checkpointing wraps: transformers' own choice, else the items of module lists."""
+    chosen = [
+        path
+        for path, module in model.named_modules()
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    ]
+    if not chosen:
+        lists: list[tuple[str, Any]] = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        chosen = [f"{path}.{i}" if path else str(i) for path, items in lists for i in range(len(items))]
+    return {path for path in chosen if not _inside(_parent(path), [c for c in chosen if c != path])}

@@ -1,0 +1,177 @@
+"""Phantom tensors: floating-point tensors that are only a shape, so that a model of any size runs on a laptop.
+
+Their operations run on PyTorch's meta kernels. Integer and boolean tensors stay real, so grids, boundaries, window indices
+and boolean masks drive the model's Python as they would in training. Each phantom knows two things about its past:
+`sources`, the parameters that autograd could send its gradient to (bit i for parameter i), and `fed`, whether it depends
+on the batch at all (an activation) or on parameters alone (a weight, a cast or view of one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from headway.errors import TraceError
+
+aten = torch.ops.aten
+
+Recorder = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+_recorder: Recorder | None = None
+
+
+class Phantom(torch.Tensor):
+    """A CPU tensor of floats without data; `meta` holds its shape, strides and dtype."""
+
+    meta: torch.Tensor
+    sources: int
+    fed: bool
+    base: Phantom | None
+
+    @staticmethod
+    def __new__(
+        cls, meta: torch.Tensor, sources: int = 0, fed: bool = False, base: Phantom | None = None
+    ) -> Phantom:
+        """Wrap a meta tensor."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device="cpu",
+        )
+
+    def __init__(self, meta: torch.Tensor, sources: int = 0, fed: bool = False, base: Phantom | None = None) -> None:
+        self.meta = meta
+        self.sources = sources
+        self.fed = fed
+        self.base = base
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Phantom({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on shapes and hand it to the recorder."""
+        return _run(func, args, kwargs or {})
+
+
+def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Phantom:
+    """Make a phantom with the shape and dtype of a tensor.
+
+    Args:
+        tensor: any tensor; its data is not read.
+        sources: parameters upstream, bit i for parameter i.
+        fed: whether it depends on the batch.
+    """
+    return Phantom(tensor.detach().to("meta"), sources, fed)
+
+
+class recording:
+    """While active, hands every operation on phantoms to `recorder(func, args, kwargs, meta_out)`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __enter__(self) -> None:
+        global _recorder
+        self.previous, _recorder = _recorder, self.recorder
+
+    def __exit__(self, *exception: object) -> None:
+        global _recorder
+        _recorder = self.previous
+
+
+def _root(tensor: Phantom) -> Phantom:
+    """Follow a view to the tensor that it looks at."""
+    return tensor if tensor.base is None else tensor.base
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Phantom):
+        return value.meta
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _meta_device(value: Any) -> Any:
+    return torch.device("meta") if isinstance(value, torch.device) else _meta(value)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    return (v for v in values if isinstance(v, torch.Tensor))
+
+
+def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace real boolean masks by the indices they select; meta kernels cannot know how many that is."""
+    flat: list[Any] = []
+    for index in args[1]:
+        flat += index.nonzero(as_tuple=True) if index is not None and index.dtype == torch.bool else (index,)
+    return (args[0], flat, *args[2:])
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    packet = func._overloadpacket
+    if packet in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index):
+        args = _index_without_masks(args)
+    elif packet is aten._local_scalar_dense:
+        return 0.0
+    elif packet in (aten.equal, aten.is_same_size):
+        return args[0].shape == args[1].shape
+    elif packet is aten.detach and torch._C._current_autograd_node() is None:
+        source = args[0]
+        return Phantom(source.meta.detach(), 0, source.fed, _root(source))
+    try:
+        out = func(*tree_map(_meta, args), **tree_map(_meta_device, kwargs))
+    except NotImplementedError as error:
+        raise TraceError(f"{func} has no kernel that works on shapes alone: {str(error).splitlines()[0]}") from error
+    flat = list(_tensors(tree_flatten((args, kwargs))[0]))
+    phantoms = [t for t in flat if isinstance(t, Phantom)]
+    sources = 0
+    if torch.is_grad_enabled() and torch._C._current_autograd_node() is None:
+        for p in phantoms:
+            sources |= p.sources
+    # a real integer tensor is an index made from the batch: rows picked by it are activations
+    fed = any(p.fed for p in phantoms) or any(not isinstance(t, Phantom) and t.dim() > 0 for t in flat)
+    if _recorder is not None:
+        _recorder(func, args, kwargs, out)
+    if func._schema.is_mutable:
+        return _mutated(func, args, kwargs, sources, fed)
+    view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
+    base = None if view_of is None else _root(view_of)
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_floating_point() or value.is_complex():
+            return Phantom(value, sources, fed, base)
+        return torch.zeros(value.shape, dtype=value.dtype)
+
+    return tree_map(wrap, out)
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
+    """Return what an in-place or `out=` operation wrote to, with its past brought up to date."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        target = kwargs.get(argument.name) if position >= len(args) else args[position]
+        for tensor in _tensors(tree_flatten(target)[0]):
+            written.append(tensor)
+            if isinstance(tensor, Phantom):
+                for t in (tensor, tensor.base) if tensor.base is not None else (tensor,):
+                    t.sources |= sources
+                    t.fed = t.fed or fed
+            elif sources:
+                raise TraceError(
+                    f"{func} writes activations into a tensor of {tensor.dtype} that was made from no activation, "
+                    f"of shape {tuple(tensor.shape)}: its gradient cannot be followed."
+                )
+    if len(func._schema.returns) == 0:
+        return None
+    return written[0] if len(func._schema.returns) == 1 else tuple(written)

@@ -1,0 +1,283 @@
+"""Record what a model dispatches: matrix products, convolutions, expert products and attention, forward and backward.
+
+Forward operations are attributed to the module that runs them. A backward operation is attributed to the forward operation
+whose autograd node it runs in, by the node's sequence number; what backward really dispatched must equal what the operands'
+pasts predict, or the trace fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from headway.count.trace.phantom import Phantom, aten, recording
+from headway.errors import TraceError
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a product's input depends on: the batch (`fed`), and parameters (`sources`, bit i for parameter i)."""
+
+    fed: bool
+    sources: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Operand:
+        """Read an operand's past; a real tensor has none."""
+        return cls(tensor.fed, tensor.sources) if isinstance(tensor, Phantom) else cls(True, 0)
+
+
+@dataclass
+class Operation:
+    """One product that forward ran.
+
+    Attributes:
+        module: path of the innermost module running.
+        kind: `matmul`, `convolution`, `experts` or `attention`.
+        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, allowed pairs.
+        unit_flops: FLOPs per unit.
+        products: the backward's products as (operand whose gradient it is or None, FLOPs per unit, sources).
+        driver: known driver, where the seam says it; else it is found by comparing workloads.
+        weight: shape of the weight, () where there is none.
+        backward_flops: FLOPs that backward really dispatched.
+        saves_after: whether a tensor was saved for backward after it, inside its block.
+    """
+
+    module: str
+    kind: str
+    units: int
+    unit_flops: int
+    products: tuple[tuple[str, int, int], ...]
+    block: str
+    driver: str = ""
+    weight: tuple[int, ...] = ()
+    from_input: bool = False
+    backward_flops: int = 0
+    saves_after: bool = False
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of this call's forward."""
+        return self.units * self.unit_flops
+
+    @property
+    def expected_backward_flops(self) -> int:
+        """FLOPs that backward should dispatch, from the operands' pasts."""
+        return self.units * sum(flops for _, flops, sources in self.products if sources)
+
+
+# operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is refused
+OPAQUE = {
+    "_cdist_forward",
+    "_native_multi_head_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_grouped_mm",
+    "_scaled_mm",
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    "_transformer_encoder_layer_fwd",
+    "_int_mm",
+    "addbmm",
+    "addmv",
+    "addr",
+    "dot",
+    "gru",
+    "lstm",
+    "mkldnn_rnn_layer",
+    "mv",
+    "rnn_relu",
+    "rnn_tanh",
+    "vdot",
+}
+
+
+@dataclass
+class Recorder:
+    """Collects the operations of one forward and backward of `model`.
+
+    Attributes:
+        operations: in forward order.
+        block_of: path of a module to the path of the checkpointable block that holds it.
+    """
+
+    model: nn.Module
+    block_of: Callable[[str], str]
+    operations: list[Operation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._path_of = {id(module): path for path, module in self.model.named_modules()}
+        self._stack: list[str] = []
+        self._by_node: dict[int, Operation] = {}
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost module that is running forward."""
+        return self._stack[-1] if self._stack else ""
+
+    def path_of(self, module: nn.Module) -> str:
+        """Return a module's path in the model; the running module's for a stranger."""
+        return self._path_of.get(id(module), self.module)
+
+    def __enter__(self) -> Recorder:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append(self._path_of.get(id(module), self.module))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+
+        self._hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        self._saved = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda tensor: tensor)
+        self._dispatch = recording(self._on_dispatch)
+        self._saved.__enter__()
+        self._dispatch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._dispatch.__exit__()
+        self._saved.__exit__(kind, value, traceback)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Mark the block's operations so far as needed again when the block is recomputed."""
+        block = self.block_of(self.module)
+        if block:
+            for operation in reversed(self.operations):
+                if operation.block != block or operation.saves_after:
+                    break
+                operation.saves_after = True
+        return tensor
+
+    def add(self, operation: Operation) -> Operation:
+        """Append an operation of the forward pass."""
+        self.operations.append(operation)
+        return operation
+
+    def _on_dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        packet = func._overloadpacket
+        if func.namespace != "aten" or packet.__name__ in OPAQUE:
+            raise TraceError(
+                f"module {self.module or '(the model)'} runs {func}, a kernel that the ledger cannot read. "
+                "Its FLOPs would be missing, so the model is not counted."
+            )
+        read = _READERS.get(packet)
+        if read is None:
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._on_backward(node, func, _backward_flops(packet, args, kwargs, out))
+            return
+        operation = read(self, args, kwargs, out)
+        if operation is None:
+            return
+        self.add(operation)
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            self._by_node[torch.autograd._get_sequence_nr() - 1] = operation
+
+    def _on_backward(self, node: Any, func: Any, flops: int) -> None:
+        operation = self._by_node.get(node._sequence_nr())
+        if operation is not None:
+            operation.backward_flops += flops
+        elif flops:
+            raise TraceError(f"backward runs {func} in {node.name()}, which no recorded forward operation explains.")
+
+    def check_backward(self) -> None:
+        """Compare what backward dispatched with what the operands' pasts predict.
+
+        Raises:
+            TraceError: an operation's backward is partly missing or larger than its operands explain.
+        """
+        for operation in self.operations:
+            seen, expected = operation.backward_flops, operation.expected_backward_flops
+            if seen and seen != expected:
+                raise TraceError(
+                    f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {seen} FLOPs where "
+                    f"its operands explain {expected}: a custom gradient or a detached operand hides the difference."
+                )
+
+
+def _product(
+    recorder: Recorder, kind: str, units: int, unit_flops: int, left: Operand, right: Operand, weight: tuple[int, ...]
+) -> Operation:
+    """Describe a product of two operands; the gradient of a weight is wgrad, that of an activation dgrad."""
+    left_is_weight = not left.fed and right.fed
+    products = (
+        ("wgrad" if left_is_weight else "dgrad", unit_flops, left.sources),
+        ("dgrad" if right.fed else "wgrad", unit_flops, right.sources),
+    )
+    activation = right if left_is_weight else left
+    return Operation(
+        recorder.module,
+        kind,
+        units,
+        unit_flops,
+        products,
+        recorder.block_of(recorder.module),
+        weight=weight if left.fed != right.fed else (),
+        from_input=activation.fed and activation.sources == 0,
+    )
+
+
+def _matmul(recorder: Recorder, left: torch.Tensor, right: torch.Tensor) -> Operation | None:
+    """Read left [..., m, k] @ right [..., k, n]; a unit is one row of activations."""
+    *batch, m, k = left.shape
+    n = right.shape[-1]
+    a, b = Operand.of(left), Operand.of(right)
+    if k == 1 and not a.sources and not b.sources:
+        return None  # an outer product without parameters, such as rotary angles: elementwise work written as a product
+    if not a.fed and b.fed:
+        return _product(recorder, "matmul", n, 2 * math.prod(batch) * m * k, a, b, (k, m))
+    return _product(recorder, "matmul", math.prod(batch) * m, 2 * k * n, a, b, (k, n))
+
+
+def _convolution(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation:
+    """Read a convolution; a unit is one output position (input position when transposed)."""
+    x, weight, transposed = args[0], args[1], args[6]
+    positions = x if transposed else out
+    units = positions.shape[0] * math.prod(positions.shape[2:])
+    # weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) when transposed: its size is the work per position
+    return _product(recorder, "convolution", units, 2 * weight.numel(), Operand.of(x), Operand.of(weight), tuple(weight.shape))
+
+
+def _experts(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation:
+    """Read rows [s, k] times their expert's matrix from [experts, k, n]; a unit is one row: one token in one expert."""
+    rows, weight = args[0], args[1]
+    s, k = rows.shape
+    n = weight.shape[-1]
+    return _product(recorder, "experts", s, 2 * k * n, Operand.of(rows), Operand.of(weight), tuple(weight.shape))
+
+
+def _backward_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Count what one operation of the backward dispatches."""
+    if packet is aten.convolution_backward:
+        grad, x, weight, mask, transposed = args[0], args[1], args[2], args[10], args[7]
+        positions = x if transposed else grad
+        one = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()
+        return one * (bool(mask[0]) + bool(mask[1]))
+    left, right = (args[1], args[2]) if packet in (aten.addmm, aten.baddbmm) else (args[0], args[1])
+    return 2 * left.numel() * right.shape[-1]
+
+
+_READERS: dict[Any, Callable[[Recorder, tuple[Any, ...], dict[str, Any], Any], Operation | None]] = {
+    aten.mm: lambda recorder, args, kwargs, out: _matmul(recorder, args[0], args[1]),
+    aten.bmm: lambda recorder, args, kwargs, out: _matmul(recorder, args[0], args[1]),
+    aten.addmm: lambda recorder, args, kwargs, out: _matmul(recorder, args[1], args[2]),
+    aten.baddbmm: lambda recorder, args, kwargs, out: _matmul(recorder, args[1], args[2]),
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution,  # only ever reached in backward
+    aten._grouped_mm: _experts,
+}

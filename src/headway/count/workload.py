@@ -1,0 +1,322 @@
+"""What one step was asked to compute: segment lengths, vision grids and slots, independent of any model.
+
+A workload is built on the CPU, in the collator, from whatever the batch carries: lengths, `cu_seqlens`, an attention mask
+or restarting positions. Workloads add up, so micro-batches and ranks are summed with `+`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import WorkloadError
+
+Ints: TypeAlias = NDArray[np.int64]
+IntsLike: TypeAlias = Any  # a list, a numpy array or a CPU tensor of integers
+
+
+def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
+    """Read integers from a list, an array or a CPU tensor; booleans as 0 and 1 where `booleans` allows them.
+
+    Raises:
+        WorkloadError: the values are not whole numbers, or lie on an accelerator, where reading them would make the
+            training loop wait for the device.
+    """
+    if getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
+        raise WorkloadError(
+            f"{what} lies on {values.device}: reading it there would stall the training loop. "
+            "Pass the copy that the collator made on the CPU."
+        )
+    if hasattr(values, "detach"):
+        values = values.detach().numpy()
+    array = np.asarray(values)
+    if array.size == 0:
+        return array.astype(np.int64)
+    if not (np.issubdtype(array.dtype, np.integer) or (booleans and array.dtype == np.bool_)):
+        raise WorkloadError(f"{what} must be whole numbers, got {array.dtype} values such as {array.flat[0]!r}.")
+    return array.astype(np.int64, copy=False)
+
+
+def _grids(values: IntsLike, what: str) -> Ints:
+    """Check an (M, 3) array of t, h, w."""
+    grids = as_ints(values, what)
+    if grids.size == 0:
+        return np.zeros((0, 3), dtype=np.int64)
+    if grids.ndim != 2 or grids.shape[1] != 3:
+        raise WorkloadError(f"{what} must be a list of grids (t, h, w) in patches, got shape {grids.shape}.")
+    if grids.min() < 1:
+        bad = int(np.argmin(grids.min(axis=1)))
+        raise WorkloadError(f"{what}[{bad}] is {tuple(grids[bad].tolist())}: t, h and w must each be at least 1 patch.")
+    return grids
+
+
+class Workload:
+    """What one step was asked to compute; immutable, additive.
+
+    Args:
+        segments: segment lengths [tokens], shape (N,), each >= 1. They include the tokens that images and videos occupy.
+        images: image grids t, h, w [patches, before merging], shape (M, 3).
+        videos: video grids t, h, w [patches, before merging], shape (V, 3).
+        slots: token positions that the kernels compute, real and padding; the number of tokens when None.
+
+    Raises:
+        WorkloadError: a length or grid below 1, fewer slots than tokens, or values that are not whole numbers.
+
+    >>> step = Workload([4096, 512], images=[(1, 32, 48)]) + Workload([100], slots=128)
+    >>> step.tokens, step.slots, step.patches, step.num_segments
+    (4708, 4736, 1536, 3)
+    """
+
+    __slots__ = ("_images", "_segments", "_slots", "_tokens", "_videos")
+
+    def __init__(
+        self, segments: IntsLike = (), images: IntsLike = (), videos: IntsLike = (), slots: int | None = None
+    ) -> None:
+        lengths = as_ints(segments, "segments").reshape(-1)
+        if lengths.size and lengths.min() < 1:
+            bad = int(np.argmin(lengths))
+            raise WorkloadError(f"segments[{bad}] is {int(lengths[bad])}: a segment holds at least 1 token.")
+        tokens = int(lengths.sum())
+        if slots is not None and slots < tokens:
+            raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
+        self._set(lengths, _grids(images, "images"), _grids(videos, "videos"), tokens, tokens if slots is None else slots)
+
+    def _set(self, segments: Ints, images: Ints, videos: Ints, tokens: int, slots: int) -> None:
+        for name, value in (("_segments", segments), ("_images", images), ("_videos", videos)):
+            own = value if value.base is None and not value.flags.writeable else value.copy()
+            own.flags.writeable = False
+            object.__setattr__(self, name, own)
+        object.__setattr__(self, "_tokens", tokens)
+        object.__setattr__(self, "_slots", int(slots))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Workload is immutable; build a new one instead of setting {name!r}")
+
+    @property
+    def segments(self) -> Ints:
+        """Segment lengths [tokens], shape (N,)."""
+        return self._segments
+
+    @property
+    def images(self) -> Ints:
+        """Image grids t, h, w [patches], shape (M, 3)."""
+        return self._images
+
+    @property
+    def videos(self) -> Ints:
+        """Video grids t, h, w [patches], shape (V, 3)."""
+        return self._videos
+
+    @property
+    def grids(self) -> Ints:
+        """Image grids, then video grids [patches], shape (M + V, 3)."""
+        return self._images if not self._videos.size else np.concatenate([self._images, self._videos])
+
+    @property
+    def slots(self) -> int:
+        """Token positions that the kernels compute, padding included."""
+        return self._slots
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens."""
+        return self._tokens
+
+    @property
+    def patches(self) -> int:
+        """Vision patches before merging, images and videos together."""
+        return int(self.grids.prod(axis=1).sum())
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments."""
+        return len(self._segments)
+
+    @property
+    def num_images(self) -> int:
+        """Number of images."""
+        return len(self._images)
+
+    @property
+    def num_videos(self) -> int:
+        """Number of videos."""
+        return len(self._videos)
+
+    def __add__(self, other: Workload) -> Workload:
+        if not isinstance(other, Workload):
+            return NotImplemented
+        total = object.__new__(Workload)
+        total._set(
+            np.concatenate([self._segments, other._segments]),
+            np.concatenate([self._images, other._images]),
+            np.concatenate([self._videos, other._videos]),
+            self._tokens + other._tokens,
+            self._slots + other._slots,
+        )
+        return total
+
+    def __radd__(self, other: int) -> Workload:
+        """Let `sum(workloads)` start from 0."""
+        return self if other == 0 else NotImplemented
+
+    def _key(self) -> tuple[bytes, bytes, bytes, int]:
+        return self._segments.tobytes(), self._images.tobytes(), self._videos.tobytes(), self._slots
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Workload) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Workload, (self._segments, self._images, self._videos, self._slots)
+
+    def __repr__(self) -> str:
+        parts = [f"{self.num_segments} segments", f"{self._tokens} tokens", f"{self._slots} slots"]
+        if self.num_images or self.num_videos:
+            parts += [f"{self.num_images} images", f"{self.num_videos} videos", f"{self.patches} patches"]
+        return f"Workload({', '.join(parts)})"
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: IntsLike,
+        *,
+        unpadded: IntsLike | None = None,
+        argmin: int | None = None,
+        images: IntsLike = (),
+        videos: IntsLike = (),
+        slots: int | None = None,
+    ) -> Workload:
+        """Build a workload from cumulative segment boundaries.
+
+        Args:
+            cu_seqlens: boundaries [tokens], shape (N + 1,) or (1, N + 1), starting at 0. A tail of -1 or of repeated
+                boundaries, as fixed-size buffers carry it, is cut.
+            unpadded: boundaries of the real tokens where `cu_seqlens` also holds each segment's padding; lengths are
+                then taken from here and slots from `cu_seqlens`.
+            argmin: number of valid entries in `cu_seqlens` (and `unpadded`), as Megatron hands it over; 0 cuts nothing.
+            images: image grids [patches], shape (M, 3).
+            videos: video grids [patches], shape (V, 3).
+            slots: positions that the kernels compute, when more than the last boundary.
+
+        Raises:
+            WorkloadError: the boundaries do not start at 0, or decrease.
+
+        >>> Workload.from_cu_seqlens([0, 3, 8, -1, -1]).segments.tolist()
+        [3, 5]
+        """
+        padded = _boundaries(cu_seqlens, argmin, "cu_seqlens")
+        real = padded if unpadded is None else _boundaries(unpadded, argmin, "unpadded cu_seqlens")
+        lengths = np.diff(real)
+        end = int(padded[-1]) if padded.size else 0
+        return cls(lengths[lengths > 0], images, videos, slots=end if slots is None else slots)
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: IntsLike, *, images: IntsLike = (), videos: IntsLike = ()) -> Workload:
+        """Build a workload from a padding mask, or from a mask of segment numbers.
+
+        Args:
+            attention_mask: shape (batch, slots): 0 for padding, 1 for a token; or 1, 2, 3, ... where a row holds several
+                segments. Booleans count as 0 and 1.
+            images: image grids [patches], shape (M, 3).
+            videos: video grids [patches], shape (V, 3).
+
+        Raises:
+            WorkloadError: the mask is not two-dimensional, or holds a negative number.
+
+        >>> Workload.from_attention_mask([[1, 1, 1, 0], [1, 1, 2, 2]]).segments.tolist()
+        [3, 2, 2]
+        """
+        mask = as_ints(attention_mask, "attention_mask", booleans=True)
+        if mask.ndim != 2:
+            raise WorkloadError(f"attention_mask must be (batch, slots), got shape {mask.shape}.")
+        if mask.size and mask.min() < 0:
+            raise WorkloadError(f"attention_mask must hold 0, 1, 2, ..., got {int(mask.min())}.")
+        lengths: list[int] = []
+        for row in mask:
+            lengths += np.unique_counts(row[row > 0]).counts.tolist()
+        return cls(lengths, images, videos, slots=mask.size)
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        position_ids: IntsLike,
+        *,
+        attention_mask: IntsLike | None = None,
+        images: IntsLike = (),
+        videos: IntsLike = (),
+    ) -> Workload:
+        """Build a workload from positions that restart where a segment starts.
+
+        Args:
+            position_ids: shape (slots,) or (batch, slots); or M-RoPE's (3, batch, slots), where a segment starts at
+                (0, 0, 0), or (4, batch, slots), whose first plane holds the text positions.
+            attention_mask: shape (batch, slots), 0 for padding; without it every slot is a token.
+            images: image grids [patches], shape (M, 3).
+            videos: video grids [patches], shape (V, 3).
+
+        Raises:
+            WorkloadError: the shape is none of these, or the mask's shape differs.
+
+        >>> Workload.from_position_ids([0, 1, 2, 0, 1]).segments.tolist()
+        [3, 2]
+        """
+        positions = as_ints(position_ids, "position_ids")
+        if positions.ndim == 1:
+            positions = positions[None]
+        if positions.ndim == 3 and positions.shape[0] == 4:
+            positions = positions[0]
+        if positions.ndim == 3 and positions.shape[0] == 3:
+            starts = (positions == 0).all(axis=0)
+        elif positions.ndim == 2:
+            starts = np.diff(positions, axis=1, prepend=positions[:, :1]) != 1
+        else:
+            raise WorkloadError(
+                f"position_ids must be (slots,), (batch, slots), (3, batch, slots) or (4, batch, slots), "
+                f"got shape {np.shape(position_ids)}."
+            )
+        starts = starts.copy()
+        starts[:, :1] = True
+        keep = np.ones(starts.shape, dtype=bool)
+        if attention_mask is not None:
+            keep = as_ints(attention_mask, "attention_mask", booleans=True) > 0
+            if keep.shape != starts.shape:
+                raise WorkloadError(f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree.")
+        segment_of_slot = starts.reshape(-1).cumsum() - 1
+        lengths = np.bincount(segment_of_slot[keep.reshape(-1)]) if keep.any() else np.zeros(0, dtype=np.int64)
+        return cls(lengths[lengths > 0], images, videos, slots=starts.size)
+
+
+def _boundaries(values: IntsLike, argmin: int | None, what: str) -> Ints:
+    """Cut the unused tail off cumulative boundaries and check the rest."""
+    bounds = as_ints(values, what).reshape(-1)
+    if argmin is not None and int(argmin) > 0:
+        bounds = bounds[: int(argmin)]
+    sentinels = np.flatnonzero(bounds < 0)
+    if sentinels.size:
+        bounds = bounds[: sentinels[0]]
+    if bounds.size and bounds[0] != 0:
+        raise WorkloadError(f"{what} must start at 0, got {int(bounds[0])}.")
+    steps = np.diff(bounds)
+    if steps.size and steps.min() < 0:
+        bad = int(np.argmin(steps))
+        raise WorkloadError(
+            f"{what} must not decrease, got {int(bounds[bad])} followed by {int(bounds[bad + 1])} at index {bad + 1}."
+        )
+    return bounds
+
+
+def total(workloads: Sequence[Workload]) -> Workload:
+    """Sum workloads in one pass; `Workload()` for none."""
+    if not workloads:
+        return Workload()
+    return Workload(
+        np.concatenate([w.segments for w in workloads]),
+        np.concatenate([w.images for w in workloads]),
+        np.concatenate([w.videos for w in workloads]),
+        slots=sum(w.slots for w in workloads),
+    )

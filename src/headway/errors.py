@@ -1,0 +1,57 @@
+"""Errors that a user can act on.
+
+Each message says what was wrong, the value got, what is allowed and what to do next. The command line prints the message
+as one paragraph and exits with `exit_code`: 2 for a wrong use, 1 for everything else.
+"""
+
+
+class HeadwayError(Exception):
+    """Base of every error that Headway raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(HeadwayError):
+    """An option or argument cannot be understood, or two contradict each other."""
+
+    exit_code = 2
+
+
+class WorkloadError(UsageError):
+    """Segment lengths, grids or slots do not describe a step."""
+
+
+class ConfigError(UsageError):
+    """A training configuration holds an unknown key or a value that cannot take effect."""
+
+
+class UnknownModelError(UsageError):
+    """A model name is neither shipped, nor a local folder or config, nor reachable on the Hub."""
+
+
+class UnknownConventionError(UsageError):
+    """A counting convention has no such name."""
+
+
+class UnknownDeviceError(HeadwayError):
+    """A device's peak is not known; no MFU is better than a guessed one."""
+
+
+class TraceError(HeadwayError):
+    """A model holds an operation that the ledger cannot explain."""
+
+
+class CostModelError(HeadwayError):
+    """A cost model's file is not one, or is of another version."""
+
+
+class DataError(HeadwayError):
+    """A sample, image or dataset file cannot be used; the message names file and line."""
+
+
+class CheckpointError(HeadwayError):
+    """A checkpoint is incomplete, damaged or of another run."""
+
+
+class TrainingError(HeadwayError):
+    """Training cannot go on: a loss that is not finite, a missing device."""
