@@ -12,7 +12,7 @@ from headway.count.models import load_cost_model, shipped_models
 from headway.count.workload import Workload
 
 if TYPE_CHECKING:
-    from headway.count.trace import trace
+    from headway.count.tracing import trace
 
 __all__ = [
     "CostModel",
@@ -29,7 +29,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `trace`, and torch with it, only when it is asked for."""
     if name == "trace":
-        from headway.count.trace import trace
+        from headway.count.tracing import trace
 
         return trace
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

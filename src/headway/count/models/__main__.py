@@ -8,7 +8,7 @@ import time
 from headway.count import storage
 from headway.count.cost_model import CostModel
 from headway.count.models import FOLDER, presets
-from headway.count.trace import trace
+from headway.count.tracing import trace
 from headway.errors import HeadwayError
 
 

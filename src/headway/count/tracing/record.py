@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from headway.count.trace.phantom import Phantom, aten, recording
+from headway.count.tracing.phantom import Phantom, aten, recording
 from headway.errors import TraceError
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from headway.count import drivers
-from headway.count.trace.record import Operation
+from headway.count.tracing.record import Operation
 from headway.count.workload import Workload
 from headway.errors import TraceError
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.count.trace import attention
-from headway.count.trace.phantom import Phantom, phantom
+from headway.count.tracing import attention
+from headway.count.tracing.phantom import Phantom, phantom
 from headway.count.workload import Workload
 from headway.errors import TraceError
 
@@ -58,10 +58,13 @@ def model_class(config: Any) -> Any:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Make the phantom of one parameter or buffer; integer buffers stay real."""
+    """Make the phantom of one parameter or buffer; integer buffers stay real.
+
+    Floats become bfloat16 whatever they are: the ledger does not depend on it, and grouped products take nothing else.
+    """
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
-    shape = phantom(tensor)
+    shape = phantom(tensor.detach().to("meta", torch.bfloat16))
     return nn.Parameter(shape) if isinstance(tensor, nn.Parameter) else shape
 
 

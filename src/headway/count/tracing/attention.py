@@ -15,8 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
-from headway.count.trace.phantom import Phantom, phantom
-from headway.count.trace.record import Operation, Recorder
+from headway.count.tracing.phantom import Phantom, phantom
+from headway.count.tracing.record import Operation, Recorder
 from headway.errors import TraceError
 
 NAME = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a name that contains "flash"

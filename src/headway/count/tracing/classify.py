@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from headway.count import drivers
-from headway.count.trace.fit import Fitted
-from headway.count.trace.record import Operation
+from headway.count.tracing.fit import Fitted
+from headway.count.tracing.record import Operation
 
 
 def _inside(path: str, roots: Iterable[str]) -> bool:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
-from headway.count.trace import build, classify
-from headway.count.trace.attention import seams
-from headway.count.trace.fit import Fitted, candidates, fit, workloads_for
-from headway.count.trace.record import Operation, Recorder
+from headway.count.tracing import build, classify
+from headway.count.tracing.attention import seams
+from headway.count.tracing.fit import Fitted, candidates, fit, workloads_for
+from headway.count.tracing.record import Operation, Recorder
 from headway.count.workload import Workload
 from headway.errors import TraceError
 

@@ -1,0 +1,75 @@
+"""Configurations of tiny models, one per family, that the tests of counting and of training share.
+
+The sizes differ from each other wherever they can, so that a test cannot pass by mistaking one for another.
+"""
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+SPECIAL_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+PATCH = 8  # pixels along a patch's side in every tiny vision tower
+
+_SIZES: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, initializer_range=0.2)
+_COUNTS: dict[str, Any] = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+_TEXT: dict[str, Any] = dict(**_SIZES, **_COUNTS, head_dim=8, max_position_embeddings=512)
+_EXPERTS: dict[str, Any] = dict(moe_intermediate_size=16, num_experts_per_tok=2)
+_MROPE: dict[str, Any] = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[2, 1, 1])
+_SLIDING: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
+_MLA: dict[str, Any] = dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12)
+_DEEPSEEK: dict[str, Any] = dict(
+    **_SIZES, **_MLA, **_EXPERTS, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, max_position_embeddings=512,
+)  # fmt: skip
+_VISION: dict[str, Any] = dict(
+    depth=3, hidden_size=24, intermediate_size=40, num_heads=2, out_hidden_size=32, patch_size=PATCH, initializer_range=0.2
+)
+_QWEN3_VISION: dict[str, Any] = dict(**_VISION, deepstack_visual_indexes=[0, 1], num_position_embeddings=36)
+# A window of 32 pixels is 2 x 2 merged patches, so larger images are cut into several windows.
+_QWEN2_5_VISION: dict[str, Any] = dict(**_VISION, window_size=32, fullatt_block_indexes=[1])
+
+_TEXT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", dict(
+        n_embd=32, n_layer=2, n_head=4, n_positions=512, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        initializer_range=0.2,
+    )),
+    "llama": ("LlamaConfig", _TEXT),
+    "mistral_sliding": ("MistralConfig", dict(**_TEXT, sliding_window=16)),
+    "mixtral": ("MixtralConfig", dict(**_TEXT, num_local_experts=4, num_experts_per_tok=2)),
+    "qwen2": ("Qwen2Config", dict(**_SIZES, **_COUNTS, max_position_embeddings=512)),
+    "qwen3": ("Qwen3Config", _TEXT),
+    "qwen3_tied": ("Qwen3Config", dict(**_TEXT, tie_word_embeddings=True)),
+    "qwen3_moe": ("Qwen3MoeConfig", dict(**_TEXT, **_EXPERTS, num_experts=4)),
+    "gemma2_softcap": ("Gemma2Config", dict(**_TEXT, **_SLIDING, attn_logit_softcapping=2.0)),
+    "gemma3_sliding": ("Gemma3TextConfig", dict(**_TEXT, **_SLIDING)),
+    "gpt_oss_sinks": ("GptOssConfig", dict(**_TEXT, **_SLIDING, num_local_experts=4, num_experts_per_tok=2)),
+    "deepseek_v2": ("DeepseekV2Config", dict(**_DEEPSEEK, q_lora_rank=None)),
+    "deepseek_v3": ("DeepseekV3Config", dict(**_DEEPSEEK, q_lora_rank=16, n_group=2, topk_group=1)),
+}  # fmt: skip
+_MOE_TEXT: dict[str, Any] = dict(**_TEXT, **_EXPERTS, num_experts=4)
+_VISION_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", dict(**_SIZES, **_COUNTS, rope_parameters=_MROPE), _QWEN2_5_VISION),
+    "qwen3_vl": ("Qwen3VLConfig", dict(**_TEXT, rope_parameters=dict(**_MROPE, mrope_interleaved=True)), _QWEN3_VISION),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig", dict(**_MOE_TEXT, rope_parameters=dict(**_MROPE, mrope_interleaved=True)), _QWEN3_VISION
+    ),
+}  # fmt: skip
+
+TEXT_FAMILIES = tuple(_TEXT_FAMILIES)
+VISION_FAMILIES = tuple(_VISION_FAMILIES)
+FAMILIES = TEXT_FAMILIES + VISION_FAMILIES
+
+
+def tiny_config(family: str, vocabulary: int = 160, special_tokens: dict[str, int] | None = None) -> PreTrainedConfig:
+    """Build a fresh configuration of a family."""
+    if family in _TEXT_FAMILIES:
+        name, options = _TEXT_FAMILIES[family]
+        return getattr(transformers, name)(
+            vocab_size=vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options
+        )
+    name, text, vision = _VISION_FAMILIES[family]
+    tokens = SPECIAL_TOKENS if special_tokens is None else special_tokens
+    return getattr(transformers, name)(
+        text_config=dict(text, vocab_size=vocabulary), vision_config=dict(vision), **tokens
+    )
