@@ -100,14 +100,14 @@ def _run(model: nn.Module, workload: Workload, *, backward: bool) -> list[Operat
 def _check_alike(runs: list[list[Operation]]) -> None:
     """Refuse a model whose operations change with the workload; rows could not be told apart."""
     for other in runs[1:]:
-        for a, b in zip(runs[0], other, strict=False):
-            if (a.module, a.kind) != (b.module, b.kind):
-                raise TraceError(f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another.")
         if len(other) != len(runs[0]):
             raise TraceError(
                 f"the model runs {len(runs[0])} counted operations on one workload and {len(other)} on another: "
                 "it loops over the data, and its cost per token is not fixed."
             )
+        for a, b in zip(runs[0], other, strict=True):
+            if (a.module, a.kind) != (b.module, b.kind):
+                raise TraceError(f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another.")
 
 
 def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:

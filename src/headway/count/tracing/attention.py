@@ -108,7 +108,7 @@ def _transformers_seam(
         lengths = np.diff(boundaries.tolist())
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
-        pairs, driver = _masked_pairs(path, attention_mask, query, key, causal, window)
+        pairs, driver = _masked_pairs(_recorder, path, attention_mask, query, key, causal, window)
     else:
         pairs, driver = _plain_pairs(query, key, causal, window)
     extra = tuple(t for t in kwargs.values() if isinstance(t, torch.Tensor))
@@ -131,7 +131,13 @@ def _plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | N
 
 
 def _masked_pairs(
-    path: str, mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None
+    recorder: Recorder,
+    path: str,
+    mask: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    causal: bool,
+    window: int | None,
 ) -> tuple[int, str]:
     """Count the pairs that a boolean mask allows, and name its kind when the count is that of a known one."""
     if mask.dtype != torch.bool or isinstance(mask, Phantom):
@@ -140,7 +146,7 @@ def _masked_pairs(
             "Give it a boolean mask, or none and a causal flag."
         )
     batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
-    pairs = int(mask.expand(batch, -1, queries, keys)[:, 0].sum())
+    pairs = recorder.allowed(mask, batch, queries, keys)
     if queries == keys:
         plain, driver = _plain_pairs(q, k, causal, window)
         if driver and pairs == plain:
@@ -216,7 +222,7 @@ class seams(TorchFunctionMode):
         """Stand in for `F.scaled_dot_product_attention`."""
         path = self.recorder.module
         if attn_mask is not None:
-            pairs, driver = _masked_pairs(path, attn_mask, query, key, is_causal, None)
+            pairs, driver = _masked_pairs(self.recorder, path, attn_mask, query, key, is_causal, None)
         else:
             pairs, driver = _plain_pairs(query, key, is_causal, None)
         return attend(self.recorder, path, query, key, value, pairs, driver)

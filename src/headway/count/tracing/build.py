@@ -125,6 +125,10 @@ def inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
         workload: one segment, and the grids that lie in it.
     """
     accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in accepted:
+        raise TraceError(
+            f"{type(model).__name__}.forward takes {', '.join(accepted) or 'nothing'}; a model to trace takes input_ids."
+        )
     vision = vision_input(model)
     ids = torch.full((1, workload.tokens), _plain_token(getattr(model, "config", None)))
     batch: dict[str, Any] = {"input_ids": ids}

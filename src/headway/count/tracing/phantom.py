@@ -8,11 +8,10 @@ on the batch at all (an activation) or on parameters alone (a weight, a cast or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from headway.errors import TraceError
 
@@ -20,6 +19,7 @@ aten = torch.ops.aten
 
 Recorder = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 _recorder: Recorder | None = None
+_results: dict[Any, Any] = {}  # (operation, shapes) -> meta result; layers repeat each other, and meta kernels are slow
 
 
 class Phantom(torch.Tensor):
@@ -81,15 +81,24 @@ class recording:
     def __enter__(self) -> None:
         global _recorder
         self.previous, _recorder = _recorder, self.recorder
+        _results.clear()
 
     def __exit__(self, *exception: object) -> None:
         global _recorder
         _recorder = self.previous
+        _results.clear()
 
 
 def _root(tensor: Phantom) -> Phantom:
     """Follow a view to the tensor that it looks at."""
     return tensor if tensor.base is None else tensor.base
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the leaves of an operation's arguments: tuples, lists and what they hold."""
+    if isinstance(value, tuple | list):
+        return type(value)(_map(function, v) for v in value)
+    return function(value)
 
 
 def _meta(value: Any) -> Any:
@@ -102,8 +111,13 @@ def _meta_device(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else _meta(value)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    return (v for v in values if isinstance(v, torch.Tensor))
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors among an operation's arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _tensors(v)
 
 
 def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -112,6 +126,31 @@ def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
     for index in args[1]:
         flat += index.nonzero(as_tuple=True) if index is not None and index.dtype == torch.bool else (index,)
     return (args[0], flat, *args[2:])
+
+
+def _key(value: Any) -> Any:
+    """Describe an argument by all that decides its operation's result shape; scalars by type too, since 1 == 1.0."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(_key(v) for v in value)
+    return type(value), value
+
+
+def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation's meta kernel, or recall what it gave for the same shapes."""
+    key = None
+    if not func._schema.is_mutable and not kwargs.get("generator"):
+        key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
+        if key in _results:
+            return _results[key]
+    try:
+        out = func(*_map(_meta, args), **{name: _map(_meta_device, value) for name, value in kwargs.items()})
+    except NotImplementedError as error:
+        raise TraceError(f"{func} has no kernel that works on shapes alone: {str(error).splitlines()[0]}") from error
+    if key is not None and _recorder is not None:
+        _results[key] = out
+    return out
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,11 +164,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif packet is aten.detach and torch._C._current_autograd_node() is None:
         source = args[0]
         return Phantom(source.meta.detach(), 0, source.fed, _root(source))
-    try:
-        out = func(*tree_map(_meta, args), **tree_map(_meta_device, kwargs))
-    except NotImplementedError as error:
-        raise TraceError(f"{func} has no kernel that works on shapes alone: {str(error).splitlines()[0]}") from error
-    flat = list(_tensors(tree_flatten((args, kwargs))[0]))
+    out = _shapes(func, args, kwargs)
+    flat = [*_tensors(args), *_tensors(list(kwargs.values()))]
     phantoms = [t for t in flat if isinstance(t, Phantom)]
     sources = 0
     if torch.is_grad_enabled() and torch._C._current_autograd_node() is None:
@@ -151,7 +187,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return Phantom(value, sources, fed, base)
         return torch.zeros(value.shape, dtype=value.dtype)
 
-    return tree_map(wrap, out)
+    return _map(wrap, out)
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
@@ -161,7 +197,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         target = kwargs.get(argument.name) if position >= len(args) else args[position]
-        for tensor in _tensors(tree_flatten(target)[0]):
+        for tensor in _tensors(target):
             written.append(tensor)
             if isinstance(tensor, Phantom):
                 for t in (tensor, tensor.base) if tensor.base is not None else (tensor,):

@@ -120,11 +120,23 @@ class Recorder:
         self._path_of = {id(module): path for path, module in self.model.named_modules()}
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
+        self._mask_pairs: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def module(self) -> str:
         """Path of the innermost module that is running forward."""
         return self._stack[-1] if self._stack else ""
+
+    def allowed(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> int:
+        """Count the pairs that a boolean mask [(batch, heads,) queries, keys] allows one head, over the batch.
+
+        Layers share a mask, so each is counted once.
+        """
+        if id(mask) not in self._mask_pairs:
+            four = mask[(None,) * (4 - mask.dim())]
+            pairs = int(four.expand(batch, -1, queries, keys)[:, 0].sum())
+            self._mask_pairs[id(mask)] = (mask, pairs)  # holding the mask keeps its id its own
+        return self._mask_pairs[id(mask)][1]
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""

@@ -1,0 +1,200 @@
+"""What a trace reads off models, and what it refuses to guess."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import FAMILIES, tiny_config
+from torch import nn
+
+from headway.count import Workload, trace
+from headway.errors import TraceError
+
+
+def drivers_of(cost, component):
+    return {row.driver for row in cost.rows if row.component == component}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_operation_has_a_driver_and_a_component(family):
+    cost = trace(tiny_config(family))
+    assert cost.unknown == ()
+    assert {row.component.partition(".")[0] for row in cost.rows} <= {"language", "vision"}
+    assert not [p.name for p in cost.parameters if p.component == "other"]
+
+
+def test_interleaved_windows_are_told_from_full_attention():
+    assert drivers_of(trace(tiny_config("gemma3_sliding")), "language.attention") == {"pairs:sliding:16", "pairs:causal"}
+    assert drivers_of(trace(tiny_config("gpt_oss_sinks")), "language.attention") == {"pairs:sliding:16", "pairs:causal"}
+    assert drivers_of(trace(tiny_config("mistral_sliding")), "language.attention") == {"pairs:sliding:16"}
+
+
+def test_windowed_vision_layers_are_told_from_full_ones():
+    cost = trace(tiny_config("qwen2_5_vl"))
+    # 32 pixels are 4 patches of 8; layer 1 of 3 attends over the whole frame
+    windows = [row.driver for row in cost.rows if row.component == "vision.attention"]
+    assert windows == ["patch_pairs:window:4", "patch_pairs:frame", "patch_pairs:window:4"]
+
+
+def test_vision_mergers_work_on_merged_patches():
+    cost = trace(tiny_config("qwen3_vl"))
+    mergers = {row.module for row in cost.rows if row.component == "vision.merger"}
+    assert drivers_of(cost, "vision.merger") == {"patches/4"}
+    assert sum("deepstack" in module for module in mergers) == 4  # two linears in each of two deepstack mergers
+
+
+def test_experts_cost_tokens_times_top_k_and_routers_all_experts():
+    cost = trace(tiny_config("qwen3_moe"))
+    tokens = Workload([10])
+    rows = {row.name: row.forward for row in cost.count(tokens).rows}
+    # two layers, top 2 of 4 experts: gate and up 32 to 2 x 16, down 16 to 32
+    assert rows["language.experts"] == 2 * 10 * 2 * 2 * (32 * 32 + 16 * 32)
+    assert rows["language.router"] == 2 * 10 * 2 * 32 * 4
+
+
+def test_shared_experts_count_as_experts():
+    cost = trace(tiny_config("deepseek_v3"))
+    shared = [row for row in cost.rows if "shared_experts" in row.module]
+    assert {row.component for row in shared} == {"language.experts"}
+    assert {row.driver for row in shared} == {"tokens"}
+
+
+def test_a_real_model_keeps_what_it_trains_and_is_left_alone():
+    config = tiny_config("qwen3_vl")
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_config(config)
+    model.model.visual.requires_grad_(False)
+    before = {name: (p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
+    implementation, training = model.config._attn_implementation, model.training
+    step = Workload([60], images=[(1, 4, 6)])
+    assert trace(model).count(step) == trace(config).freeze(["vision"]).count(step)
+    assert {name: (p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()} == before
+    assert (model.config._attn_implementation, model.training) == (implementation, training)
+
+
+def test_tied_weights_are_one_parameter_and_a_full_head():
+    tied, free = trace(tiny_config("qwen3_tied")), trace(tiny_config("qwen3"))
+    assert free.params.total - tied.params.total == 160 * 32
+    step = Workload([50])
+    assert tied.count(step) == free.count(step)
+
+
+class Toy(nn.Module):
+    """A plain language model whose middle is swapped by each test."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.embed = nn.Embedding(50, 12)
+        self.middle = middle
+        self.head = nn.Linear(12, 50)
+
+    def forward(self, input_ids):
+        return (self.head(self.middle(self.embed(input_ids))),)
+
+
+class Attention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+        self.options = options
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        options = {name: make(x.shape[1]) if callable(make) else make for name, make in self.options.items()}
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "driver"),
+    [
+        (dict(is_causal=True), "pairs:causal"),
+        (dict(), "pairs:full"),
+        (dict(attn_mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril()), "pairs:causal"),
+    ],
+)
+def test_a_plain_module_is_read_through_pytorchs_own_attention(options, driver):
+    cost = trace(Toy(Attention(**options)))
+    # forward 2 heads (6 + 6) x 2 a pair, backward twice that
+    (row,) = [row for row in cost.rows if row.op == "attention"]
+    assert (row.driver, row.forward, sum(g.flops for g in row.gradients)) == (driver, 2 * 2 * 12, 2 * 2 * 2 * 12)
+
+
+class Detached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kept, self.cut = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.kept(x) + self.cut(x).detach()
+
+
+def test_a_detached_branch_has_no_backward():
+    cost = trace(Toy(Detached()))
+    gradients = {row.module: [g.phase for g in row.gradients] for row in cost.rows}
+    assert gradients == {"middle.kept": ["dgrad", "wgrad"], "middle.cut": [], "head": ["dgrad", "wgrad"]}
+
+
+class Scored(nn.Module):
+    def forward(self, x):
+        return torch.softmax(x @ x.transpose(1, 2), dim=-1) @ x
+
+
+def test_products_of_two_activations_follow_pairs():
+    cost = trace(Toy(Scored()))
+    products = [row for row in cost.rows if row.module == "middle"]
+    assert [(row.driver, row.forward) for row in products] == [("pairs:full", 2 * 12)] * 2
+    assert [[(g.phase, g.flops) for g in row.gradients] for row in products] == [[("dgrad", 2 * 12)] * 2] * 2
+
+
+class Odd(nn.Module):
+    """Does one thing that a ledger cannot explain."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.weight = what, nn.Parameter(torch.zeros(12))
+
+    def forward(self, x):
+        return self.what(x, self.weight)
+
+
+def float_mask(x, w):
+    mask = torch.zeros(x.shape[1], x.shape[1])
+    q = x[:, None]
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)[:, 0]
+
+
+def loop(x, w):
+    for _ in range(x.shape[1] // 60):
+        x = x @ torch.diag(w)
+    return x
+
+
+def root(x, w):
+    n = int(x.shape[1] ** 0.5)
+    return torch.cat([x[:, :n] @ torch.diag(w), x[:, n:]], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda x, w: x * torch.dot(w, w), r"module middle runs aten\.dot"),
+        (float_mask, "module middle attends under a mask of floats"),
+        (loop, "counted operations on one workload"),
+        (root, "no driver explains matmul in module middle"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_by_name(what, message):
+    with pytest.raises(TraceError, match=message):
+        trace(Toy(Odd(what)))
+
+
+def test_a_model_without_token_ids_is_refused():
+    with pytest.raises(TraceError, match="takes input_ids"):
+        trace(nn.Linear(3, 3))
+
+
+def test_a_configuration_that_is_no_language_model_is_refused():
+    from transformers import ViTConfig
+
+    with pytest.raises(TraceError, match="no causal or image-text model for a configuration of ViTConfig"):
+        trace(ViTConfig())
