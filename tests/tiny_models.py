@@ -11,29 +11,35 @@ from transformers import PreTrainedConfig
 SPECIAL_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 PATCH = 8  # pixels along a patch's side in every tiny vision tower
 
-_SIZES: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, initializer_range=0.2)
-_COUNTS: dict[str, Any] = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2}
+_COUNTS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TEXT: dict[str, Any] = dict(**_SIZES, **_COUNTS, head_dim=8, max_position_embeddings=512)
-_EXPERTS: dict[str, Any] = dict(moe_intermediate_size=16, num_experts_per_tok=2)
-_MROPE: dict[str, Any] = dict(rope_type="default", rope_theta=10_000.0, mrope_section=[2, 1, 1])
-_SLIDING: dict[str, Any] = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16)
-_MLA: dict[str, Any] = dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12)
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+_SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+_MLA: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 _DEEPSEEK: dict[str, Any] = dict(
     **_SIZES, **_MLA, **_EXPERTS, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
     n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, max_position_embeddings=512,
 )  # fmt: skip
-_VISION: dict[str, Any] = dict(
-    depth=3, hidden_size=24, intermediate_size=40, num_heads=2, out_hidden_size=32, patch_size=PATCH, initializer_range=0.2
-)
+_VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": PATCH,
+    "initializer_range": 0.2,
+}
 _QWEN3_VISION: dict[str, Any] = dict(**_VISION, deepstack_visual_indexes=[0, 1], num_position_embeddings=36)
 # A window of 32 pixels is 2 x 2 merged patches, so larger images are cut into several windows.
 _QWEN2_5_VISION: dict[str, Any] = dict(**_VISION, window_size=32, fullatt_block_indexes=[1])
 
 _TEXT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Config", dict(
-        n_embd=32, n_layer=2, n_head=4, n_positions=512, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-        initializer_range=0.2,
-    )),
+    "gpt2": ("GPT2Config", {
+        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "initializer_range": 0.2,
+    }),
     "llama": ("LlamaConfig", _TEXT),
     "mistral_sliding": ("MistralConfig", dict(**_TEXT, sliding_window=16)),
     "mixtral": ("MixtralConfig", dict(**_TEXT, num_local_experts=4, num_experts_per_tok=2)),

@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
-Each message says what was wrong, the value got, what is allowed and what to do next. The command line prints the message
-as one paragraph and exits with `exit_code`: 2 for a wrong use, 1 for everything else.
+Each message says what was wrong, the value got, what is allowed and what to do next. The command line prints the
+message as one paragraph and exits with `exit_code`: 2 for a wrong use, 1 for everything else.
 """
 
 

@@ -12,7 +12,9 @@ TEXT = load_cost_model("qwen3-8b")
 VISION = load_cost_model("qwen2.5-vl-7b")
 
 segments = st.lists(st.integers(1, 3000), min_size=1, max_size=5)
-grids = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([2, 8, 14, 30]), st.sampled_from([4, 16, 22])), max_size=3)
+grids = st.lists(
+    st.tuples(st.integers(1, 3), st.sampled_from([2, 8, 14, 30]), st.sampled_from([4, 16, 22])), max_size=3
+)
 steps = st.builds(Workload, segments, images=grids, videos=grids)
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import FAMILIES, tiny_config
 from torch import nn
 
 from headway.count import Workload, trace
 from headway.errors import TraceError
+from tiny_models import FAMILIES, tiny_config
 
 
 def drivers_of(cost, component):
@@ -23,7 +23,10 @@ def test_every_operation_has_a_driver_and_a_component(family):
 
 
 def test_interleaved_windows_are_told_from_full_attention():
-    assert drivers_of(trace(tiny_config("gemma3_sliding")), "language.attention") == {"pairs:sliding:16", "pairs:causal"}
+    assert drivers_of(trace(tiny_config("gemma3_sliding")), "language.attention") == {
+        "pairs:sliding:16",
+        "pairs:causal",
+    }
     assert drivers_of(trace(tiny_config("gpt_oss_sinks")), "language.attention") == {"pairs:sliding:16", "pairs:causal"}
     assert drivers_of(trace(tiny_config("mistral_sliding")), "language.attention") == {"pairs:sliding:16"}
 
@@ -107,9 +110,9 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(
     ("options", "driver"),
     [
-        (dict(is_causal=True), "pairs:causal"),
-        (dict(), "pairs:full"),
-        (dict(attn_mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril()), "pairs:causal"),
+        ({"is_causal": True}, "pairs:causal"),
+        ({}, "pairs:full"),
+        ({"attn_mask": lambda n: torch.ones(n, n, dtype=torch.bool).tril()}, "pairs:causal"),
     ],
 )
 def test_a_plain_module_is_read_through_pytorchs_own_attention(options, driver):

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, PATCH, VISION_FAMILIES, tiny_config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from headway.count import Workload, drivers, trace
 from headway.count.tracing.build import model_class
+from tiny_models import FAMILIES, PATCH, VISION_FAMILIES, tiny_config
 
 WORKLOAD = Workload([67], images=[(1, 4, 6), (2, 8, 4)])  # 24 + 64 patches, 22 of the tokens
 
@@ -68,7 +68,9 @@ def counted(model: nn.Module, family: str) -> tuple[Counter, Counter]:
         logits = model(**inputs(model, family)).logits
     sums = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     root = type(model).__name__
-    own = Counter({name.removeprefix(root).removeprefix("."): flops for name, flops in sums.items() if name != "Global"})
+    own = Counter(
+        {name.removeprefix(root).removeprefix("."): flops for name, flops in sums.items() if name != "Global"}
+    )
     inclusive = dict(own)
     for path, flops in inclusive.items():
         around = [p for p in inclusive if p != path and (not p or path.startswith(p + "."))]

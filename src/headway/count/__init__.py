@@ -7,7 +7,8 @@ takes one that ships with the package and needs neither torch nor transformers.
 
 from typing import TYPE_CHECKING, Any
 
-from headway.count.cost_model import CostModel, FlopCount, FlopRow, ParamCount
+from headway.count.cost_model import CostModel, ParamCount
+from headway.count.flop_count import FlopCount, FlopRow
 from headway.count.models import load_cost_model, shipped_models
 from headway.count.workload import Workload
 

@@ -1,24 +1,27 @@
 """Cost models: what each operation of a model costs per unit of its driver, and the product with a workload.
 
-A row's backward is stored with the parameters that make autograd compute it: the gradient of an input is needed when any
-parameter upstream of it is trained, the gradient of a weight when that weight is. Freezing and LoRA are therefore exact
-on a stored cost model, without tracing again.
+A row's backward is stored with the parameters that make autograd compute it: the gradient of an input is needed when
+any parameter upstream of it is trained, the gradient of a weight when that weight is. Freezing and LoRA are therefore
+exact on a stored cost model, without tracing again.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from headway.count import drivers
-from headway.count.workload import Workload
-from headway.errors import CostModelError, UsageError, WorkloadError
+from headway.count.flop_count import FlopCount, FlopRow
+from headway.errors import UsageError, WorkloadError
 
-USEFUL = "useful/1"  # our convention; what it counts is in docs/counting.md
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from headway.count.workload import Workload
+
 By = Literal["component", "module"]
 
 
@@ -68,8 +71,8 @@ class Row:
         forward: FLOPs per unit of the driver.
         gradients: the backward's products.
         block: the checkpointable block that holds it, "" for none.
-        recomputed: whether checkpointing that block runs this forward again. Recomputation stops at the last tensor that
-            backward needs, so a block's closing projection usually is not.
+        recomputed: whether checkpointing that block runs this forward again. Recomputation stops at the last tensor
+            that backward needs, so a block's closing projection usually is not.
         features: (in, out) of a linear module, for LoRA; None for other operations.
     """
 
@@ -85,90 +88,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class FlopRow:
-    """FLOPs of one component or module under one driver; exact integers."""
-
-    name: str
-    driver: str
-    forward: int = 0
-    dgrad: int = 0
-    wgrad: int = 0
-    recompute: int = 0
-
-    @property
-    def total(self) -> int:
-        """Useful FLOPs: forward, dgrad and wgrad; recompute is not useful."""
-        return self.forward + self.dgrad + self.wgrad
-
-
-@dataclass(frozen=True)
-class FlopCount:
-    """FLOPs of a step, by component (or module) and phase; exact Python integers, additive."""
-
-    rows: tuple[FlopRow, ...] = ()
-    convention: str = USEFUL
-
-    @cached_property
-    def forward(self) -> int:
-        """FLOPs of the forward pass."""
-        return sum(row.forward for row in self.rows)
-
-    @cached_property
-    def dgrad(self) -> int:
-        """FLOPs of gradients with respect to activations."""
-        return sum(row.dgrad for row in self.rows)
-
-    @cached_property
-    def wgrad(self) -> int:
-        """FLOPs of gradients with respect to weights."""
-        return sum(row.wgrad for row in self.rows)
-
-    @cached_property
-    def recompute(self) -> int:
-        """FLOPs that activation checkpointing runs a second time; part of HFU, not of MFU."""
-        return sum(row.recompute for row in self.rows)
-
-    @property
-    def total(self) -> int:
-        """Useful FLOPs: forward + dgrad + wgrad."""
-        return self.forward + self.dgrad + self.wgrad
-
-    def by_component(self) -> dict[str, int]:
-        """Sum the useful FLOPs of each name over its drivers."""
-        sums: dict[str, int] = {}
-        for row in self.rows:
-            sums[row.name] = sums.get(row.name, 0) + row.total
-        return sums
-
-    def share(self, prefix: str) -> float:
-        """Return the fraction of useful FLOPs in names that start with `prefix`, such as `vision`; 0.0 of nothing."""
-        part = sum(row.total for row in self.rows if row.name == prefix or row.name.startswith(prefix + "."))
-        return part / self.total if self.total else 0.0
-
-    def __add__(self, other: FlopCount) -> FlopCount:
-        if not isinstance(other, FlopCount):
-            return NotImplemented
-        if other.convention != self.convention:
-            raise UsageError(f"FLOPs counted by {self.convention} and by {other.convention} cannot be added.")
-        sums = {(row.name, row.driver): row for row in self.rows}
-        for row in other.rows:
-            mine = sums.get((row.name, row.driver), FlopRow(row.name, row.driver))
-            sums[row.name, row.driver] = FlopRow(
-                row.name,
-                row.driver,
-                mine.forward + row.forward,
-                mine.dgrad + row.dgrad,
-                mine.wgrad + row.wgrad,
-                mine.recompute + row.recompute,
-            )
-        return replace(self, rows=tuple(sums.values()))
-
-    def __radd__(self, other: int) -> FlopCount:
-        """Let `sum(counts)` start from 0."""
-        return self if other == 0 else NotImplemented
-
-
-@dataclass(frozen=True, slots=True)
 class ParamCount:
     """Numbers of parameters: all, those one token uses, those trained."""
 
@@ -177,7 +96,9 @@ class ParamCount:
     trainable: int
 
 
-_Coefficients = list[tuple[str, str, int, int, int, int]]  # name, driver, then FLOPs per unit of forward, dgrad, wgrad, recompute
+_Coefficients = list[
+    tuple[str, str, int, int, int, int]
+]  # name, driver, then FLOPs per unit of forward, dgrad, wgrad, recompute
 
 
 @dataclass(frozen=True)
@@ -307,8 +228,8 @@ class CostModel:
             if not hits:
                 known = ", ".join(sorted({p.component for p in parameters}))
                 raise UsageError(
-                    f"--freeze {pattern} matches no parameter of {self.name}. Give a component ({known}), the first part "
-                    f"of one, or a glob over parameter names such as {parameters[0].name!r}."
+                    f"--freeze {pattern} matches no parameter of {self.name}. Give a component ({known}), the first "
+                    f"part of one, or a glob over parameter names such as {parameters[0].name!r}."
                 )
             for i in hits:
                 parameters[i] = replace(parameters[i], trainable=False)
@@ -319,8 +240,9 @@ class CostModel:
 
         Args:
             rank: inner dimension of the adapters.
-            targets: last parts of module paths (`q_proj`), or globs over them; all linear modules but the head when None,
-                which is what peft calls `all-linear`. Expert weights that are one tensor for all experts are no linear modules.
+            targets: last parts of module paths (`q_proj`), or globs over them; all linear modules but the head when
+                None, which is what peft calls `all-linear`. Expert weights that are one tensor for all experts are no
+                linear modules.
 
         Raises:
             UsageError: the rank is below 1, or a target matches no linear module.
@@ -329,64 +251,11 @@ class CostModel:
         """
         if rank < 1:
             raise UsageError(f"--lora {rank}: the rank must be at least 1.")
-        linear = {row.module: row for row in self.rows if row.features is not None}
-        if targets is None:
-            chosen = {m for m, row in linear.items() if not row.component.endswith(".head")}
-        else:
-            chosen = set()
-            for target in targets:
-                hits = {m for m in linear if m.rpartition(".")[2] == target or fnmatch.fnmatchcase(m, target)}
-                if not hits:
-                    names = ", ".join(sorted({m.rpartition(".")[2] for m in linear}))
-                    raise UsageError(f"--lora target {target!r} matches no linear module of {self.name}; it has {names}.")
-                chosen |= hits
-        return _with_adapters(self, rank, chosen)
+        from headway.count.adapters import targets_of, with_adapters
+
+        return with_adapters(self, rank, targets_of(self, targets))
 
 
 def _matches(parameter: Parameter, pattern: str) -> bool:
     component = parameter.component
     return component == pattern or component.startswith(pattern + ".") or fnmatch.fnmatchcase(parameter.name, pattern)
-
-
-def _with_adapters(model: CostModel, rank: int, modules: set[str]) -> CostModel:
-    """Add the rows of LoRA adapters; whatever a host weight feeds, its adapters feed too."""
-    index = {p.name: i for i, p in enumerate(model.parameters)}
-    parameters = [replace(p, trainable=False) for p in model.parameters]
-    hosts: dict[str, tuple[int, int, int]] = {}  # module -> bits of its weight, of A and of B
-    for module in dict.fromkeys(row.module for row in model.rows if row.module in modules):
-        weight = index.get(f"{module}.weight")
-        row = next(r for r in model.rows if r.module == module)
-        if weight is None or row.features is None:
-            raise CostModelError(f"{module} has no weight of its own that an adapter could follow.")
-        fan_in, fan_out = row.features
-        component = model.parameters[weight].component
-        for letter, numel in (("A", fan_in * rank), ("B", fan_out * rank)):
-            parameters.append(Parameter(f"{module}.lora_{letter}.weight", numel, numel, component))
-        hosts[module] = (1 << weight, 1 << (len(parameters) - 2), 1 << (len(parameters) - 1))
-
-    def extend(needs: int) -> int:
-        for weight, a, b in hosts.values():
-            if needs & weight:
-                needs |= a | b
-        return needs
-
-    rows: list[Row] = []
-    for row in model.rows:
-        gradients = tuple(replace(g, needs=extend(g.needs)) if g.phase == "dgrad" else g for g in row.gradients)
-        rows.append(replace(row, gradients=gradients))
-        if row.module not in hosts or row.features is None:
-            continue
-        fan_in, fan_out = row.features
-        _, a, b = hosts[row.module]
-        calls, rest = divmod(row.forward, 2 * fan_in * fan_out)
-        if rest:
-            raise CostModelError(f"{row.module} does not cost a whole number of passes per unit of {row.driver}.")
-        upstream = 0
-        for g in gradients:
-            upstream |= g.needs if g.phase == "dgrad" else 0
-        down, up = 2 * fan_in * rank * calls, 2 * rank * fan_out * calls
-        grads_a = (Gradient("wgrad", down, a), *([Gradient("dgrad", down, upstream)] if upstream else []))
-        grads_b = (Gradient("wgrad", up, b), Gradient("dgrad", up, a | upstream))
-        rows.append(replace(row, module=f"{row.module}.lora_A", forward=down, gradients=grads_a, features=None))
-        rows.append(replace(row, module=f"{row.module}.lora_B", forward=up, gradients=grads_b, features=None))
-    return replace(model, rows=tuple(rows), parameters=tuple(parameters))

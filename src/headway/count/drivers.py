@@ -6,13 +6,17 @@ four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headway.count import masks
-from headway.count.workload import Ints, Workload
 from headway.errors import CostModelError, WorkloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.count.workload import Ints, Workload
 
 
 def _merged_patches(workload: Workload, group: int) -> int:
@@ -41,7 +45,8 @@ def _grid_pairs(workload: Workload) -> int:
 def _window_pairs(workload: Workload, side: int) -> int:
     """Count patch pairs inside square windows of `side` patches, cut from each frame's top left corner.
 
-    Source: a window of r x c patches has (r c)^2 = r^2 c^2 pairs, so the sum over windows factors into rows and columns.
+    Source: a window of r x c patches has (r c)^2 = r^2 c^2 pairs, so the sum over windows factors into rows and
+    columns.
     """
 
     def squares(extent: Ints) -> Ints:
@@ -87,7 +92,9 @@ def parse(driver: str) -> Callable[[Workload], int]:
     else:
         name, _, text = driver.rpartition(":")
     if _DRIVERS.get(name, (0, None))[0] != 1 or not text.isdigit() or int(text) < 1:
-        raise CostModelError(f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (with a number after / or :).")
+        raise CostModelError(
+            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (with a number after / or :)."
+        )
     function, parameter = _DRIVERS[name][1], int(text)
     return lambda workload: function(workload, parameter)
 

@@ -1,6 +1,7 @@
 """Exact numbers of query-key pairs that attention masks allow, summed over segments.
 
-Every function takes segment lengths [tokens] and returns an exact Python integer. The diagonal counts: a query sees itself.
+Every function takes segment lengths [tokens] and returns an exact Python integer. The diagonal counts: a query sees
+itself.
 """
 
 from __future__ import annotations

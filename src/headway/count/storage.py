@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.errors import CostModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FORMAT = "headway-cost-model"
 VERSION = 1
@@ -82,7 +84,8 @@ def from_dict(data: Any, where: str) -> CostModel:
         raise CostModelError(f"{where} is not a Headway cost model: it should be an object with format {FORMAT!r}.")
     if data.get("version") != VERSION:
         raise CostModelError(
-            f"{where} is a cost model of version {data.get('version')}, this Headway reads version {VERSION}: trace the model again."
+            f"{where} is a cost model of version {data.get('version')}, this Headway reads version {VERSION}: "
+            "trace the model again."
         )
     try:
         ranges: dict[str, int] = {}

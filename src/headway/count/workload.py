@@ -1,12 +1,11 @@
 """What one step was asked to compute: segment lengths, vision grids and slots, independent of any model.
 
-A workload is built on the CPU, in the collator, from whatever the batch carries: lengths, `cu_seqlens`, an attention mask
-or restarting positions. Workloads add up, so micro-batches and ranks are summed with `+`.
+A workload is built on the CPU, in the collator, from whatever the batch carries: lengths, `cu_seqlens`, an attention
+mask or restarting positions. Workloads add up, so micro-batches and ranks are summed with `+`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -57,8 +56,8 @@ class Workload:
     """What one step was asked to compute; immutable, additive.
 
     Args:
-        segments: segment lengths [tokens], shape (N,), each >= 1. They include the tokens that images and videos occupy.
-        images: image grids t, h, w [patches, before merging], shape (M, 3).
+        segments: segment lengths [tokens], shape (N,), each >= 1. They include the tokens that images and videos
+        occupy. images: image grids t, h, w [patches, before merging], shape (M, 3).
         videos: video grids t, h, w [patches, before merging], shape (V, 3).
         slots: token positions that the kernels compute, real and padding; the number of tokens when None.
 
@@ -71,6 +70,11 @@ class Workload:
     """
 
     __slots__ = ("_images", "_segments", "_slots", "_tokens", "_videos")
+    _segments: Ints
+    _images: Ints
+    _videos: Ints
+    _tokens: int
+    _slots: int
 
     def __init__(
         self, segments: IntsLike = (), images: IntsLike = (), videos: IntsLike = (), slots: int | None = None
@@ -82,7 +86,9 @@ class Workload:
         tokens = int(lengths.sum())
         if slots is not None and slots < tokens:
             raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
-        self._set(lengths, _grids(images, "images"), _grids(videos, "videos"), tokens, tokens if slots is None else slots)
+        self._set(
+            lengths, _grids(images, "images"), _grids(videos, "videos"), tokens, tokens if slots is None else slots
+        )
 
     def _set(self, segments: Ints, images: Ints, videos: Ints, tokens: int, slots: int) -> None:
         for name, value in (("_segments", segments), ("_images", images), ("_videos", videos)):
@@ -220,8 +226,8 @@ class Workload:
         """Build a workload from a padding mask, or from a mask of segment numbers.
 
         Args:
-            attention_mask: shape (batch, slots): 0 for padding, 1 for a token; or 1, 2, 3, ... where a row holds several
-                segments. Booleans count as 0 and 1.
+            attention_mask: shape (batch, slots): 0 for padding, 1 for a token; or 1, 2, 3, ... where a row holds
+                several segments. Booleans count as 0 and 1.
             images: image grids [patches], shape (M, 3).
             videos: video grids [patches], shape (V, 3).
 
@@ -285,7 +291,9 @@ class Workload:
         if attention_mask is not None:
             keep = as_ints(attention_mask, "attention_mask", booleans=True) > 0
             if keep.shape != starts.shape:
-                raise WorkloadError(f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree.")
+                raise WorkloadError(
+                    f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree."
+                )
         segment_of_slot = starts.reshape(-1).cumsum() - 1
         lengths = np.bincount(segment_of_slot[keep.reshape(-1)]) if keep.any() else np.zeros(0, dtype=np.int64)
         return cls(lengths[lengths > 0], images, videos, slots=starts.size)
@@ -308,15 +316,3 @@ def _boundaries(values: IntsLike, argmin: int | None, what: str) -> Ints:
             f"{what} must not decrease, got {int(bounds[bad])} followed by {int(bounds[bad + 1])} at index {bad + 1}."
         )
     return bounds
-
-
-def total(workloads: Sequence[Workload]) -> Workload:
-    """Sum workloads in one pass; `Workload()` for none."""
-    if not workloads:
-        return Workload()
-    return Workload(
-        np.concatenate([w.segments for w in workloads]),
-        np.concatenate([w.images for w in workloads]),
-        np.concatenate([w.videos for w in workloads]),
-        slots=sum(w.slots for w in workloads),
-    )

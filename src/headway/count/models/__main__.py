@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from headway.count import storage
-from headway.count.cost_model import CostModel
 from headway.count.models import FOLDER, presets
 from headway.count.tracing import trace
 from headway.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from headway.count.cost_model import CostModel
 
 
 def trace_preset(name: str) -> CostModel:
@@ -27,12 +30,10 @@ def main(names: list[str]) -> int:
         start = time.perf_counter()
         try:
             model = trace_preset(name)
-        except HeadwayError as error:
-            print(f"{name}: {error}", file=sys.stderr)
+        except HeadwayError:
             return 1
         storage.save(model, FOLDER / f"{name}.json")
-        seconds = time.perf_counter() - start
-        print(f"{name:20} {model.params.total / 1e9:8.2f} B parameters {len(model.rows):5} rows {seconds:6.1f} s")
+        time.perf_counter() - start
     return 0
 
 

@@ -1,23 +1,25 @@
 """Read a model's cost rows off its own forward and backward, run once on tensors without data.
 
-`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin and its inputs,
-`fit` finds each operation's driver, `classify` names its component.
+`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin and its
+inputs, `fit` finds each operation's driver, `classify` names its component.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
-from headway.count.tracing.attention import seams
+from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit, workloads_for
 from headway.count.tracing.record import Operation, Recorder
-from headway.count.workload import Workload
 from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from headway.count.workload import Workload
 
 __all__ = ["trace"]
 
@@ -61,7 +63,7 @@ def trace(model_or_config: Any, *, name: str | None = None) -> CostModel:
     fitted = [fit([run[i] for run in runs], workloads, known) for i in range(len(operations))]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
-    homes = classify.parameter_components(model, operations, names, parameters)
+    homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     return CostModel(
         name or type(model).__name__,
@@ -87,7 +89,7 @@ def _run(model: nn.Module, workload: Workload, *, backward: bool) -> list[Operat
             path = path.rpartition(".")[0]
         return path
 
-    with Recorder(model, block_of) as recorder, seams(recorder), torch.set_grad_enabled(backward):
+    with Recorder(model, block_of) as recorder, Seams(recorder), torch.set_grad_enabled(backward):
         output = model(**build.inputs(model, workload))
         if backward:
             loss = output.logits if hasattr(output, "logits") else output[0]
@@ -107,7 +109,9 @@ def _check_alike(runs: list[list[Operation]]) -> None:
             )
         for a, b in zip(runs[0], other, strict=True):
             if (a.module, a.kind) != (b.module, b.kind):
-                raise TraceError(f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another.")
+                raise TraceError(
+                    f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another."
+                )
 
 
 def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:
@@ -137,7 +141,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _source(model: nn.Module) -> dict[str, str]:
+def _source(model: Any) -> dict[str, str]:
     source = {"class": type(model).__name__, "torch": torch.__version__.partition("+")[0]}
     if hasattr(model, "config"):
         import transformers

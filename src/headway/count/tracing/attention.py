@@ -1,8 +1,8 @@
 """Attention recorded at the ecosystem's own seams: transformers' attention and mask interfaces, and PyTorch's SDPA.
 
-A seam sees heads, both head sizes, the mask and the window, which no matrix product further down would tell. The mask is a
-real boolean tensor here, so the pairs it allows are counted, and the count must agree with the formula of the kind of mask
-that the model names.
+A seam sees heads, both head sizes, the mask and the window, which no matrix product further down would tell. The mask
+is a real boolean tensor here, so the pairs it allows are counted, and the count must agree with the formula of the
+kind of mask that the model names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *_grads: Any) -> Any:
         ctx.operation.backward_flops += ctx.operation.expected_backward_flops
         return (None, *(torch.empty_like(t) for t in ctx.saved_tensors))
 
@@ -185,23 +185,26 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _mask_seam)
 
 
-class seams(TorchFunctionMode):
+def _set_recorder(recorder: Recorder | None) -> Recorder | None:
+    global _recorder  # transformers calls the seam as a plain function
+    previous, _recorder = _recorder, recorder
+    return previous
+
+
+class Seams(TorchFunctionMode):
     """While active, attention calls are recorded by `recorder` instead of being decomposed."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recorder = recorder
 
-    def __enter__(self) -> seams:
-        global _recorder
-        self._previous, _recorder = _recorder, self.recorder
-        super().__enter__()
-        return self
+    def __enter__(self) -> Any:
+        self._previous = _set_recorder(self.recorder)
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
-        global _recorder
-        _recorder = self._previous
-        super().__exit__(*exception)
+        _set_recorder(self._previous)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,9 +218,9 @@ class seams(TorchFunctionMode):
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
+        _dropout_p: float = 0.0,
         is_causal: bool = False,
-        **kwargs: Any,
+        **_options: Any,
     ) -> torch.Tensor:
         """Stand in for `F.scaled_dot_product_attention`."""
         path = self.recorder.module

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from headway.count.tracing import attention
 from headway.count.tracing.phantom import Phantom, phantom
-from headway.count.workload import Workload
 from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from headway.count.workload import Workload
 
 
 def twin_of_model(model: nn.Module) -> nn.Module:
@@ -50,10 +52,10 @@ def model_class(config: Any) -> Any:
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
+    mapping: Any
     for mapping in (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+            return mapping[type(config)]
     raise TraceError(f"transformers has no causal or image-text model for a configuration of {type(config).__name__}.")
 
 
@@ -79,7 +81,9 @@ def number_parameters(model: nn.Module) -> list[str]:
 
 def use_seams(model: nn.Module) -> None:
     """Point every attention at the recording seams and every expert layer at grouped products."""
-    configs = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+    configs: list[Any] = [
+        m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    ]
     if configs:
         attention.register()
     for config in configs:
@@ -106,13 +110,13 @@ def vision_input(model: nn.Module) -> VisionInput | None:
     if "pixel_values" not in accepted:
         return None
     config: Any = model.config
-    vision = getattr(config, "vision_config", None)
+    vision: Any = getattr(config, "vision_config", None)
     if "image_grid_thw" not in accepted or vision is None:
         raise TraceError(
             f"{type(model).__name__} takes images in another form than flat patches with image_grid_thw. "
             "Trace its language model alone, from the text configuration."
         )
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    channels: int = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
     features = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
     return VisionInput(features, vision.spatial_merge_size, config.image_token_id)
 
@@ -127,7 +131,8 @@ def inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
     accepted = inspect.signature(model.forward).parameters
     if "input_ids" not in accepted:
         raise TraceError(
-            f"{type(model).__name__}.forward takes {', '.join(accepted) or 'nothing'}; a model to trace takes input_ids."
+            f"{type(model).__name__}.forward takes {', '.join(accepted) or 'nothing'}; "
+            "a model to trace takes input_ids."
         )
     vision = vision_input(model)
     ids = torch.full((1, workload.tokens), _plain_token(getattr(model, "config", None)))

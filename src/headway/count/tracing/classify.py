@@ -1,20 +1,23 @@
 """Name each operation's component from what it does, not from what a model family calls it.
 
 Vision is what patches drive; attention is what an attention seam recorded; projections are the linear layers inside an
-attending module; experts are grouped products, the router its sibling with one output per expert; the head is the model's
-output embedding.
+attending module; experts are grouped products, the router its sibling with one output per expert; the head is the
+model's output embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from headway.count import drivers
-from headway.count.tracing.fit import Fitted
-from headway.count.tracing.record import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from headway.count.tracing.fit import Fitted
+    from headway.count.tracing.record import Operation
 
 
 def _inside(path: str, roots: Iterable[str]) -> bool:
@@ -25,7 +28,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _head_path(model: nn.Module) -> str | None:
+def _head_path(model: Any) -> str | None:
     """Find the output embedding's path, where the model says which module that is."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return next((path for path, module in model.named_modules() if module is head), None) if head is not None else None
@@ -60,9 +63,7 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     return names
 
 
-def parameter_components(
-    model: nn.Module, operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]
-) -> list[str]:
+def parameter_components(operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]) -> list[str]:
     """Name the component of each parameter: its own operations', else the nearest enclosing module's.
 
     Norms and embeddings have no operation; where the enclosing modules hold several components they are `TOWER.other`.

@@ -1,15 +1,19 @@
-"""Find what each recorded operation's cost is proportional to, by comparing runs on workloads of different proportions."""
+"""Find what each recorded operation's cost is proportional to, by comparing runs on workloads of other proportions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from headway.count import drivers
-from headway.count.tracing.record import Operation
 from headway.count.workload import Workload
 from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headway.count.tracing.record import Operation
 
 WINDOW_SIDES = range(2, 65)  # window sizes of vision attention that are tried [patches]
 _LENGTHS = (131, 197, 263)  # primes: no product of a model's sizes equals a multiple of two of them
@@ -22,7 +26,7 @@ class Fitted:
     Attributes:
         driver: what the cost is proportional to.
         forward: FLOPs per unit of the driver.
-        scale: recorded units per unit of the driver, times whatever makes `scale * unit_flops` the forward FLOPs.
+        scale: what turns the recorded `unit_flops`, of forward or of a gradient, into FLOPs per unit of the driver.
         per_unit: recorded units per unit of the driver: top-k for experts, 1 for most.
     """
 
@@ -37,7 +41,8 @@ def workloads_for(merge: int | None, longest_window: int = 0) -> list[Workload]:
 
     Args:
         merge: patches along a side that merge into one token, None for a text model.
-        longest_window: the largest attention window seen [tokens]; later segments exceed it, so that its edge is exercised.
+        longest_window: the largest attention window seen [tokens]; later segments exceed it, so that its edge is
+            exercised.
     """
     grids: Sequence[list[tuple[int, int, int]]] = ([], [], [])
     if merge is not None:
@@ -59,7 +64,7 @@ def _next_prime(n: int) -> int:
 
 
 def candidates(workloads: Sequence[Workload], merge: int | None) -> dict[str, list[int]]:
-    """Evaluate every driver that could explain an operation on every workload; those that are zero somewhere are left out."""
+    """Evaluate every driver that could explain an operation on every workload; those zero somewhere are left out."""
     names = ["tokens", "pairs:causal", "pairs:full"]
     if merge is not None:
         names += ["patches", "patch_pairs:frame", "patch_pairs:grid"]
@@ -87,32 +92,29 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if len({run.unit_flops for run in runs}) > 1:  # a product of two activations: its inner size grows too
         units = [run.forward_flops for run in runs]
     named = next((run.driver for run in reversed(runs) if run.driver), "")
-    if named:
-        evaluate = drivers.parse(named)
-        if [evaluate(w) for w in workloads] == units:
-            return _fitted(first, named, Fraction(1), units[0])
-    best: tuple[bool, str, Fraction] | None = None
+    if named and [drivers.parse(named)(w) for w in workloads] == units:
+        return _fitted(first, named, Fraction(1), units[0])
+    matches: list[tuple[str, Fraction]] = []
     for driver, values in known.items():
-        ratio = Fraction(units[0], values[0])
-        if any(Fraction(u, v) != ratio for u, v in zip(units, values, strict=True)):
-            continue
-        if (ratio * first.forward_flops).denominator != 1 and Fraction(first.forward_flops, values[0]).denominator != 1:
-            continue
-        if ratio == 1:
-            return _fitted(first, driver, ratio, units[0])
-        if best is None:
-            best = (False, driver, ratio)
-    if best is None:
-        seen = ", ".join(f"{u} for {w.tokens} tokens and {w.patches} patches" for u, w in zip(units, workloads, strict=True))
+        ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}
+        if len(ratios) == 1:
+            matches.append((driver, ratios.pop()))
+    if not matches:
+        seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
         raise TraceError(
-            f"no driver explains {first.kind} in module {first.module or '(the model)'}: it did {seen} units. "
-            f"Known drivers: {', '.join(d for d in known if 'window' not in d)}."
+            f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
+            f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d)}."
         )
-    return _fitted(first, best[1], best[2], units[0])
+    driver, ratio = min(
+        matches, key=lambda match: match[1] != 1
+    )  # one that counts these very units, where there is one
+    return _fitted(first, driver, ratio, units[0])
 
 
 def _fitted(first: Operation, driver: str, ratio: Fraction, units: int) -> Fitted:
     forward = Fraction(first.forward_flops) * ratio / units
     if forward.denominator != 1:
-        raise TraceError(f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}.")
+        raise TraceError(
+            f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}."
+        )
     return Fitted(driver, int(forward), forward / first.unit_flops, ratio)

@@ -1,9 +1,9 @@
 """Phantom tensors: floating-point tensors that are only a shape, so that a model of any size runs on a laptop.
 
-Their operations run on PyTorch's meta kernels. Integer and boolean tensors stay real, so grids, boundaries, window indices
-and boolean masks drive the model's Python as they would in training. Each phantom knows two things about its past:
-`sources`, the parameters that autograd could send its gradient to (bit i for parameter i), and `fed`, whether it depends
-on the batch at all (an activation) or on parameters alone (a weight, a cast or view of one).
+Their operations run on PyTorch's meta kernels. Integer and boolean tensors stay real, so grids, boundaries, window
+indices and boolean masks drive the model's Python as they would in training. Each phantom knows two things about its
+past: `sources`, the parameters that autograd could send its gradient to (bit i for parameter i), and `fed`, whether
+it depends on the batch at all (an activation) or on parameters alone (a weight, a cast or view of one).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from headway.errors import TraceError
 
 aten = torch.ops.aten
 
-Recorder = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-_recorder: Recorder | None = None
+OnDispatch = Callable[[Any, tuple[Any, ...], Any], None]
+_on_dispatch: OnDispatch | None = None
 _results: dict[Any, Any] = {}  # (operation, shapes) -> meta result; layers repeat each other, and meta kernels are slow
 
 
@@ -31,17 +31,15 @@ class Phantom(torch.Tensor):
     base: Phantom | None
 
     @staticmethod
-    def __new__(
-        cls, meta: torch.Tensor, sources: int = 0, fed: bool = False, base: Phantom | None = None
-    ) -> Phantom:
-        """Wrap a meta tensor."""
+    def __new__(cls: type[Phantom], meta: torch.Tensor, *_past: Any, **_more: Any) -> Phantom:
+        """Wrap a meta tensor; `__init__` takes its past."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device="cpu",
+            device=torch.device("cpu"),
         )
 
     def __init__(self, meta: torch.Tensor, sources: int = 0, fed: bool = False, base: Phantom | None = None) -> None:
@@ -50,12 +48,12 @@ class Phantom(torch.Tensor):
         self.fed = fed
         self.base = base
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]  # torch's keyword only steers its printing
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance method
+        cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on shapes and hand it to the recorder."""
         return _run(func, args, kwargs or {})
@@ -72,21 +70,24 @@ def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Pha
     return Phantom(tensor.detach().to("meta"), sources, fed)
 
 
-class recording:
-    """While active, hands every operation on phantoms to `recorder(func, args, kwargs, meta_out)`."""
+class Recording:
+    """While entered, hands every operation on phantoms to `on_dispatch(func, args, meta_out)`."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, on_dispatch: OnDispatch) -> None:
+        self.on_dispatch = on_dispatch
 
     def __enter__(self) -> None:
-        global _recorder
-        self.previous, _recorder = _recorder, self.recorder
-        _results.clear()
+        self._previous = _set_on_dispatch(self.on_dispatch)
 
     def __exit__(self, *exception: object) -> None:
-        global _recorder
-        _recorder = self.previous
-        _results.clear()
+        _set_on_dispatch(self._previous)
+
+
+def _set_on_dispatch(on_dispatch: OnDispatch | None) -> OnDispatch | None:
+    global _on_dispatch  # __torch_dispatch__ is a class method: there is no instance to hold it
+    previous, _on_dispatch = _on_dispatch, on_dispatch
+    _results.clear()
+    return previous
 
 
 def _root(tensor: Phantom) -> Phantom:
@@ -148,7 +149,7 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*_map(_meta, args), **{name: _map(_meta_device, value) for name, value in kwargs.items()})
     except NotImplementedError as error:
         raise TraceError(f"{func} has no kernel that works on shapes alone: {str(error).splitlines()[0]}") from error
-    if key is not None and _recorder is not None:
+    if key is not None and _on_dispatch is not None:
         _results[key] = out
     return out
 
@@ -173,8 +174,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             sources |= p.sources
     # a real integer tensor is an index made from the batch: rows picked by it are activations
     fed = any(p.fed for p in phantoms) or any(not isinstance(t, Phantom) and t.dim() > 0 for t in flat)
-    if _recorder is not None:
-        _recorder(func, args, kwargs, out)
+    if _on_dispatch is not None:
+        _on_dispatch(func, args, out)
     if func._schema.is_mutable:
         return _mutated(func, args, kwargs, sources, fed)
     view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None

@@ -1,24 +1,26 @@
 """Record what a model dispatches: matrix products, convolutions, expert products and attention, forward and backward.
 
-Forward operations are attributed to the module that runs them. A backward operation is attributed to the forward operation
-whose autograd node it runs in, by the node's sequence number; what backward really dispatched must equal what the operands'
-pasts predict, or the trace fails.
+Forward operations are attributed to the module that runs them. A backward operation is attributed to the forward
+operation whose autograd node it runs in, by the node's sequence number; what backward really dispatched must equal
+what the operands' pasts predict, or the trace fails.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from headway.count.tracing.phantom import Phantom, aten, recording
+from headway.count.tracing.phantom import Phantom, Recording, aten
 from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Operation:
     Attributes:
         module: path of the innermost module running.
         kind: `matmul`, `convolution`, `experts` or `attention`.
-        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, allowed pairs.
-        unit_flops: FLOPs per unit.
+        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution,
+        allowed pairs. unit_flops: FLOPs per unit.
         products: the backward's products as (operand whose gradient it is or None, FLOPs per unit, sources).
         driver: known driver, where the seam says it; else it is found by comparing workloads.
         weight: shape of the weight, () where there is none.
@@ -73,7 +75,8 @@ class Operation:
         return self.units * sum(flops for _, flops, sources in self.products if sources)
 
 
-# operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is refused
+# operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is
+# refused
 OPAQUE = {
     "_cdist_forward",
     "_native_multi_head_attention",
@@ -117,7 +120,7 @@ class Recorder:
     operations: list[Operation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._path_of = {id(module): path for path, module in self.model.named_modules()}
+        self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
         self._mask_pairs: dict[int, tuple[torch.Tensor, int]] = {}
@@ -143,15 +146,15 @@ class Recorder:
         return self._path_of.get(id(module), self.module)
 
     def __enter__(self) -> Recorder:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, _args: Any) -> None:
             self._stack.append(self._path_of.get(id(module), self.module))
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
             self._stack.pop()
 
         self._hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         self._saved = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda tensor: tensor)
-        self._dispatch = recording(self._on_dispatch)
+        self._dispatch = Recording(self._on_dispatch)
         self._saved.__enter__()
         self._dispatch.__enter__()
         return self
@@ -179,7 +182,7 @@ class Recorder:
         self.operations.append(operation)
         return operation
 
-    def _on_dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         packet = func._overloadpacket
         if func.namespace != "aten" or packet.__name__ in OPAQUE:
             raise TraceError(
@@ -189,16 +192,16 @@ class Recorder:
         read = _READERS.get(packet)
         if read is None:
             return
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None:
-            self._on_backward(node, func, _backward_flops(packet, args, kwargs, out))
+            self._on_backward(node, func, _backward_flops(packet, args))
             return
-        operation = read(self, args, kwargs, out)
+        operation = read(self, args, out)
         if operation is None:
             return
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            self._by_node[torch.autograd._get_sequence_nr() - 1] = operation
+            self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
 
     def _on_backward(self, node: Any, func: Any, flops: int) -> None:
         operation = self._by_node.get(node._sequence_nr())
@@ -217,8 +220,8 @@ class Recorder:
             seen, expected = operation.backward_flops, operation.expected_backward_flops
             if seen and seen != expected:
                 raise TraceError(
-                    f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {seen} FLOPs where "
-                    f"its operands explain {expected}: a custom gradient or a detached operand hides the difference."
+                    f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {seen} FLOPs "
+                    f"where its operands explain {expected}: a custom gradient or a detached operand hides the rest."
                 )
 
 
@@ -256,40 +259,49 @@ def _matmul(recorder: Recorder, left: torch.Tensor, right: torch.Tensor) -> Oper
     return _product(recorder, "matmul", math.prod(batch) * m, 2 * k * n, a, b, (k, n))
 
 
-def _convolution(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation:
+def _convolution(recorder: Recorder, args: tuple[Any, ...], out: Any) -> Operation:
     """Read a convolution; a unit is one output position (input position when transposed)."""
     x, weight, transposed = args[0], args[1], args[6]
     positions = x if transposed else out
     units = positions.shape[0] * math.prod(positions.shape[2:])
-    # weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) when transposed: its size is the work per position
-    return _product(recorder, "convolution", units, 2 * weight.numel(), Operand.of(x), Operand.of(weight), tuple(weight.shape))
+    # weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) when transposed: the work per position
+    a, b = Operand.of(x), Operand.of(weight)
+    return _product(recorder, "convolution", units, 2 * weight.numel(), a, b, tuple(weight.shape))
 
 
-def _experts(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation:
+def _experts(recorder: Recorder, args: tuple[Any, ...], _out: Any) -> Operation:
     """Read rows [s, k] times their expert's matrix from [experts, k, n]; a unit is one row: one token in one expert."""
     rows, weight = args[0], args[1]
-    s, k = rows.shape
-    n = weight.shape[-1]
-    return _product(recorder, "experts", s, 2 * k * n, Operand.of(rows), Operand.of(weight), tuple(weight.shape))
+    unit_flops = 2 * rows.shape[-1] * weight.shape[-1]
+    a, b = Operand.of(rows), Operand.of(weight)
+    return _product(recorder, "experts", rows.shape[0], unit_flops, a, b, tuple(weight.shape))
 
 
-def _backward_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count what one operation of the backward dispatches."""
-    if packet is aten.convolution_backward:
-        grad, x, weight, mask, transposed = args[0], args[1], args[2], args[10], args[7]
-        positions = x if transposed else grad
-        one = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()
-        return one * (bool(mask[0]) + bool(mask[1]))
-    left, right = (args[1], args[2]) if packet in (aten.addmm, aten.baddbmm) else (args[0], args[1])
-    return 2 * left.numel() * right.shape[-1]
+def _mm(recorder: Recorder, args: tuple[Any, ...], _out: Any) -> Operation | None:
+    return _matmul(recorder, args[0], args[1])
 
 
-_READERS: dict[Any, Callable[[Recorder, tuple[Any, ...], dict[str, Any], Any], Operation | None]] = {
-    aten.mm: lambda recorder, args, kwargs, out: _matmul(recorder, args[0], args[1]),
-    aten.bmm: lambda recorder, args, kwargs, out: _matmul(recorder, args[0], args[1]),
-    aten.addmm: lambda recorder, args, kwargs, out: _matmul(recorder, args[1], args[2]),
-    aten.baddbmm: lambda recorder, args, kwargs, out: _matmul(recorder, args[1], args[2]),
+def _addmm(recorder: Recorder, args: tuple[Any, ...], _out: Any) -> Operation | None:
+    return _matmul(recorder, args[1], args[2])
+
+
+_READERS: dict[Any, Callable[[Recorder, tuple[Any, ...], Any], Operation | None]] = {
+    aten.mm: _mm,
+    aten.bmm: _mm,
+    aten.addmm: _addmm,
+    aten.baddbmm: _addmm,
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution,  # only ever reached in backward
     aten._grouped_mm: _experts,
 }
+
+
+def _backward_flops(packet: Any, args: tuple[Any, ...]) -> int:
+    """Count what one operation of the backward dispatches."""
+    if packet is aten.convolution_backward:
+        grad, x, weight, transposed, needed = args[0], args[1], args[2], args[7], args[10]
+        positions = x if transposed else grad
+        one = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()
+        return int(one * (bool(needed[0]) + bool(needed[1])))
+    left, right = (args[1], args[2]) if packet in (aten.addmm, aten.baddbmm) else (args[0], args[1])
+    return int(2 * left.numel() * right.shape[-1])
