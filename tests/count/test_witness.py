@@ -112,6 +112,7 @@ def check(model: nn.Module, family: str) -> None:
         needed = [g for g in row.gradients if g.needs & trained]
         if row.op == "attention":
             per_score, squares = eager_attention(model, row.module)
+            assert row.forward == per_score
             forward[row.module] += per_score * sum(squares)
             for g in needed:  # dV, dP, dQ, dK: each as large as the forward product of its size
                 backward += Counter(per_score * square * g.flops // row.forward for square in squares)

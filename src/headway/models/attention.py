@@ -1,0 +1,213 @@
+"""The attention backend "headway_flash": every segment of a pack attends to itself only, without a mask in memory.
+
+Tensor letters: B batch rows, H query heads, K key/value heads, T slots of a pack, N segments, M segments of equal
+length in one call, L their length, D head size.
+
+The language pack's boundaries travel as model-forward keywords that transformers hands down to every attention call:
+`pack_cu_seqlens` (int32, shape (N+1,), on the model's device) and `pack_max_seqlen` (int). A vision tower passes the
+boundaries of its own images or windows, and those win. Without either, each batch row is one segment. Bidirectional
+attention without boundaries of its own (a vision tower that works on a batch of equal images) takes rows as segments
+too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from headway.errors import ConfigError, TrainingError
+from headway.models.exact import exact_attention, exact_segments
+from headway.models.segments import segment_attention
+from headway.models.varlen import varlen_attention
+
+NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
+
+# Mask functions of transformers that boundaries, causality and a window express. `and_masks` and the remapping of
+# positions in packs only combine others; what they combine is looked at.
+_PLAIN = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+}
+_COMBINING = {
+    "and_masks.<locals>.and_mask": "mask_functions",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
+}
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+
+
+def register() -> None:
+    """Make "headway_flash" known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def use_attention(model: PreTrainedModel, name: str = NAME) -> None:
+    """Switch every part of a model (language, vision, experts' hosts) to one attention backend.
+
+    transformers' own switch replaces unknown flash backends on some models (GPT-OSS) by a kernel from the Hub; this
+    one sets what was asked for.
+
+    Raises:
+        ConfigError: no backend of that name is registered.
+    """
+    register()
+    known = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
+    if name not in known:
+        raise ConfigError(f"There is no attention backend {name!r}. Known are: {', '.join(known)}.")
+    pending: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while pending:
+        config = pending.pop()
+        config._attn_implementation_internal = name
+        parts = (getattr(config, part, None) for part in config.sub_configs)
+        pending.extend(part for part in parts if part is not None)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Say what transformers should hand to `attend` as its mask.
+
+    None where segment boundaries, causality and a window say it all; an empty tensor where positions restart, which
+    obliges the caller to give the pack's boundaries; a boolean mask (B, 1, queries, keys) for padded rows and for
+    generation from a cache.
+
+    Raises:
+        ConfigError: the model combines its mask with a pattern that boundaries cannot express.
+    """
+    kinds = _kinds(mask_function)
+    unknown = sorted(kinds - _PLAIN)
+    if unknown:
+        raise ConfigError(
+            f"The attention backend {NAME!r} cannot express a mask that this model builds ({', '.join(unknown)}): it "
+            "knows causal, bidirectional and sliding-window attention within segments. Load the model with the "
+            'attention backend "sdpa" and one sample per row.'
+        )
+    if _PACKED in kinds and not torch.compiler.is_compiling():
+        return torch.empty(1, 1, 0, 0, dtype=torch.bool)
+    if q_length == kv_length and (attention_mask is None or bool(attention_mask.all())):
+        return None
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+
+
+def _kinds(function: Callable[..., Any]) -> set[str]:
+    """Names of the elementary mask functions that a mask function is made of."""
+    name = function.__qualname__
+    if name not in _COMBINING:
+        return {name}
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    combined = cells[_COMBINING[name]].cell_contents
+    parts = combined if isinstance(combined, tuple) else (combined,)
+    return set().union(*(_kinds(part) for part in parts))
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    pack_cu_seqlens: torch.Tensor | None = None,
+    pack_max_seqlen: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within segments; the function that transformers' models call.
+
+    Args:
+        module: the attention layer; its `is_causal` holds where `is_causal` is not given.
+        query: shape (B, H, T, D).
+        key: shape (B, K, T, D); K divides H.
+        value: shape (B, K, T, Dv).
+        attention_mask: what `mask` returned.
+        scaling: factor on the scores; D**-0.5 by default.
+        dropout: probability of dropping an attention weight.
+        sliding_window: keys each query may see, itself included [tokens].
+        softcap: scores are squashed to softcap * tanh(scores / softcap).
+        is_causal: whether queries see only keys at or before their own place.
+        s_aux: one learnt score per head that takes part in the softmax and has no value ("sink"), shape (H,).
+        position_bias: not supported.
+        cu_seq_lens_q: a vision tower's own segment boundaries, shape (N+1,).
+        max_length_q: the longest of those segments [patches].
+        pack_cu_seqlens: the language pack's segment boundaries, shape (N+1,).
+        pack_max_seqlen: the longest of those segments [tokens].
+
+    Returns:
+        The attended values, shape (B, T, H, Dv), and None where transformers has a place for attention weights.
+
+    Raises:
+        ConfigError: the model or its settings need what this device's kernels do not compute exactly.
+        TrainingError: positions restart, so the row is a pack, but its boundaries were not given.
+    """
+    if position_bias is not None:
+        raise ConfigError(
+            f'The attention backend {NAME!r} has no position bias. Load the model with the backend "sdpa" instead.'
+        )
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    window = sliding_window if causal else None
+    query, key, value = _one_dtype(query, key, value)
+    cu_N, longest = cu_seq_lens_q, max_length_q
+    if cu_N is None and causal:
+        cu_N, longest = pack_cu_seqlens, pack_max_seqlen
+
+    if attention_mask is not None and attention_mask.numel():
+        out = exact_attention(query, key, value, attention_mask, scale, softcap, s_aux, dropout)
+        return out.transpose(1, 2).contiguous(), None
+    if attention_mask is not None and cu_N is None:
+        raise TrainingError(
+            "The position ids restart within a row, so the row is a pack of several segments, but its boundaries were "
+            "not given and segments would see each other. Pass pack_cu_seqlens and pack_max_seqlen to the model as "
+            "well, as Batch.model_inputs() does."
+        )
+    if cu_N is None:
+        rows, length = query.shape[0], query.shape[2]
+        cu_N = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+        longest = length
+    # Segments lie end to end on one axis: rows of a batch are folded into it.
+    q_THD, k_TKD, v_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if query.is_cuda:
+        if softcap is not None or dropout > 0.0:
+            raise ConfigError(
+                f"The attention backend {NAME!r} has neither score soft-capping nor attention dropout on CUDA (this "
+                f"model asks for softcap={softcap}, dropout={dropout}). Set the dropout to 0, or use the backend "
+                '"sdpa" with one sample per row.'
+            )
+        if longest is None:
+            raise TrainingError("The pack's boundaries came without its longest segment; pass pack_max_seqlen as well.")
+        out_THD = varlen_attention(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, s_aux)
+    elif softcap is not None or dropout > 0.0:
+        out_THD = exact_segments(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, softcap, s_aux, dropout)
+    else:
+        out_THD = segment_attention(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, s_aux)
+    return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
+
+
+def _one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Bring query, key and value to one type: autocast's, else the values'.
+
+    Rotary embeddings are often computed in float32, which leaves queries and keys wider than the values.
+    """
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    return tuple(tensor.to(dtype) for tensor in tensors)

@@ -1,0 +1,262 @@
+"""Open a model's config, weights and processor by folder, config.json or Hub id, with errors a user can act on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import is_torchvision_available
+
+from headway.errors import CheckpointError, ConfigError, UnknownModelError
+from headway.models.attention import register, use_attention
+
+Spec = str | Path | PreTrainedConfig
+Processor = ProcessorMixin | PreTrainedTokenizerBase
+RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_WEIGHT_INDEX = "model.safetensors.index.json"
+
+
+def load_config(name_or_path: str | Path) -> PreTrainedConfig:
+    """Read a model's configuration.
+
+    Args:
+        name_or_path: a model folder, a config.json, or a model's name on the Hugging Face Hub.
+
+    Raises:
+        UnknownModelError: nothing of that name, on this machine or on the Hub.
+        CheckpointError: the folder is there but holds no readable config.json.
+    """
+    path = Path(name_or_path)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"The model folder {path} has no config.json; it holds {_listing(path)}. Point to a folder that "
+            "save_pretrained wrote, or to a training run's checkpoint."
+        )
+    if path.is_file() and path.suffix != ".json":
+        raise UnknownModelError(f"{path} is a file but not a config.json. Give a model folder or its config.json.")
+    if not path.exists():
+        _check_hub_name(str(name_or_path))
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(name_or_path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # what it raises on a malformed file
+        if path.exists():
+            raise CheckpointError(
+                f"The configuration in {path} cannot be read: {_first_line(error)} Fix the file, or save it anew with "
+                "config.save_pretrained."
+            ) from error
+        raise _unreachable(str(name_or_path), error) from error
+    return config
+
+
+def load_model(
+    spec: Spec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    attention: str = "headway_flash",
+    random_init: bool = False,
+) -> PreTrainedModel:
+    """Build a causal or image-text model, from weights or at random.
+
+    Args:
+        spec: a model folder, a config.json, a Hub name, or a configuration object.
+        dtype: the parameters' floating-point type.
+        device: where the parameters live.
+        attention: name of the attention backend; "headway_flash" for packed data, "eager" or "sdpa" for reference.
+        random_init: initialise from the configuration alone, drawing from torch's global generator.
+
+    Raises:
+        UnknownModelError: nothing of that name, or a kind of model that is neither causal nor image-text.
+        CheckpointError: the folder is only half written: weights or shards missing, or a file cut short.
+        ConfigError: a configuration alone was given without `random_init`.
+    """
+    register()
+    config = spec if isinstance(spec, PreTrainedConfig) else load_config(spec)
+    model_class = _model_class(config)
+    if random_init:
+        with torch.device(device):
+            model: PreTrainedModel = model_class.from_config(config, dtype=dtype, attn_implementation="eager")
+    else:
+        if isinstance(spec, PreTrainedConfig) or Path(spec).is_file():
+            raise ConfigError(
+                f"{spec if not isinstance(spec, PreTrainedConfig) else 'A configuration object'} describes a model but "
+                "holds no weights. Ask for a random initialisation, or give the folder that holds the weights."
+            )
+        if Path(spec).is_dir():
+            check_weights(Path(spec))
+        model = _with_weights(model_class, str(spec), config, dtype)
+        model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
+    use_attention(model, attention)
+    return model
+
+
+def load_processor(name_or_path: str | Path) -> Processor:
+    """Open what turns chats into tokens and images into patches: a processor, or a tokenizer for text-only models.
+
+    Without torchvision, image processing runs on transformers' PIL backends and videos are refused.
+
+    Raises:
+        UnknownModelError: nothing of that name, on this machine or on the Hub.
+        CheckpointError: the folder holds no tokenizer, or its files cannot be read.
+    """
+    path = Path(name_or_path)
+    name = str(path.parent if path.is_file() else name_or_path)
+    if not Path(name).exists():
+        _check_hub_name(name)
+    try:
+        class_name = _processor_class_name(name)
+        if class_name is None:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+            return tokenizer
+        processor: ProcessorMixin = _without_video(getattr(transformers, class_name)).from_pretrained(name)
+        return processor
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        if Path(name).exists():
+            raise CheckpointError(
+                f"The folder {name} holds no tokenizer or processor that can be opened: {_first_line(error)} It holds "
+                f"{_listing(Path(name))}. Copy the tokenizer and processor files of the base model into it."
+            ) from error
+        raise _unreachable(name, error) from error
+
+
+def rope_index(model: PreTrainedModel) -> RopeIndex | None:
+    """The model's own rule for multi-axis rotary positions (M-RoPE), or None where positions are plain indices."""
+    for module in (model, getattr(model, "model", None)):
+        rule: RopeIndex | None = getattr(module, "get_rope_index", None)
+        if rule is not None:
+            return rule
+    return None
+
+
+def check_weights(folder: Path) -> None:
+    """Check that a folder's safetensors files are all there and whole, without reading their tensors.
+
+    Raises:
+        CheckpointError: no weights, a shard of the index missing, or a file cut short.
+    """
+    index = folder / _WEIGHT_INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"The weight index {index} cannot be read: {error}. Save the model anew.") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"The model folder {folder} lacks {len(missing)} of its {len(names)} weight files: "
+                f"{', '.join(missing[:4])}. The folder was only half written or copied; fetch it again."
+            )
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"The model folder {folder} has no weights (*.safetensors); it holds {_listing(folder)}. If the model "
+            "should start from random weights, ask for a random initialisation."
+        )
+    for file in files:
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"The weight file {file} ({file.stat().st_size} bytes) is cut short or damaged: {_first_line(error)} "
+                "Writing or copying it was interrupted; fetch it again or resume from an earlier checkpoint."
+            ) from error
+
+
+def _with_weights(model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model, info = model_class.from_pretrained(
+            name, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        )
+    except RuntimeError as error:  # transformers' report of weights of other shapes
+        raise CheckpointError(
+            f"The weights in {name} do not fit its config.json: {_first_line(error)} One of the two is of another "
+            "model; fetch both again."
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise _unreachable(name, error) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"The weights in {name} lack {len(missing)} of the model's parameters, such as {missing[0]}. The "
+            "files were only half written, or are of another model; fetch them again."
+        )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise UnknownModelError(
+        f"Models of type {config.model_type!r} are neither causal language models nor image-text models. Headway "
+        "trains those two kinds; give the configuration of the whole model, not of one of its towers."
+    )
+
+
+def _processor_class_name(name: str) -> str | None:
+    for file in _PROCESSOR_FILES:
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        if found is None:
+            continue
+        class_name = json.loads(Path(found).read_text(encoding="utf-8")).get("processor_class")
+        if isinstance(class_name, str):
+            return class_name
+    return None
+
+
+def _without_video(processor_class: Any) -> Any:
+    """The same processor class, without its video half where torchvision, which that half needs, is missing."""
+    attributes = processor_class.get_attributes()
+    if "video_processor" not in attributes or is_torchvision_available():
+        return processor_class
+    kept = [attribute for attribute in attributes if attribute != "video_processor"]
+    same = {"get_attributes": staticmethod(lambda: list(kept)), "__module__": processor_class.__module__}
+    return type(processor_class.__name__, (processor_class,), same)
+
+
+def _check_hub_name(name: str) -> None:
+    """A name that cannot be a Hub id (a path, or more than owner/model) is a folder that does not exist."""
+    parts = name.split("/")
+    if name.startswith((".", "/", "~")) or len(parts) > 2 or not all(parts):
+        raise UnknownModelError(
+            f"There is no model folder or config.json at {name!r}. Check the path, or give a name on the Hugging Face "
+            "Hub such as Qwen/Qwen3-VL-2B-Instruct."
+        )
+
+
+def _unreachable(name: str, error: Exception) -> UnknownModelError:
+    return UnknownModelError(
+        f"The model {name!r} is no folder on this machine and could not be had from the Hugging Face Hub: "
+        f"{_first_line(error)} Check the name and the network (and `hf auth login` for gated models), or download it "
+        f"where there is a network with `hf download {name}` and give the folder."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+    return line if line.endswith(".") else line + "."
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") if names else "nothing"

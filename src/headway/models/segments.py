@@ -1,0 +1,219 @@
+"""Attention within segments on the CPU: one fused kernel call per distinct segment length, forward and backward.
+
+Tensor letters as in `attention`: H query heads, K key/value heads, T slots, M segments of equal length L, D head size.
+
+Images, frames and attention windows often share a length, and so do many short texts: they become one batched call. A
+window narrower than a segment is walked in blocks of queries, so that cost grows with window times length, not length
+squared. A learnt sink joins the softmax through the kernel's log-sum-exp, exactly.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_SMALLEST_BLOCK = 64  # queries per kernel call in a narrow window; below it the call costs more than the work
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Segments of one length: where they lie, as a slice if they touch, else as indices of their slots."""
+
+    length: int
+    count: int
+    start: int | None
+    slots: torch.Tensor | None
+
+
+def groups(cu_seqlens_N: torch.Tensor) -> tuple[Group, ...]:
+    """Group a pack's segments by length [tokens], shortest first; recent answers are kept for the next layers."""
+    return _groups(tuple(cu_seqlens_N.tolist()))
+
+
+@lru_cache(maxsize=16)
+def _groups(boundaries: tuple[int, ...]) -> tuple[Group, ...]:
+    starts: dict[int, list[int]] = {}
+    for start, end in pairwise(boundaries):
+        if end > start:
+            starts.setdefault(end - start, []).append(start)
+    found = []
+    for length, firsts in sorted(starts.items()):
+        touching = all(b - a == length for a, b in pairwise(firsts))
+        slots = None
+        if not touching:
+            slots = (torch.tensor(firsts)[:, None] + torch.arange(length)).flatten()
+        found.append(Group(length, len(firsts), firsts[0] if touching else None, slots))
+    return tuple(found)
+
+
+def take(x_THD: torch.Tensor, group: Group) -> torch.Tensor:
+    """The group's segments as a batch, shape (M, H, L, D); a view where they touch."""
+    if group.slots is not None:
+        part = x_THD.index_select(0, group.slots)
+    else:
+        assert group.start is not None
+        part = x_THD.narrow(0, group.start, group.count * group.length)
+    return part.view(group.count, group.length, *part.shape[1:]).transpose(1, 2)
+
+
+def put(out_THD: torch.Tensor, group: Group, part_MHLD: torch.Tensor) -> None:
+    """Write a group's batch back to its slots."""
+    part = part_MHLD.transpose(1, 2).flatten(0, 1)
+    if group.slots is not None:
+        out_THD.index_copy_(0, group.slots, part)
+    else:
+        assert group.start is not None
+        out_THD.narrow(0, group.start, part.shape[0]).copy_(part)
+
+
+def segment_attention(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_seqlens_N: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend within segments.
+
+    Args:
+        q_THD: queries.
+        k_TKD: keys; K divides H.
+        v_TKD: values; their head size may differ from the keys'.
+        cu_seqlens_N: segment boundaries, shape (N+1,).
+        causal: whether queries see only keys at or before their own place.
+        window: keys each query may see, itself included [tokens]; causal only.
+        scale: factor on the scores.
+        sinks_H: a learnt score per head that joins the softmax and has no value.
+
+    Returns:
+        Attended values, shape (T, H, Dv).
+    """
+    value_size = v_TKD.shape[-1]
+    size = max(q_THD.shape[-1], value_size)  # the kernel wants one head size; zeros change neither scores nor values
+    q_THD, k_TKD, v_TKD = (
+        F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (q_THD, k_TKD, v_TKD)
+    )
+    attend: Any = _SegmentAttention.apply  # torch leaves it untyped
+    out: torch.Tensor = attend(q_THD, k_TKD, v_TKD, sinks_H, groups(cu_seqlens_N), causal, window, scale)
+    return out[..., :value_size]
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """The kernel over groups and blocks, with one autograd node for the whole pack."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        plan: tuple[Group, ...],
+        causal: bool,
+        window: int | None,
+        scale: float,
+    ) -> torch.Tensor:
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        log_sums = []
+        for group in plan:
+            q, k, v = take(q_THD, group), take(k_TKD, group), take(v_TKD, group)
+            parts = []
+            for rows, keys, bias in _blocks(group.length, window, q):
+                part, log_sum = _kernel(
+                    q[:, :, rows],
+                    k[:, :, keys],
+                    v[:, :, keys],
+                    0.0,
+                    causal and bias is None,
+                    attn_mask=bias,
+                    scale=scale,
+                )
+                if sinks_H is not None:
+                    part, log_sum = with_sinks(part, log_sum, sinks_H[:, None])
+                parts.append(part)
+                log_sums.append(log_sum)
+            put(out_THD, group, parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, sinks_H, out_THD, *log_sums)
+        ctx.plan, ctx.causal, ctx.window, ctx.scale = plan, causal, window, scale
+        return out_THD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_THD, k_TKD, v_TKD, sinks_H, out_THD, *log_sums = ctx.saved_tensors
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TKD, v_TKD)]
+        sinks_grad = None if sinks_H is None else sinks_H.new_zeros(sinks_H.shape, dtype=torch.float64)
+        each_log_sum = iter(log_sums)
+        for group in ctx.plan:
+            q, k, v, out, grad = (take(x, group) for x in (q_THD, k_TKD, v_TKD, out_THD, grad_THD))
+            blocks = list(_blocks(group.length, ctx.window, q))
+            sums = None if len(blocks) == 1 else [torch.zeros_like(x) for x in (q, k, v)]
+            for rows, keys, bias in blocks:
+                log_sum = next(each_log_sum)
+                parts = _kernel_backward(
+                    grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], log_sum,
+                    0.0, ctx.causal and bias is None, attn_mask=bias, scale=ctx.scale,
+                )  # fmt: skip
+                if sinks_grad is not None:
+                    sinks_grad += sink_gradient(grad[:, :, rows], out[:, :, rows], log_sum, sinks_H[:, None]).sum(
+                        (0, 2)
+                    )
+                if sums is None:
+                    sums = list(parts)
+                else:
+                    for total, where, part in zip(sums, (rows, keys, keys), parts, strict=True):
+                        total[:, :, where] += part
+            assert sums is not None
+            for whole, total in zip(grads, sums, strict=True):
+                put(whole, group, total)
+        sinks_grad = None if sinks_grad is None else sinks_grad.to(sinks_H.dtype)
+        return *grads, sinks_grad, None, None, None, None
+
+
+def with_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let a learnt score join a finished softmax: its weight goes nowhere, so the values shrink by what it takes.
+
+    Source: softmax over (scores, sink) = softmax(scores) * exp(lse - lse'), with lse' = log(exp(lse) + exp(sink)).
+    """
+    joined = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
+    return out * (log_sum - joined).exp().unsqueeze(-1).to(out.dtype), joined
+
+
+def sink_gradient(grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Gradient of each query's sink score: minus its weight times the gradient's projection on the output.
+
+    Source: d softmax_j / d s_sink = -p_j p_sink, so the sum over j of (grad . v_j) gives -p_sink (grad . out).
+    """
+    wide = torch.promote_types(torch.float32, grad.dtype)
+    projection = (grad.to(wide) * out.to(wide)).sum(-1)
+    return -(sinks.to(wide) - log_sum.to(wide)).exp() * projection
+
+
+def _blocks(length: int, window: int | None, like: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Blocks of queries, the keys they see and the additive mask between them; one block without a mask if all fit."""
+    if window is None or window >= length:
+        yield slice(0, length), slice(0, length), None
+        return
+    step = max(window, _SMALLEST_BLOCK)
+    for first in range(0, length, step):
+        end, low = min(first + step, length), max(0, first - window + 1)
+        yield slice(first, end), slice(low, end), _band(first - low, end - first, window, like.dtype)
+
+
+@lru_cache(maxsize=64)
+def _band(offset: int, queries: int, window: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask: query i stands at key offset + i and sees the `window` keys up to itself."""
+    place = torch.arange(queries)[:, None] + offset
+    keys = torch.arange(offset + queries)[None, :]
+    return torch.zeros(queries, offset + queries, dtype=dtype).masked_fill(
+        (keys > place) | (keys <= place - window), -torch.inf
+    )

@@ -1,0 +1,116 @@
+"""Attention within segments on CUDA: torch's variable-length flash kernel, with sinks added exactly.
+
+Tensor letters as in `attention`: H query heads, K key/value heads, T slots, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from headway.errors import ConfigError
+from headway.models.segments import sink_gradient, with_sinks
+
+_LARGEST_HEAD = 256  # head size that the flash kernel takes
+_HEAD_MULTIPLE = 8
+
+
+def varlen_attention(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_seqlens_N: torch.Tensor,
+    max_seqlen: int,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend within segments; arguments as in `segments.segment_attention`, and the longest segment [tokens].
+
+    Returns:
+        Attended values, shape (T, H, Dv).
+
+    Raises:
+        ConfigError: the tensors are neither bfloat16 nor float16, or the heads are larger than the kernel takes.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    if q_THD.dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"Attention over packs on CUDA runs in bfloat16 or float16, but this model computes in {q_THD.dtype}. Set "
+            "the training dtype to bfloat16, or run inside torch.autocast."
+        )
+    value_size = v_TKD.shape[-1]
+    largest = max(q_THD.shape[-1], value_size)
+    if largest > _LARGEST_HEAD:
+        raise ConfigError(
+            f"This model's attention heads have {largest} channels; the flash kernel on CUDA takes up to "
+            f'{_LARGEST_HEAD}. Load the model with the attention backend "sdpa" and one sample per row.'
+        )
+    size = -(-largest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+    q, k, v = (F.pad(x, (0, size - x.shape[-1])).contiguous() for x in (q_THD, k_TKD, v_TKD))
+    cu = cu_seqlens_N.to(torch.int32)
+    left = window - 1 if window is not None and window < max_seqlen else -1
+    reach = (left, 0) if causal else (-1, -1)
+    grouped = q.shape[1] != k.shape[1]
+    if sinks_H is None:
+        out = varlen_attn(q, k, v, cu, cu, max_seqlen, max_seqlen, scale=scale, window_size=reach, enable_gqa=grouped)
+    else:
+        attend: Any = _VarlenWithSinks.apply  # torch leaves it untyped
+        out = attend(q, k, v, sinks_H, cu, max_seqlen, reach, scale)
+    assert isinstance(out, torch.Tensor)
+    return out[..., :value_size]
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """The flash kernel with a learnt score in each softmax.
+
+    `varlen_attn` gives its log-sum-exp but no gradient through it. The kernel's backward, however, only ever uses the
+    log-sum-exp and the output to rebuild the weights and their mean: given those of the joined softmax, it returns the
+    joined softmax's gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        sinks_H: torch.Tensor,
+        cu_N: torch.Tensor,
+        longest: int,
+        reach: tuple[int, int],
+        scale: float,
+    ) -> torch.Tensor:
+        causal = reach == (-1, 0)
+        out_THD, log_sum_HT, state = torch.ops.torch_attn._varlen_attn(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            cu_N,
+            cu_N,
+            longest,
+            longest,
+            causal,
+            scale,
+            list(reach),
+            q_THD.shape[1] != k_TKD.shape[1],
+        )
+        out_HTD, log_sum_HT = with_sinks(out_THD.transpose(0, 1), log_sum_HT, sinks_H[:, None])
+        out_THD = out_HTD.transpose(0, 1).contiguous()
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, sinks_H, cu_N, out_THD, log_sum_HT.contiguous(), state)
+        ctx.longest, ctx.causal, ctx.reach, ctx.scale = longest, causal, reach, scale
+        return out_THD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks_H, cu_N, out_THD, log_sum_HT, state = ctx.saved_tensors
+        grad_THD = grad_THD.contiguous()
+        dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+            grad_THD, q, k, v, out_THD, log_sum_HT, cu_N, cu_N, ctx.longest, ctx.longest, ctx.causal, state, ctx.scale,
+            list(ctx.reach),
+        )  # fmt: skip
+        sinks = sink_gradient(grad_THD.transpose(0, 1), out_THD.transpose(0, 1), log_sum_HT, sinks_H[:, None])
+        return dq, dk, dv, sinks.sum(1).to(sinks_H.dtype), None, None, None, None

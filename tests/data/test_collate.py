@@ -1,0 +1,157 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.count import Workload
+from headway.data import EncodedSample, Encoder, collate, read_samples
+from headway.errors import DataError
+from headway.models import rope_index
+
+
+def made_up(number, length, supervised, grids, rows=1):
+    """A sample whose token ids tell the segment and the place: 1000 * number + place."""
+    ids = 1000 * (number + 1) + torch.arange(length)
+    labels = torch.where(torch.tensor(supervised), ids, -100)
+    grids_M3 = torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
+    patches = int(grids_M3.prod(1).sum())
+    return EncodedSample(
+        input_ids_S=ids,
+        labels_S=labels,
+        position_ids_RS=torch.arange(length).repeat(rows, 1),
+        pixels_PD=torch.full((patches, 6), float(number)) if patches else None,
+        grids_M3=grids_M3,
+        token_types_S=torch.zeros(length, dtype=torch.int32),
+        where=f"line {number}",
+    )
+
+
+@st.composite
+def packs(draw):
+    def one(number):
+        supervised = draw(st.lists(st.booleans(), min_size=1, max_size=12))
+        grids = draw(st.lists(st.tuples(st.just(1), st.integers(1, 3), st.integers(1, 3)), max_size=2))
+        return made_up(number, len(supervised), supervised, grids)
+
+    return [one(number) for number in range(draw(st.integers(1, 6)))]
+
+
+@given(packs())
+def test_no_target_crosses_a_segment_and_each_is_the_next_token(samples):
+    batch = collate(samples)
+    ids, labels = batch.input_ids_1T[0], batch.labels_1T[0]
+    for place in (labels != -100).nonzero().flatten().tolist():
+        assert labels[place] == ids[place + 1]
+        assert labels[place] // 1000 == ids[place] // 1000
+    assert all(labels[end - 1] == -100 for end in batch.cu_seqlens_N[1:].tolist())
+
+
+@given(packs())
+def test_the_pack_holds_every_token_target_and_patch_once_and_in_order(samples):
+    batch = collate(samples)
+    assert batch.input_ids_1T[0].tolist() == [token for s in samples for token in s.input_ids_S.tolist()]
+    targets = [label for s in samples for label in s.labels_S[1:].tolist() if label != -100]
+    assert [label for label in batch.labels_1T[0].tolist() if label != -100] == targets
+    assert batch.num_supervised == len(targets) == sum(s.num_supervised for s in samples)
+    owners = [number for number, s in enumerate(samples) for _ in range(s.patches)]
+    assert (batch.pixels_PD is None) == (not owners)
+    if batch.pixels_PD is not None:
+        assert batch.pixels_PD[:, 0].tolist() == owners
+
+
+@given(packs())
+def test_boundaries_positions_and_workload_restart_with_each_segment(samples):
+    batch = collate(samples)
+    lengths = [s.tokens for s in samples]
+    assert batch.cu_seqlens_N.tolist() == [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    assert batch.cu_seqlens_N.dtype == torch.int32
+    assert batch.max_seqlen == max(lengths)
+    assert batch.position_ids_R1T[0, 0].tolist() == [place for length in lengths for place in range(length)]
+    grids = [grid for s in samples for grid in s.grids_M3.tolist()]
+    assert batch.workload == Workload(lengths, images=grids)
+    assert batch.workload.slots == batch.tokens == sum(lengths)
+    assert batch.num_images == len(grids)
+    assert batch.num_segments == len(samples)
+
+
+def test_model_inputs_hold_what_the_forward_takes_and_no_labels():
+    batch = collate([made_up(0, 4, [True] * 4, [[1, 2, 2]], rows=3), made_up(1, 3, [True] * 3, [], rows=3)])
+    inputs = batch.model_inputs()
+    assert set(inputs) == {
+        "input_ids", "position_ids", "pack_cu_seqlens", "pack_max_seqlen", "use_cache", "mm_token_type_ids",
+        "pixel_values", "image_grid_thw",
+    }  # fmt: skip
+    assert inputs["position_ids"].shape == (3, 1, 7)
+    assert collate([made_up(0, 4, [True] * 4, [])]).model_inputs()["position_ids"].shape == (1, 4)
+
+
+def test_a_pack_of_text_alone_has_no_pixels():
+    batch = collate([made_up(0, 4, [True] * 4, []), made_up(1, 3, [True] * 3, [])])
+    assert batch.pixels_PD is None
+    assert batch.grids_M3 is None
+    assert "pixel_values" not in batch.model_inputs()
+
+
+def test_moving_a_pack_moves_its_tensors_and_keeps_its_workload():
+    batch = collate([made_up(0, 4, [True] * 4, [[1, 2, 2]])])
+    moved = batch.to("meta")
+    assert moved.input_ids_1T.device.type == moved.pixels_PD.device.type == moved.cu_seqlens_N.device.type == "meta"
+    assert moved.workload is batch.workload
+    assert moved.sources == ("line 0",)
+
+
+def test_positions_of_one_and_three_rows_do_not_mix():
+    with pytest.raises(DataError, match=r"\[1, 3\] rows of positions"):
+        collate([made_up(0, 4, [True] * 4, []), made_up(1, 4, [True] * 4, [], rows=3)])
+
+
+def test_an_empty_pack_is_refused():
+    with pytest.raises(DataError, match="at least one sample"):
+        collate([])
+
+
+def test_multi_axis_positions_equal_the_models_own_for_each_sample_alone(write, processor):
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    image = processor.image_token_id
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3VLConfig(
+        text_config={**text, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 400},
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "patch_size": 8, "deepstack_visual_indexes": []},
+        image_token_id=image,
+    )
+    with torch.device("meta"):
+        model = Qwen3VLForConditionalGeneration(config)
+    encoder = Encoder(processor, rope_index(model))
+
+    def line(*names):
+        parts = [{"type": "image", "image": name} for name in names]
+        question = {"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}
+        return {"messages": [question, {"role": "assistant", "content": "One."}]}
+
+    pictures = {"a.png": (48, 80), "b.png": (16, 64)}
+    samples = [
+        encoder.encode(s) for s in read_samples(write(line("a.png", "b.png"), line(), line("b.png"), pictures=pictures))
+    ]
+    batch = collate(samples)
+    places = batch.position_ids_R1T[:, 0].split([s.tokens for s in samples], dim=1)
+    for sample, ours in zip(samples, places, strict=True):
+        if sample.pixels_PD is None:
+            assert torch.equal(ours, torch.arange(sample.tokens).repeat(3, 1))
+            continue
+        # Written out: text advances all three rows by one; an image of h x w tokens spans a block from where it starts,
+        # and the text after it goes on behind the longer side.
+        expected, at = [], 0
+        grids = iter(sample.grids_M3.tolist())
+        ids = sample.input_ids_S.tolist()
+        place = 0
+        while place < len(ids):
+            if ids[place] != image:
+                expected.append((at, at, at))
+                at, place = at + 1, place + 1
+                continue
+            _, height, width = next(grids)
+            height, width = height // 2, width // 2
+            expected += [(at, at + y, at + x) for y in range(height) for x in range(width)]
+            at, place = at + max(height, width), place + height * width
+        assert ours.T.tolist() == [list(row) for row in expected]

@@ -1,0 +1,220 @@
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from headway.data import Encoder, read_samples
+from headway.errors import ConfigError, DataError
+
+QUESTION = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which digit?"}]
+
+
+def chat(*messages):
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
+
+
+def supervised(encoder, sample):
+    encoded = encoder.encode(sample)
+    return encoder.tokenizer.decode(encoded.labels_S[encoded.labels_S != -100])
+
+
+def test_only_assistant_turns_and_their_closing_tokens_are_supervised(write, encoder):
+    turns = [
+        ("system", "Be brief."),
+        ("user", QUESTION),
+        ("assistant", "Two."),
+        ("user", "Sure?"),
+        ("assistant", "Yes."),
+    ]
+    (sample,) = read_samples(write(chat(*turns), pictures={"a.png": (40, 24)}))
+    assert supervised(encoder, sample) == "Two.<|im_end|>Yes.<|im_end|>"
+
+
+def test_templates_that_do_not_mark_answers_give_the_same_labels(write, processor):
+    turns = [("user", "Which digit?"), ("assistant", "Two."), ("user", "Sure?"), ("assistant", "Yes.")]
+    (sample,) = read_samples(write(chat(*turns)))
+    marked = Encoder(processor).encode(sample)
+    bare = unmarked(processor)
+    assert torch.equal(Encoder(bare).encode(sample).labels_S, marked.labels_S)
+
+
+def test_a_chat_that_begins_with_an_answer_is_supervised_after_its_opening(write, processor):
+    (sample,) = read_samples(write(chat(("assistant", "Hello!"), ("user", "Hi."))))
+    assert supervised(Encoder(unmarked(processor)), sample) == "Hello!<|im_end|>"
+
+
+def unmarked(processor, template=None):
+    """The tiny tokenizer with a template that has no generation blocks."""
+    plain = processor.chat_template.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    tokenizer = type(processor.tokenizer).from_pretrained(processor.tokenizer.name_or_path)
+    tokenizer.chat_template = template or plain
+    return tokenizer
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(write, processor):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    encoder = Encoder(unmarked(processor, template))
+    single, double = read_samples(
+        write(
+            chat(("user", "a"), ("assistant", "b")),
+            chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")),
+        )
+    )
+    assert supervised(encoder, single) == "<think></think>b<|im_end|>"
+    with pytest.raises(
+        DataError, match="line 2: the model's chat template renders turn 2 differently once other turns"
+    ):
+        encoder.encode(double)
+
+
+def test_a_template_that_refuses_the_chat_is_a_clear_error(write, processor):
+    encoder = Encoder(unmarked(processor, "{{ raise_exception('Roles must alternate.') }}"))
+    (sample,) = read_samples(write(chat(("user", "a"), ("assistant", "b"))))
+    with pytest.raises(DataError, match=r"line 1: .* refuses this chat: Roles must alternate"):
+        encoder.encode(sample)
+
+
+def test_a_tokenizer_without_a_template_is_refused(processor):
+    tokenizer = type(processor.tokenizer).from_pretrained(processor.tokenizer.name_or_path)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Encoder(tokenizer)
+
+
+def test_placeholders_patches_and_grids_agree(write, encoder, processor):
+    (sample,) = read_samples(write(chat(("user", QUESTION), ("assistant", "Two.")), pictures={"a.png": (56, 24)}))
+    encoded = encoder.encode(sample)
+    # 56 x 24 pixels are 3.5 x 1.5 tokens of 16 x 16, rounded to 4 x 2 (halves to even): 8 x 4 patches in 8 tokens.
+    assert encoded.grids_M3.tolist() == [[1, 8, 4]]
+    assert encoded.patches == 32
+    assert encoded.pixels_PD.shape == (32, 3 * 2 * 8 * 8)
+    placeholders = encoded.input_ids_S == processor.image_token_id
+    assert int(placeholders.sum()) == 8
+    assert torch.equal(placeholders, encoded.token_types_S.bool())
+
+
+def test_token_ids_are_those_of_transformers_own_chat_encoding(write, encoder, processor):
+    turns = [("user", QUESTION), ("assistant", "Two."), ("user", "Sure?"), ("assistant", "Yes.")]
+    (sample,) = read_samples(write(chat(*turns), pictures={"a.png": (56, 72)}))
+    image = Image.open(sample.images[0])
+    messages = chat(*turns)["messages"]
+    messages[0]["content"] = [{"type": "image", "image": image}, QUESTION[1]]
+    expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+    encoded = encoder.encode(sample)
+    assert torch.equal(encoded.input_ids_S, expected["input_ids"][0])
+    assert torch.equal(encoded.pixels_PD, expected["pixel_values"])
+    assert torch.equal(encoded.grids_M3, expected["image_grid_thw"])
+
+
+def test_the_prompt_ends_where_the_last_answer_begins(write, encoder):
+    turns = [("user", QUESTION), ("assistant", "Two."), ("user", "Sure?"), ("assistant", "Yes.")]
+    (sample,) = read_samples(write(chat(*turns), pictures={"a.png": (40, 24)}))
+    whole, prompt = encoder.encode(sample), encoder.encode_prompt(sample)
+    last = (
+        int((whole.labels_S == -100).nonzero()[-2]) + 1
+    )  # the last unsupervised token is the line end after the answer
+    assert torch.equal(prompt.input_ids_S, whole.input_ids_S[:last])
+    assert torch.equal(prompt.pixels_PD, whole.pixels_PD)
+    assert encoder.tokenizer.decode(prompt.input_ids_S).endswith("<|im_start|>assistant\n")
+
+
+def test_positions_come_from_the_models_own_rule(write, processor):
+    def rule(input_ids, mm_token_type_ids, image_grid_thw):
+        assert mm_token_type_ids.shape == input_ids.shape
+        assert image_grid_thw.shape == (1, 3)
+        return torch.stack([input_ids * 0 + row for row in range(3)]), torch.zeros(1, 1)
+
+    seen, text = read_samples(
+        write(
+            chat(("user", QUESTION), ("assistant", "Two.")),
+            chat(("user", "Hi"), ("assistant", "Hi.")),
+            pictures={"a.png": (40, 24)},
+        )
+    )
+    encoder = Encoder(processor, rule)
+    assert encoder.encode(seen).position_ids_RS[:, 0].tolist() == [0, 1, 2]
+    encoded = encoder.encode(text)
+    assert torch.equal(encoded.position_ids_RS, torch.arange(encoded.tokens).repeat(3, 1))
+
+
+def test_a_first_token_is_never_a_target(write, encoder):
+    (sample,) = read_samples(write(chat(("user", "a"), ("assistant", "b"))))
+    encoded = encoder.encode(sample)
+    assert replace(encoded, labels_S=encoded.input_ids_S).num_supervised == encoded.tokens - 1
+
+
+@pytest.mark.parametrize("keep", [0, 20, 0.7])
+def test_a_truncated_image_is_named_with_its_line(write, encoder, keep):
+    file = write(
+        chat(("user", "x"), ("assistant", "y")),
+        chat(("user", QUESTION), ("assistant", "z")),
+        pictures={"a.png": (64, 64)},
+    )
+    image = file.parent / "a.png"
+    content = image.read_bytes()
+    image.write_bytes(content[: keep if isinstance(keep, int) else int(len(content) * keep)])
+    with pytest.raises(DataError) as caught:
+        encoder.encode(read_samples(file)[1])
+    assert str(caught.value).startswith(f"{file}, line 2: the image {image}")
+    assert "cannot be read" in str(caught.value)
+
+
+def test_an_image_deleted_after_reading_is_named_with_its_line(write, encoder):
+    file = write(chat(("user", QUESTION), ("assistant", "z")), pictures={"a.png": (16, 16)})
+    (sample,) = read_samples(file)
+    (file.parent / "a.png").unlink()
+    with pytest.raises(DataError, match=r"line 1: the image .*a\.png \(missing\) cannot be read"):
+        encoder.encode(sample)
+
+
+def test_a_file_that_is_no_picture_is_named_with_its_line(write, encoder):
+    file = write(chat(("user", QUESTION), ("assistant", "z")), pictures={"a.png": (16, 16)})
+    shutil.copy(file, file.parent / "a.png")
+    with pytest.raises(DataError, match=r"line 1: the image .* cannot identify image file"):
+        encoder.encode(read_samples(file)[0])
+
+
+def test_a_chat_without_an_answer_cannot_be_trained_on_but_can_be_answered(write, encoder):
+    (sample,) = read_samples(write(chat(("user", "Which digit?"))))
+    with pytest.raises(DataError, match="line 1: the chat has no assistant turn"):
+        encoder.encode(sample)
+    assert encoder.encode_prompt(sample).num_supervised == 0
+
+
+def test_images_for_a_text_model_are_refused(write, text_encoder):
+    (sample,) = read_samples(write(chat(("user", QUESTION), ("assistant", "z")), pictures={"a.png": (16, 16)}))
+    with pytest.raises(DataError, match="holds 1 images, but the model reads text alone"):
+        text_encoder.encode(sample)
+
+
+def test_placeholder_words_inside_a_text_are_refused(write, encoder):
+    (sample,) = read_samples(write(chat(("user", "<|image_pad|>"), ("assistant", "z"))))
+    with pytest.raises(DataError, match=r"line 1: .* image"):
+        encoder.encode(sample)
+
+
+def test_an_image_too_narrow_to_resize_is_refused(write, encoder):
+    (sample,) = read_samples(write(chat(("user", QUESTION), ("assistant", "z")), pictures={"a.png": (1, 300)}))
+    with pytest.raises(DataError, match=r"line 1: .*aspect ratio"):
+        encoder.encode(sample)
+
+
+def test_truncating_cuts_text_but_never_an_image(write, encoder):
+    (sample,) = read_samples(
+        write(chat(("user", QUESTION), ("assistant", "Two, I am sure.")), pictures={"a.png": (40, 24)})
+    )
+    encoded = encoder.encode(sample)
+    last_image = int(encoded.token_types_S.nonzero()[-1])
+    first_answer = int((encoded.labels_S != -100).nonzero()[0])
+    cut = encoded.truncated(first_answer + 2)
+    assert cut.tokens == cut.position_ids_RS.shape[1] == cut.labels_S.shape[0] == first_answer + 2
+    assert cut.num_supervised == 2
+    assert torch.equal(cut.pixels_PD, encoded.pixels_PD)
+    assert encoded.truncated(first_answer) is None  # nothing left to learn
+    assert encoded.truncated(last_image) is None  # cuts the image

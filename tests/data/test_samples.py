@@ -1,0 +1,75 @@
+import json
+
+import pytest
+
+from headway.data import ImagePart, TextPart, read_samples
+from headway.errors import DataError
+
+
+def chat(*messages):
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
+
+
+def test_strings_and_parts_become_messages_in_order(write):
+    parts = [{"type": "text", "text": "See "}, {"type": "image", "image": "in/a.png"}, {"type": "text", "text": "!"}]
+    file = write(chat(("user", parts), ("assistant", "One.")), pictures={"in/a.png": (16, 16)})
+    (sample,) = read_samples(file)
+    image = file.parent / "in" / "a.png"
+    assert sample.messages[0].parts == (TextPart("See "), ImagePart(image), TextPart("!"))
+    assert sample.messages[0].text == "See !"
+    assert sample.images == (image,)
+    assert sample.answer == "One."
+
+
+def test_line_numbers_count_blank_lines(write):
+    file = write(chat(("user", "a")), "", "   ", chat(("user", "b")))
+    assert [sample.line for sample in read_samples(file)] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"messages": [', "not valid JSON"),
+        ("[1, 2]", 'must be an object with a list "messages"'),
+        ('{"prompt": "x"}', 'must be an object with a list "messages"'),
+        ('{"messages": []}', 'the list "messages" is empty'),
+        ('{"messages": ["hello"]}', 'a message must be an object with "role" and "content"'),
+        ('{"messages": [{"role": "user"}]}', 'a message must be an object with "role" and "content"'),
+        (json.dumps(chat(("robot", "hi"))), 'unknown role "robot". A role is one of system, user, assistant.'),
+        (json.dumps(chat(("user", 3))), '"content" is 3, but it must be a string or a list of parts'),
+        (json.dumps(chat(("user", [{"type": "video", "video": "a.mp4"}]))), "unknown part"),
+        (json.dumps(chat(("user", ["hi"]))), 'unknown part "hi"'),
+        (json.dumps(chat(("user", [{"type": "text"}]))), 'a part of type "text" needs a string "text", got null'),
+        (json.dumps(chat(("user", [{"type": "image", "image": 7}]))), 'needs a string "image", got 7'),
+        (json.dumps(chat(("user", [{"type": "image", "image": "no.png"}]))), "the image 'no.png' does not exist"),
+        (json.dumps(chat(("user", [{"type": "image", "image": "../a.png"}]))), "leaves the dataset's folder"),
+        (json.dumps(chat(("user", [{"type": "image", "image": "x/../../a.png"}]))), "leaves the dataset's folder"),
+        (json.dumps(chat(("user", [{"type": "image", "image": "/etc/passwd"}]))), "leaves the dataset's folder"),
+        (json.dumps(chat(("user", [{"type": "image", "image": ""}]))), "leaves the dataset's folder"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_line(write, line, says):
+    file = write(chat(("user", "fine")), line)
+    with pytest.raises(DataError) as caught:
+        read_samples(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}, line 2")
+    assert says in message
+    assert "\n" not in message
+
+
+def test_a_missing_file_is_a_clear_error(tmp_path):
+    with pytest.raises(DataError, match=r"none\.jsonl cannot be read: No such file"):
+        read_samples(tmp_path / "none.jsonl")
+
+
+def test_an_empty_file_is_a_clear_error(write):
+    with pytest.raises(DataError, match="holds no samples"):
+        read_samples(write("", " "))
+
+
+def test_a_file_that_is_not_utf_8_is_a_clear_error(tmp_path):
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes('{"messages": "Größe"}'.encode("latin-1"))
+    with pytest.raises(DataError, match="is not UTF-8 text"):
+        read_samples(file)
