@@ -1,0 +1,44 @@
+# make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
+# make check  set up, then lint, types and fast tests (about a minute)
+# make test   set up, then the whole test suite (minutes)
+# make format rewrite the sources as ruff formats them
+#
+# The set-up makes .venv once and again when pyproject.toml or constraints.txt change. PYTHON=... picks the interpreter.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+BIN := .venv/bin
+SETUP := .venv/.headway-set-up
+SOURCES := src tests benchmarks
+
+.PHONY: demo check test format lint types fast-tests
+
+demo: $(SETUP)
+	$(BIN)/headway demo
+
+check: lint types fast-tests
+
+test: $(SETUP)
+	$(BIN)/python -m pytest -q --numprocesses=auto
+
+lint: $(SETUP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(SETUP)
+	$(BIN)/mypy
+
+fast-tests: $(SETUP)
+	$(BIN)/python -m pytest -q --numprocesses=auto -m "not slow and not gpu and not dist"
+
+format: $(SETUP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+# torch first and by its pinned version: pip then takes the build that this machine's own settings prefer (CPU or CUDA).
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Headway needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet -c constraints.txt --editable '.[train,demo,dev]'
+	touch $@

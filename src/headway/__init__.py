@@ -1,0 +1,61 @@
+"""Headway: train multimodal models on packed data, and know to the FLOP how much of the hardware turned into progress.
+
+The counting core needs numpy only; importing this package loads neither torch nor transformers.
+
+>>> from headway import Workload, load_cost_model
+>>> count = load_cost_model("llama-3.1-8b").count(Workload(segments=[8192]))
+>>> count.total
+421651971833856
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from headway.count import CostModel, FlopCount, Workload, load_cost_model, shipped_models, trace
+    from headway.devices import Peak, peak_for
+    from headway.meter import StepMeter, StepUtilisation
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CostModel": "headway.count",
+    "FlopCount": "headway.count",
+    "Workload": "headway.count",
+    "load_cost_model": "headway.count",
+    "shipped_models": "headway.count",
+    "trace": "headway.count",
+    "Peak": "headway.devices",
+    "peak_for": "headway.devices",
+    "StepMeter": "headway.meter",
+    "StepUtilisation": "headway.meter",
+}
+
+__all__ = [
+    "CostModel",
+    "FlopCount",
+    "HeadwayError",
+    "Peak",
+    "StepMeter",
+    "StepUtilisation",
+    "Workload",
+    "__version__",
+    "load_cost_model",
+    "peak_for",
+    "shipped_models",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home on first use, so that `headway --version` need not load numpy."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

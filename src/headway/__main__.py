@@ -1,0 +1,5 @@
+"""`python -m headway` is `headway`."""
+
+from headway.cli.app import main
+
+main()

@@ -1,0 +1,28 @@
+"""What every test starts from: one thread per process, no network, no settings of the user's shell."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side on few cores
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+for name in ("HEADWAY_DEBUG", "HEADWAY_PEAK_FLOPS"):
+    os.environ.pop(name, None)
+
+import pytest
+from hypothesis import settings
+
+# A slow machine is no failure, and the same examples everywhere make a failure reproducible.
+settings.register_profile("headway", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("headway")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a CUDA device where there is none."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
