@@ -1,0 +1,66 @@
+"""The `headway` command: its list of commands, and what happens to an error.
+
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. Results go to stdout, everything else to stderr. A mistake
+is one readable paragraph; a traceback appears only with HEADWAY_DEBUG=1.
+"""
+
+import os
+import sys
+import textwrap
+from typing import Annotated, NoReturn
+
+import typer
+
+import headway
+from headway.cli import demo, flops, models, train
+from headway.errors import HeadwayError
+
+DEBUG_VARIABLE = "HEADWAY_DEBUG"
+_ERROR_WIDTH = 120
+
+app = typer.Typer(
+    name="headway",
+    help="Train multimodal models on packed data, and know to the FLOP how much of the hardware turned into progress.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help loads no rich, so that `headway flops` stays fast
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+app.command("flops", short_help="Count the exact FLOPs of a training step.")(flops.flops)
+app.command("models", short_help="List the models that ship with their costs.")(models.models)
+app.command("train", short_help="Train a model on packed data.")(train.train)
+app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"headway {headway.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train multimodal models on packed data, and know to the FLOP how much of the hardware turned into progress."""
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with its code."""
+    try:
+        app(prog_name="headway")
+    except HeadwayError as error:
+        if os.environ.get(DEBUG_VARIABLE) == "1":
+            raise
+        print(error_paragraph(error), file=sys.stderr)
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+def error_paragraph(error: HeadwayError) -> str:
+    """Render an error as one paragraph, wrapped for a terminal."""
+    text = " ".join(f"Error: {error}".split())
+    return textwrap.fill(text, width=_ERROR_WIDTH, break_long_words=False, break_on_hyphens=False)

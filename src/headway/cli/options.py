@@ -1,0 +1,64 @@
+"""Options that several commands share, each documented once with its unit."""
+
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A shipped name (`headway models` lists them), a config's JSON file or folder, or a Hub id OWNER/MODEL.",
+    ),
+]
+
+SegmentsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="L*N,L,...",
+        help="Segment lengths [tokens], the tokens of images and videos included; L*N means N segments of L tokens.",
+    ),
+]
+
+ImagesOption = Annotated[
+    str | None,
+    typer.Option(metavar="TxHxW*N,...", help="Image grids [patches, before merging]; *N repeats a grid N times."),
+]
+
+VideosOption = Annotated[
+    str | None,
+    typer.Option(metavar="TxHxW*N,...", help="Video grids [patches, before merging]; *N repeats a grid N times."),
+]
+
+SlotsOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Token slots computed, padding included [tokens]; the sum of the segments if not given."
+    ),
+]
+
+FreezeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Parameters that are not trained: a component (vision) or a pattern (model.layers.0.*). Repeatable.",
+    ),
+]
+
+LoraOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RANK[:TARGETS]",
+        help="Train low-rank adapters of this rank on these linear layers and nothing else, e.g. 16:q_proj,v_proj.",
+    ),
+]
+
+RecomputeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="none|full|PATTERN",
+        help="Activation checkpointing: blocks whose forward runs twice. Counted apart, never in the total.",
+    ),
+]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]

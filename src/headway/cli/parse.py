@@ -1,0 +1,119 @@
+"""Turn what a user types for a workload into numbers: `4096*3,512`, `1x32x48*2`, `16:q_proj,v_proj`.
+
+Grammar: items separated by commas; an item is a length or a grid, `*N` repeats it N times.
+"""
+
+import re
+from typing import NamedTuple
+
+from headway.errors import UsageError, WorkloadError
+
+_MAX_ITEMS = 10_000_000
+_SEGMENT = re.compile(r"([0-9]+)(?:\*([0-9]+))?")
+_EXAMPLES = {"--segments": "--segments 4096*3,512", "--images": "--images 1x32x48*2", "--videos": "--videos 8x32x48"}
+_GRID = re.compile(r"([0-9]+)x([0-9]+)x([0-9]+)(?:\*([0-9]+))?")
+
+
+class Lora(NamedTuple):
+    """Low-rank adapters: their rank, and the modules that get one (None: the default of `CostModel.lora`)."""
+
+    rank: int
+    targets: list[str] | None
+
+
+def parse_segments(text: str) -> list[int]:
+    """Read segment lengths [tokens].
+
+    Raises:
+        WorkloadError: the text is not a list of lengths, or a length or repetition is 0.
+
+    >>> parse_segments("4096*3,512")
+    [4096, 4096, 4096, 512]
+    """
+    lengths: list[int] = []
+    for item in _items("--segments", text):
+        match = _SEGMENT.fullmatch(item)
+        if match is None:
+            raise WorkloadError(
+                f"--segments {text!r}: {item!r} is not a segment length. Give whole numbers of tokens separated by "
+                f"commas, L*N for N segments of L tokens, for example {_EXAMPLES['--segments']}."
+            )
+        length, repeat = int(match[1]), int(match[2] or 1)
+        if length < 1:
+            raise WorkloadError(
+                f"--segments {text!r}: a segment of {length} tokens computes nothing; lengths are 1 token or more, for "
+                f"example {_EXAMPLES['--segments']}."
+            )
+        lengths += [length] * _repeats("--segments", text, item, repeat, len(lengths))
+    return lengths
+
+
+def parse_grids(option: str, text: str) -> list[tuple[int, int, int]]:
+    """Read image or video grids t x h x w [patches, before merging].
+
+    Args:
+        option: the option's name, for the error: "--images" or "--videos".
+        text: what was typed.
+
+    Raises:
+        WorkloadError: the text is not a list of grids, or a side or repetition is 0.
+
+    >>> parse_grids("--images", "1x32x48*2")
+    [(1, 32, 48), (1, 32, 48)]
+    """
+    grids: list[tuple[int, int, int]] = []
+    for item in _items(option, text):
+        match = _GRID.fullmatch(item)
+        if match is None:
+            raise WorkloadError(
+                f"{option} {text!r}: {item!r} is not a grid. Give TxHxW in patches before merging, separated by "
+                f"commas, TxHxW*N for N of them, for example {_EXAMPLES[option]}."
+            )
+        grid, repeat = (int(match[1]), int(match[2]), int(match[3])), int(match[4] or 1)
+        if min(grid) < 1:
+            raise WorkloadError(
+                f"{option} {text!r}: the grid {item!r} holds no patch; T, H and W are 1 or more, for example "
+                f"{_EXAMPLES[option]}."
+            )
+        grids += [grid] * _repeats(option, text, item, repeat, len(grids))
+    return grids
+
+
+def parse_lora(text: str) -> Lora:
+    """Read RANK or RANK:TARGET,TARGET,...
+
+    Raises:
+        UsageError: the rank is not a whole number of 1 or more, or a target is empty.
+
+    >>> parse_lora("16:q_proj,v_proj")
+    Lora(rank=16, targets=['q_proj', 'v_proj'])
+    """
+    rank_text, colon, targets_text = text.partition(":")
+    targets = [target.strip() for target in targets_text.split(",")] if colon else None
+    if not rank_text.isascii() or not rank_text.isdigit() or int(rank_text) < 1 or (targets and not all(targets)):
+        raise UsageError(
+            f"--lora {text!r} is not RANK or RANK:TARGETS. The rank is 1 or more, the targets are names of linear "
+            "layers separated by commas, for example --lora 16 or --lora 16:q_proj,v_proj."
+        )
+    return Lora(int(rank_text), targets)
+
+
+def _items(option: str, text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        what = "is empty" if not text.strip() else "has nothing between two commas or at an end"
+        raise WorkloadError(f"{option} {text!r} {what}. For example {_EXAMPLES[option]}.")
+    return items
+
+
+def _repeats(option: str, text: str, item: str, repeat: int, so_far: int) -> int:
+    if repeat < 1:
+        raise WorkloadError(
+            f"{option} {text!r}: {item!r} repeats 0 times; leave it out or repeat it, as in {_EXAMPLES[option]}."
+        )
+    if so_far + repeat > _MAX_ITEMS:
+        raise WorkloadError(
+            f"{option} {text!r} describes more than {_MAX_ITEMS:,} items in one step. Costs add up, so count a smaller "
+            "step and multiply."
+        )
+    return repeat

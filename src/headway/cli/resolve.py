@@ -1,0 +1,55 @@
+"""Find the cost model that MODEL names: shipped, a local config or folder, or a name on the Hugging Face Hub."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.errors import HeadwayError, UnknownModelError
+
+if TYPE_CHECKING:
+    from headway.count import CostModel
+
+
+def resolve_cost_model(name: str) -> "CostModel":
+    """Load a shipped cost model, or trace one from a config.
+
+    Args:
+        name: a shipped name (any case), a config's JSON file, a folder with a config.json, or a Hub id OWNER/MODEL.
+
+    Returns:
+        The cost model; for a shipped name neither torch nor transformers is loaded.
+
+    Raises:
+        UnknownModelError: the name is none of these; the message lists the nearest shipped names.
+        TraceError: the model's code does something that the tracer cannot explain.
+    """
+    from headway.count import load_cost_model, shipped_models
+    from headway.count.models import nearest
+
+    if name.lower() in shipped_models():
+        return load_cost_model(name.lower())
+    path = Path(name).expanduser()
+    if path.exists() or _is_hub_id(name):
+        return _trace(str(path) if path.exists() else name)
+    raise UnknownModelError(
+        f"{name!r} is neither a shipped model, nor a config's JSON file or a folder with a config.json here, nor a Hub "
+        f"id (OWNER/MODEL). {nearest(name)}"
+    )
+
+
+def _trace(name_or_path: str) -> "CostModel":
+    try:
+        from headway.count import trace
+        from headway.models.load import load_config
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("headway"):
+            raise
+        raise HeadwayError(
+            f"{name_or_path!r} is not a shipped model, so its own code must be traced, and that needs {error.name}, "
+            "which is not installed. Install the extra: pip install 'headway[train]'."
+        ) from error
+    return trace(load_config(name_or_path))
+
+
+def _is_hub_id(name: str) -> bool:
+    owner, slash, model = name.partition("/")
+    return bool(owner and slash and model) and "/" not in model and not name.startswith((".", "~"))

@@ -1,0 +1,84 @@
+"""`headway train`: train a model as a YAML file says."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.options import JsonOption
+from headway.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from headway.train.summary import RunSummary
+
+INTERRUPTED = 130
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; recipes/ has some to start from.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="a.b=c", help="Change one setting, such as optim.lr=1e-3. The value is YAML. Repeatable."
+    ),
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Continue the run in run.folder from its newest checkpoint, exactly as if never stopped."
+    ),
+]
+
+
+def train(
+    config: ConfigArgument, settings: SetOption = None, resume: ResumeOption = False, as_json: JsonOption = False
+) -> None:
+    """Train a model on packed data; progress goes to stderr, the summary to stdout.
+
+    Paths in CONFIG start from the working directory. The run folder gets the resolved configuration, a record per step
+    (metrics.jsonl), checkpoints that transformers' from_pretrained opens, and summary.json. Ctrl-C finishes the step,
+    saves a checkpoint and ends with exit code 130.
+    """
+    from headway.train.config import load_config
+
+    resolved = load_config(config, tuple(settings or ()))  # a typo is told before torch is loaded
+
+    with needs_training_extra():
+        from headway.train.loop import train as run
+
+    print_summary(run(resolved, resume=resume), as_json=as_json)
+
+
+@contextmanager
+def needs_training_extra() -> Iterator[None]:
+    """Turn a missing library into a word on how to install it.
+
+    Raises:
+        HeadwayError: a library that training needs is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("headway"):
+            raise
+        raise HeadwayError(
+            f"training needs {error.name}, which is not installed. Install the extra: pip install 'headway[train]'."
+        ) from error
+
+
+def print_summary(summary: "RunSummary", *, as_json: bool) -> None:
+    """Print a run's summary and leave with the exit code that its end calls for.
+
+    Args:
+        summary: of the run.
+        as_json: one JSON object instead of a table.
+
+    Raises:
+        typer.Exit: the run was stopped before its end.
+    """
+    print(json.dumps(summary.as_json()) if as_json else summary.as_table())
+    sys.stdout.flush()
+    if not summary.is_complete:
+        raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,16 @@
+"""Numbers made readable: formatters with units, and plain-text tables that survive a pipe."""
+
+from headway.report.format import format_bytes, format_count, format_duration, format_flops, format_rate, format_share
+from headway.report.table import Column, render_pairs, render_table
+
+__all__ = [
+    "Column",
+    "format_bytes",
+    "format_count",
+    "format_duration",
+    "format_flops",
+    "format_rate",
+    "format_share",
+    "render_pairs",
+    "render_table",
+]

@@ -1,0 +1,83 @@
+"""One formatter per kind of number. Inside the library values stay plain: FLOP, seconds, bytes, fractions."""
+
+_DECIMAL_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+_BINARY_PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_flops(flops: float) -> str:
+    """Format a count of FLOPs with a decimal prefix.
+
+    >>> format_flops(421651971833856)
+    '421.7 TFLOP'
+    >>> format_flops(12)
+    '12 FLOP'
+    """
+    return _with_prefix(flops) + "FLOP"
+
+
+def format_rate(flops_per_s: float) -> str:
+    """Format a rate [FLOP/s] with a decimal prefix.
+
+    >>> format_rate(989.4e12)
+    '989.4 TFLOP/s'
+    """
+    return _with_prefix(flops_per_s) + "FLOP/s"
+
+
+def format_count(count: float) -> str:
+    """Format a count in full, with thousands separators; a mean keeps one decimal.
+
+    >>> format_count(12800)
+    '12,800'
+    """
+    return f"{count:,}" if isinstance(count, int) else f"{count:,.1f}"
+
+
+def format_share(fraction: float) -> str:
+    """Format a fraction as percent.
+
+    >>> format_share(0.4712)
+    '47.1 %'
+    """
+    return f"{100 * fraction:.1f} %"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration [s] in the unit that suits it.
+
+    >>> [format_duration(s) for s in (0.000047, 0.25, 3.2, 75, 4210)]
+    ['47 us', '250 ms', '3.20 s', '1 min 15 s', '1 h 10 min']
+    """
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 59.995:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Format a size in bytes with a binary prefix (GiB is 2**30).
+
+    >>> format_bytes(3 * 2**30)
+    '3.0 GiB'
+    """
+    value = float(num_bytes)
+    for prefix in _BINARY_PREFIXES[:-1]:
+        if abs(value) < 1023.95:
+            return f"{value:.0f} {prefix}" if prefix == "B" else f"{value:.1f} {prefix}"
+        value /= 1024
+    return f"{value:.1f} {_BINARY_PREFIXES[-1]}"
+
+
+def _with_prefix(value: float) -> str:
+    index, scaled = 0, float(value)
+    while abs(scaled) >= 999.95 and index < len(_DECIMAL_PREFIXES) - 1:
+        scaled /= 1000
+        index += 1
+    number = f"{scaled:.0f}" if index == 0 and scaled == int(scaled) else f"{scaled:.1f}"
+    return f"{number} {_DECIMAL_PREFIXES[index]}"

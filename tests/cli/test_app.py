@@ -1,0 +1,87 @@
+import subprocess
+import sys
+
+import pytest
+
+import headway as package
+from headway.cli import app as cli
+from headway.errors import DataError, HeadwayError, WorkloadError
+
+
+def test_version(headway):
+    assert headway("--version") == (0, f"headway {package.__version__}\n", "")
+
+
+def test_help_lists_the_commands(headway):
+    result = headway("--help")
+    assert result.code == 0
+    assert "flops" in result.out
+    assert "models" in result.out
+    assert result.err == ""
+
+
+def test_python_m_headway_is_headway():
+    done = subprocess.run([sys.executable, "-m", "headway", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"headway {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["no-such-command"], ["flops"], ["flops", "gpt2", "--no-such-option"], ["flops", "gpt2", "--slots", "many"]],
+)
+def test_wrong_use_exits_2_and_keeps_stdout_clean(headway, arguments):
+    result = headway(*arguments)
+    assert result.code == 2
+    assert result.out == ""
+    assert "Error" in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(("error", "code"), [(WorkloadError("a " * 300), 2), (DataError("broken\nline"), 1)])
+def test_an_error_is_one_paragraph_on_stderr(headway, monkeypatch, error, code):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr("headway.cli.flops.resolve_cost_model", fail)
+    result = headway("flops", "gpt2", "--segments", "8")
+    assert (result.code, result.out) == (code, "")
+    assert result.err.startswith("Error: ")
+    assert result.err.endswith("\n")
+    assert "\n\n" not in result.err
+    assert max(map(len, result.err.splitlines())) <= 120
+    assert "Traceback" not in result.err
+
+
+def test_the_traceback_appears_when_asked_for(monkeypatch):
+    def fail(_):
+        raise DataError("broken")
+
+    monkeypatch.setattr("headway.cli.flops.resolve_cost_model", fail)
+    monkeypatch.setattr(sys, "argv", ["headway", "flops", "gpt2", "--segments", "8"])
+    monkeypatch.setenv("HEADWAY_DEBUG", "1")
+    with pytest.raises(DataError):
+        cli.main()
+
+
+def test_an_interrupt_exits_130(headway, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headway.cli.flops.resolve_cost_model", interrupt)
+    assert headway("flops", "gpt2", "--segments", "8").code == 130
+
+
+def test_long_words_such_as_paths_are_not_broken():
+    path = "/data/" + "x" * 150 + "/shard-0001.jsonl:17"
+    assert path in cli.error_paragraph(HeadwayError(f"the line {path} is not JSON"))
+
+
+@pytest.mark.parametrize("name", sorted(set(package.__all__) - {"__version__"}))
+def test_public_names_are_found(name):
+    assert getattr(package, name) is not None
+    assert name in dir(package)
+
+
+def test_a_name_that_is_not_public_is_refused():
+    with pytest.raises(AttributeError, match="it offers CostModel, FlopCount"):
+        package.no_such_name  # noqa: B018  # the attribute access is what is tested

@@ -1,0 +1,216 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+LLAMA_3_1_8B_AT_8192 = 421651971833856
+
+
+def record(result):
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def test_llama_3_1_8b_has_the_derived_total(headway):
+    # Multiply-adds of the matrices that a token meets (hidden 4096, 32 layers, 8 KV heads of 128, inner 14336,
+    # vocabulary 128256): q and o, k and v, three MLP matrices; then the head. Forward, dgrad, wgrad: 2 FLOPs each.
+    per_token = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+    pairs = 8192 * 8193 // 2
+    attention = 2 * 2 * 32 * 128 * 32 * pairs  # scores and values, 32 heads of 128, 32 layers
+    linear = 2 * per_token * 8192
+    assert 3 * (linear + attention) == LLAMA_3_1_8B_AT_8192
+
+    data = record(headway("flops", "llama-3.1-8b", "--segments", 8192, "--json"))
+    assert data["flops"] == {
+        "total": LLAMA_3_1_8B_AT_8192,
+        "forward": linear + attention,
+        "dgrad": linear + 2 * attention,  # attention has no weights: both halves of its backward are input gradients
+        "wgrad": linear,
+        "recompute": 0,
+    }
+
+
+def test_the_record_has_the_documented_keys_in_order(headway):
+    data = record(
+        headway("flops", "qwen3-vl-8b", "--segments", "4096*3,512", "--images", "1x32x48*2", "--slots", 13000, "--json")
+    )
+    assert list(data) == [
+        "schema_version",
+        "model",
+        "convention",
+        "workload",
+        "flops",
+        "components",
+        "params",
+        "unknown",
+    ]
+    assert data["schema_version"] == 1
+    assert data["model"] == "qwen3-vl-8b"
+    assert data["convention"] == "useful/1"
+    assert data["workload"] == {
+        "segments": 4,
+        "tokens": 12800,
+        "slots": 13000,
+        "images": 2,
+        "videos": 0,
+        "patches": 3072,
+    }
+    assert list(data["components"][0])[:6] == ["name", "driver", "forward", "dgrad", "wgrad", "total"]
+    assert list(data["params"]) == ["total", "active", "trainable"]
+    assert data["unknown"] == []
+    assert sum(row["total"] for row in data["components"]) == data["flops"]["total"]
+    names = {row["name"] for row in data["components"]}
+    assert {"language.attention", "language.mlp", "language.head", "vision.attention", "vision.merger"} <= names
+
+
+def test_costs_add_over_segments(headway):
+    one = record(headway("flops", "llama-3.1-8b", "--segments", "256", "--json"))
+    many = record(headway("flops", "llama-3.1-8b", "--segments", "256*32", "--json"))
+    assert many["flops"] == {key: 32 * value for key, value in one["flops"].items()}
+
+
+def test_modules_sum_to_the_same_total_as_components(headway):
+    data = record(
+        headway("flops", "qwen3-vl-8b", "--segments", 1024, "--images", "1x16x16", "--by", "module", "--json")
+    )
+    assert sum(row["total"] for row in data["modules"]) == data["flops"]["total"]
+    assert any("layers.*" in row["name"] for row in data["modules"])
+
+
+def test_frozen_vision_has_neither_gradient(headway):
+    arguments = ("flops", "qwen3-vl-8b", "--segments", 1024, "--images", "1x16x16", "--json")
+    frozen = record(headway(*arguments, "--freeze", "vision"))
+    vision = [row for row in frozen["components"] if row["name"].startswith("vision.")]
+    assert vision
+    assert all(row["dgrad"] == row["wgrad"] == 0 < row["forward"] for row in vision)
+    assert frozen["params"]["trainable"] < frozen["params"]["total"]
+
+
+def test_lora_trains_only_the_adapters(headway):
+    data = record(headway("flops", "llama-3.1-8b", "--segments", 128, "--lora", "16:q_proj,v_proj", "--json"))
+    # A is rank x in, B is out x rank, in each of 32 layers: q_proj is 4096 -> 4096, v_proj 4096 -> 1024
+    assert data["params"]["trainable"] == 32 * 16 * ((4096 + 4096) + (4096 + 1024))
+    assert data["flops"]["wgrad"] == 2 * 128 * data["params"]["trainable"]
+
+
+def test_recompute_is_counted_apart(headway):
+    plain = record(headway("flops", "llama-3.1-8b", "--segments", 128, "--json"))
+    full = record(headway("flops", "llama-3.1-8b", "--segments", 128, "--recompute", "full", "--json"))
+    assert full["flops"]["recompute"] > 0
+    assert full["flops"]["total"] == plain["flops"]["total"]
+
+
+def test_forward_only_is_the_forward_part(headway):
+    plain = record(headway("flops", "llama-3.1-8b", "--segments", 128, "--json"))
+    forward = record(headway("flops", "llama-3.1-8b", "--segments", 128, "--forward-only", "--json"))
+    assert forward["flops"]["total"] == forward["flops"]["forward"] == plain["flops"]["forward"]
+
+
+def test_the_table_states_total_workload_parameters_and_convention(headway):
+    result = headway(
+        "flops", "qwen3-vl-8b", "--segments", "2048", "--images", "1x32x48", "--slots", "2560", "--recompute", "full"
+    )
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].split() == ["component", "driver", "forward", "dgrad", "wgrad", "total", "share"]
+    assert any(line.startswith("vision.attention") and "patch_pairs:frame" in line for line in lines)
+    assert "1 segment, 2,048 tokens, 2,560 slots (padding 20.0 %), 1 image, 1,536 patches" in result.out
+    assert "convention  useful/1; a multiply-add is 2 FLOPs" in result.out
+    assert "recompute" in result.out
+    assert not any(line != line.rstrip() for line in lines)
+    assert "\x1b" not in result.out
+
+
+def test_the_table_by_module_names_modules(headway):
+    result = headway("flops", "llama-3.1-8b", "--segments", "8", "--by", "module")
+    assert result.out.startswith("module")
+    assert "model.layers.*.self_attn.q_proj" in result.out
+
+
+@pytest.mark.parametrize("name", ["LLAMA-3.1-8B", "llama-3.1-8b"])
+@pytest.mark.parametrize("convention", ["useful", "useful/1"])
+def test_names_of_models_ignore_case_and_conventions_may_drop_the_version(headway, name, convention):
+    data = record(headway("flops", name, "--segments", 8192, "--convention", convention, "--json"))
+    assert data["flops"]["total"] == LLAMA_3_1_8B_AT_8192
+
+
+BAD = [
+    (["--segments", "0"], "--segments '0': a segment of 0 tokens"),
+    (["--segments", "12,x"], "--segments '12,x': 'x' is not a segment length"),
+    (["--segments=-4"], "--segments '-4': '-4' is not a segment length"),
+    ([], "--segments is missing"),
+    (["--segments", "64", "--slots", "63"], "--slots 63 cannot hold the 64 tokens"),
+    (["--segments", "64", "--images", "1x4"], "--images '1x4': '1x4' is not a grid"),
+    (["--segments", "64", "--videos", "0x4x4"], "the grid '0x4x4' holds no patch"),
+    (["--segments", "63", "--images", "1x16x16"], "256 patches, which qwen3-vl-8b merges 4 to 1 into 64 tokens"),
+    (["--segments", "64", "--images", "1x3x4"], "1x3x4 cannot be merged by qwen3-vl-8b"),
+    (["--segments", "64", "--lora", "0"], "--lora '0' is not RANK"),
+    (["--segments", "64", "--lora", "8:no_such_layer"], "no_such_layer"),
+    (["--segments", "64", "--freeze", "no_such_part"], "no_such_part"),
+    (["--segments", "64", "--recompute", "no.such.block"], "no.such.block"),
+    (["--segments", "64", "--convention", "6nd"], "--convention '6nd' is not known"),
+    (["--segments", "64", "--forward-only", "--recompute", "full"], "contradict each other"),
+    (["--segments", "64", "--by", "layer"], "layer"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "quoted"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_a_mistake_is_quoted_and_exits_2(headway, arguments, quoted):
+    result = headway("flops", "qwen3-vl-8b", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert quoted in " ".join(result.err.split())
+    assert "Traceback" not in result.err
+
+
+def test_images_for_a_text_model_are_refused(headway):
+    result = headway("flops", "llama-3.1-8b", "--segments", "8192", "--images", "1x32x48")
+    assert result.code == 2
+    assert "llama-3.1-8b has no vision tower" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("llama-3-8b", "llama-3.1-8b"), ("qwen3vl-8b", "qwen3-vl-8b"), ("mixtral8x7b", "mixtral-8x7b")],
+)
+def test_an_unknown_model_gets_the_nearest_names(headway, name, nearest):
+    result = headway("flops", name, "--segments", "8")
+    assert result.code == 2
+    assert repr(name) in result.err
+    assert nearest in result.err
+
+
+def test_a_model_that_resembles_nothing_is_refused_too(headway):
+    result = headway("flops", "zzzzzz", "--segments", "8")
+    assert result.code == 2
+    assert "`headway models` lists them" in " ".join(result.err.split())
+
+
+def test_help_documents_every_option(headway):
+    text = " ".join(headway("flops", "--help").out.split())
+    for option in (
+        "--segments", "--images", "--videos", "--slots", "--freeze", "--lora", "--recompute", "--forward-only",
+        "--convention", "--by", "--json",
+    ):  # fmt: skip
+        assert option in text
+    for unit in ("[tokens]", "[patches, before merging]"):
+        assert unit in text
+
+
+def test_a_shipped_model_is_counted_in_half_a_second_without_torch():
+    code = (
+        "import sys; from headway.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as e:\n"
+        "    print(int(e.code), *sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "flops", "llama-3.1-8b", "--segments", "8192", "--json"]
+    durations_s = []
+    for _ in range(5):  # the fastest counts: other tests run beside this one
+        begin_s = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        durations_s.append(time.perf_counter() - begin_s)
+    assert done.stderr == "0\n"
+    assert json.loads(done.stdout)["flops"]["total"] == LLAMA_3_1_8B_AT_8192
+    assert min(durations_s) < 0.5

@@ -1,0 +1,82 @@
+import pytest
+
+from headway.cli.parse import Lora, parse_grids, parse_lora, parse_segments
+from headway.errors import UsageError, WorkloadError
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("8192", [8192]),
+        ("4096*3,512", [4096, 4096, 4096, 512]),
+        (" 7 , 5*2 ", [7, 5, 5]),
+        ("1", [1]),
+    ],
+)
+def test_segments_are_lengths_with_repeats(text, lengths):
+    assert parse_segments(text) == lengths
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0",
+        "-5",
+        "4096*0",
+        "0*3",
+        "",
+        " ",
+        ",",
+        "512,",
+        "512,,256",
+        "4k",
+        "4096x3",
+        "1.5",
+        "1e3",
+        "4096*",
+        "*3",
+        "4_096",
+        "٣",
+    ],
+)
+def test_a_wrong_segment_is_quoted_with_an_example(text):
+    with pytest.raises(WorkloadError) as caught:
+        parse_segments(text)
+    assert repr(text) in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert "--segments 4096*3,512" in str(caught.value)
+
+
+def test_too_many_segments_are_refused_before_memory_is_taken():
+    with pytest.raises(WorkloadError, match="more than 10,000,000 items"):
+        parse_segments("256*99999999999")
+
+
+def test_grids_are_t_h_w_with_repeats():
+    assert parse_grids("--images", "1x32x48*2,1x4x4") == [(1, 32, 48), (1, 32, 48), (1, 4, 4)]
+    assert parse_grids("--videos", "8x32x48") == [(8, 32, 48)]
+
+
+@pytest.mark.parametrize("text", ["32x48", "1x32x48x2", "1x0x48", "1,32,48", "1x32", "1*32*48", "ax2x3", "-1x2x2", ""])
+@pytest.mark.parametrize("option", ["--images", "--videos"])
+def test_a_wrong_grid_is_quoted_with_an_example(option, text):
+    with pytest.raises(WorkloadError) as caught:
+        parse_grids(option, text)
+    assert f"{option} {text!r}" in str(caught.value)
+    assert "for example" in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "lora"),
+    [("16", Lora(16, None)), ("8:q_proj", Lora(8, ["q_proj"])), ("8:q_proj, v_proj", Lora(8, ["q_proj", "v_proj"]))],
+)
+def test_lora_is_a_rank_and_targets(text, lora):
+    assert parse_lora(text) == lora
+
+
+@pytest.mark.parametrize("text", ["", "0", "-4", "r16", "16:", "16:q_proj,,v_proj", "²"])
+def test_a_wrong_lora_is_quoted_with_an_example(text):
+    with pytest.raises(UsageError) as caught:
+        parse_lora(text)
+    assert f"--lora {text!r}" in str(caught.value)
+    assert "--lora 16:q_proj,v_proj" in str(caught.value)
