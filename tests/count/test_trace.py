@@ -201,3 +201,50 @@ def test_a_configuration_that_is_no_language_model_is_refused():
 
     with pytest.raises(TraceError, match="no causal or image-text model for a configuration of ViTConfig"):
         trace(ViTConfig())
+
+
+class Squash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.tanh(x * 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.after(Squash.apply(self.before(x)))
+
+
+def test_gradients_are_followed_through_custom_functions():
+    cost = trace(Toy(Custom()))
+    after = next(row for row in cost.rows if row.module == "middle.after")
+    names = [p.name for p in cost.parameters]
+    (upstream,) = [g.needs for g in after.gradients if g.phase == "dgrad"]
+    assert upstream >> names.index("middle.before.weight") & 1
+
+
+class Watched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.teacher(x)
+        return self.student(x) + target
+
+
+def test_what_runs_without_gradients_has_no_backward():
+    cost = trace(Toy(Watched()))
+    rows = {row.module: row for row in cost.rows}
+    assert rows["middle.teacher"].gradients == ()
+    teacher = [p.name for p in cost.parameters].index("middle.teacher.weight")
+    assert not any(g.needs >> teacher & 1 for g in rows["head"].gradients)

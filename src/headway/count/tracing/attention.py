@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
 from headway.count.tracing.phantom import Phantom, phantom
-from headway.count.tracing.record import Operation, Recorder
+from headway.count.tracing.record import Operand, Operation, Recorder
 from headway.errors import TraceError
 
 NAME = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a name that contains "flash"
@@ -73,7 +73,7 @@ def attend(
     """
     heads, qk, vo = q.shape[-3], q.shape[-1], v.shape[-1]
     tensors = [t if isinstance(t, Phantom) else phantom(t, fed=True) for t in (q, k, v)]
-    q_from, k_from, v_from = (t.sources for t in tensors)
+    q_from, k_from, v_from = (Operand.of(t).sources for t in tensors)
     products = (
         ("dgrad", 2 * heads * vo, v_from),
         ("dgrad", 2 * heads * vo, q_from | k_from),
@@ -113,7 +113,7 @@ def _transformers_seam(
         pairs, driver = _plain_pairs(query, key, causal, window)
     extra = tuple(t for t in kwargs.values() if isinstance(t, torch.Tensor))
     out = attend(_recorder, path, query, key, value, pairs, driver, extra)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:

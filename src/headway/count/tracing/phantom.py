@@ -23,7 +23,11 @@ _results: dict[Any, Any] = {}  # (operation, shapes) -> meta result; layers repe
 
 
 class Phantom(torch.Tensor):
-    """A CPU tensor of floats without data; `meta` holds its shape, strides and dtype."""
+    """A CPU tensor of floats without data; `meta` holds its shape, strides and dtype.
+
+    Where gradients are off, `sources` is kept all the same: what a custom `autograd.Function` returns requires
+    gradients although its forward ran without. So `sources` means something only on a tensor that requires gradients.
+    """
 
     meta: torch.Tensor
     sources: int
@@ -169,9 +173,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     flat = [*_tensors(args), *_tensors(list(kwargs.values()))]
     phantoms = [t for t in flat if isinstance(t, Phantom)]
     sources = 0
-    if torch.is_grad_enabled() and torch._C._current_autograd_node() is None:
+    if torch._C._current_autograd_node() is None:
         for p in phantoms:
-            sources |= p.sources
+            sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
     # a real integer tensor is an index made from the batch: rows picked by it are activations
     fed = any(p.fed for p in phantoms) or any(not isinstance(t, Phantom) and t.dim() > 0 for t in flat)
     if _on_dispatch is not None:

@@ -33,7 +33,9 @@ class Operand:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Operand:
         """Read an operand's past; a real tensor has none."""
-        return cls(tensor.fed, tensor.sources) if isinstance(tensor, Phantom) else cls(True, 0)
+        if not isinstance(tensor, Phantom):
+            return cls(True, 0)
+        return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
 
 
 @dataclass
