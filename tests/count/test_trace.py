@@ -248,3 +248,20 @@ def test_what_runs_without_gradients_has_no_backward():
     assert rows["middle.teacher"].gradients == ()
     teacher = [p.name for p in cost.parameters].index("middle.teacher.weight")
     assert not any(g.needs >> teacher & 1 for g in rows["head"].gradients)
+
+
+class Short(nn.Module):
+    """A causal depthwise convolution as state-space layers write it: pad both ends, cut the tail."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(12, 12, kernel_size=4, groups=12, padding=3)
+
+    def forward(self, x):
+        return self.convolution(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+def test_a_causal_convolution_costs_its_real_tokens():
+    (row,) = [row for row in trace(Toy(Short())).rows if row.op == "convolution"]
+    # each of 12 channels multiplies 4 inputs
+    assert (row.driver, row.forward, [g.flops for g in row.gradients]) == ("tokens", 2 * 12 * 4, [2 * 12 * 4] * 2)

@@ -80,6 +80,7 @@ def parse(driver: str) -> Callable[[Workload], int]:
     Raises:
         CostModelError: no driver has this name, or its parameters are wrong.
 
+    >>> from headway.count.workload import Workload
     >>> parse("pairs:sliding:2")(Workload([3]))
     5
     >>> parse("patches/4")(Workload([9], images=[(1, 4, 6)]))

@@ -88,12 +88,15 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         TraceError: no driver explains how its cost grows.
     """
     first = runs[0]
-    units = [run.units for run in runs]
+    units, unit_flops = [run.units for run in runs], first.unit_flops
     if len({run.unit_flops for run in runs}) > 1:  # a product of two activations: its inner size grows too
-        units = [run.forward_flops for run in runs]
+        units, unit_flops = [run.forward_flops for run in runs], 1
+    padding = {u - w.tokens for u, w in zip(units, workloads, strict=True)}
+    if first.kind == "convolution" and len(padding) == 1 and min(padding) > 0:
+        units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
     if named and [drivers.parse(named)(w) for w in workloads] == units:
-        return _fitted(first, named, Fraction(1), units[0])
+        return _fitted(first, named, Fraction(1), unit_flops)
     matches: list[tuple[str, Fraction]] = []
     for driver, values in known.items():
         ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}
@@ -105,14 +108,13 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
             f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
             f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d)}."
         )
-    driver, ratio = min(
-        matches, key=lambda match: match[1] != 1
-    )  # one that counts these very units, where there is one
-    return _fitted(first, driver, ratio, units[0])
+    # one that counts these very units, where there is one
+    driver, ratio = min(matches, key=lambda match: match[1] != 1)
+    return _fitted(first, driver, ratio, unit_flops)
 
 
-def _fitted(first: Operation, driver: str, ratio: Fraction, units: int) -> Fitted:
-    forward = Fraction(first.forward_flops) * ratio / units
+def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:
+    forward = unit_flops * ratio
     if forward.denominator != 1:
         raise TraceError(
             f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}."
