@@ -1,0 +1,170 @@
+"""Write scikit-learn's handwritten digits as a chat dataset: 1 to 4 digits per sample, each an image file of its own.
+
+The 1,797 scans of 8 x 8 pixels are split into training and held-out scans first and composed afterwards, so no scan of
+the evaluation is ever trained on. Each scan is rendered a few times: tilted, stretched and placed in frames of varied
+size and aspect, so grids differ from image to image as they do in the wild.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import DataError
+
+# (height, width) of the frames [pixels]; multiples of 16, two patches of 8, so that no processor resizes them.
+FRAMES = ((16, 16), (16, 32), (32, 16), (32, 32))
+QUESTIONS = (
+    "Read the digits.",
+    "Which digits are these?",
+    "What number is written here?",
+    "Write down what you see, from left to right.",
+)
+MAX_DIGITS = 4
+MAX_TILT_DEG = 6.0
+MAX_SHEAR = 0.1
+
+
+@dataclass(frozen=True)
+class DigitsData:
+    """Where the dataset lies and how much of it there is."""
+
+    one_digit: Path
+    train: Path
+    eval: Path
+    num_train_scans: int
+    num_eval_scans: int
+    num_images: int
+
+
+@dataclass(frozen=True)
+class _Scan:
+    pixels: NDArray[np.float64]  # (8, 8), 0 to 1
+    digit: int
+
+
+def write_digits(
+    folder: Path,
+    *,
+    num_one_digit: int = 12000,
+    num_train: int = 16000,
+    num_eval: int = 500,
+    held_out: float = 0.2,
+    renderings: int = 16,
+    seed: int = 0,
+) -> DigitsData:
+    """Write images and three JSONL files: single digits for a start, then 1 to 4 digits, then the held-out ones.
+
+    Args:
+        folder: created where needed; gets `images/`, `one_digit.jsonl`, `train.jsonl` and `eval.jsonl`.
+        num_one_digit: training samples of one digit [samples].
+        num_train: training samples of 1 to 4 digits [samples].
+        num_eval: held-out samples of 1 to 4 digits [samples].
+        held_out: fraction of the scans that only the evaluation sees.
+        renderings: image files per training scan; held-out scans have one [images].
+        seed: of the split, the renderings and the composition.
+
+    Raises:
+        DataError: scikit-learn is not installed, or the folder cannot be written.
+    """
+    scans = _load_scans()
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(scans))
+    num_held = round(held_out * len(scans))
+    eval_scans, train_scans = order[:num_held], order[num_held:]
+    try:
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        train_images = _render_all(folder, "train", train_scans, scans, renderings, rng)
+        eval_images = _render_all(folder, "eval", eval_scans, scans, 1, rng)
+        data = DigitsData(
+            one_digit=folder / "one_digit.jsonl",
+            train=folder / "train.jsonl",
+            eval=folder / "eval.jsonl",
+            num_train_scans=len(train_scans),
+            num_eval_scans=len(eval_scans),
+            num_images=len(train_images) + len(eval_images),
+        )
+        _write_samples(data.one_digit, _compose(train_images, num_one_digit, 1, rng), rng)
+        _write_samples(data.train, _compose(train_images, num_train, MAX_DIGITS, rng), rng)
+        _write_samples(data.eval, _compose(eval_images, num_eval, MAX_DIGITS, rng), rng)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the digits to {folder}: {error.strerror}. Give another folder with --folder."
+        ) from error
+    return data
+
+
+def _load_scans() -> list[_Scan]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            "the demo reads the handwritten digits that scikit-learn brings along, and scikit-learn is not installed. "
+            "Install it with: pip install 'headway[demo]'"
+        ) from error
+    digits = load_digits()
+    return [_Scan(image / 16.0, int(target)) for image, target in zip(digits.images, digits.target, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Image:
+    path: str  # relative to the JSONL file
+    digit: int
+
+
+def _render_all(
+    folder: Path,
+    split: str,
+    indices: NDArray[np.int64],
+    scans: list[_Scan],
+    renderings: int,
+    rng: np.random.Generator,
+) -> list[_Image]:
+    images = []
+    for index in indices:
+        for variant in range(renderings):
+            name = f"images/{split}_{index:04d}_{variant}.png"
+            _render(scans[index].pixels, rng).save(folder / name)
+            images.append(_Image(name, scans[index].digit))
+    return images
+
+
+def _render(pixels_HW: NDArray[np.float64], rng: np.random.Generator) -> Any:
+    """One scan as a picture: tilted, sheared, thinner or bolder, stretched to most of a frame and placed in it."""
+    from PIL import Image
+
+    height, width = FRAMES[rng.integers(len(FRAMES))]
+    box_height, box_width = (round(side * rng.uniform(0.85, 1.0)) for side in (height, width))
+    ink = Image.fromarray(np.round(255 * pixels_HW ** rng.uniform(0.7, 1.4)).astype(np.uint8))
+    scan = ink.resize((32, 32), Image.Resampling.BICUBIC)
+    tilt, shear = np.deg2rad(rng.uniform(-MAX_TILT_DEG, MAX_TILT_DEG)), rng.uniform(-MAX_SHEAR, MAX_SHEAR)
+    # Rotation after a horizontal shear, about the middle of the 32 x 32 pixels.
+    a, b, d, e = np.cos(tilt), np.sin(tilt) + shear, -np.sin(tilt), np.cos(tilt)
+    matrix = (a, b, 16 * (1 - a - b), d, e, 16 * (1 - d - e))
+    scan = scan.transform((32, 32), Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+    frame = Image.new("L", (width, height))
+    offset = (int(rng.integers(width - box_width + 1)), int(rng.integers(height - box_height + 1)))
+    frame.paste(scan.resize((box_width, box_height), Image.Resampling.BILINEAR), offset)
+    return frame
+
+
+def _compose(images: list[_Image], num_samples: int, most: int, rng: np.random.Generator) -> list[list[_Image]]:
+    samples = []
+    for _ in range(num_samples):
+        num_digits = int(rng.integers(1, most + 1))
+        samples.append([images[index] for index in rng.integers(len(images), size=num_digits)])
+    return samples
+
+
+def _write_samples(path: Path, samples: list[list[_Image]], rng: np.random.Generator) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for images in samples:
+            question = [{"type": "text", "text": QUESTIONS[rng.integers(len(QUESTIONS))]}]
+            pictures = [{"type": "image", "image": image.path} for image in images]
+            content = pictures + question if rng.random() < 0.5 else question + pictures
+            answer = "".join(str(image.digit) for image in images)
+            messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")

@@ -1,0 +1,80 @@
+"""Where a run computes and in which precision."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.errors import ConfigError
+from headway.train.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How numbers are held and multiplied.
+
+    Attributes:
+        name: as in `run.dtype`.
+        params: dtype of the parameters, their gradients and the optimizer's moments.
+        compute: dtype of the matrix products, and so of the peak.
+        device_type: "cuda" or "cpu".
+    """
+
+    name: str
+    params: torch.dtype
+    compute: torch.dtype
+    device_type: str
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context of a forward pass."""
+        if self.params == self.compute:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.compute)
+
+
+def choose_device(run: RunConfig) -> torch.device:
+    """The device of this process: what `run.device` names; under torchrun, each process its own CUDA device.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    name = run.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device {run.device!r} is no device; use auto, cpu, cuda or cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"run.device {run.device!r} is not supported; use auto, cpu, cuda or cuda:N.")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = int(os.environ.get("LOCAL_RANK", "0")) if name == "cuda" else device.index
+        if index >= count:
+            raise ConfigError(
+                f"run.device is {run.device!r}, but PyTorch {torch.__version__} sees {count} CUDA devices here. "
+                "Set run.device=cpu, or install a CUDA build of PyTorch on a machine with a GPU."
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def choose_precision(run: RunConfig, device: torch.device) -> Precision:
+    """The precision that `run.dtype` names, on this device.
+
+    Raises:
+        ConfigError: bfloat16 on a CPU, where it would be slower than what it replaces and unlike what a GPU computes.
+    """
+    name: str = run.dtype
+    if name == "auto":
+        name = "bfloat16-autocast" if device.type == "cuda" else "float32"
+    if name != "float32" and device.type != "cuda":
+        raise ConfigError(
+            f"run.dtype {name!r} takes effect on CUDA only, and the run is on {device}; use float32 or auto."
+        )
+    params = torch.bfloat16 if name == "bfloat16-params" else torch.float32
+    compute = torch.float32 if name == "float32" else torch.bfloat16
+    return Precision(name, params, compute, device.type)

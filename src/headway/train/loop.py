@@ -1,0 +1,367 @@
+"""The training loop, whole.
+
+`train` reads from top to bottom: for each optimizer step, fetch the packs, run them forward and backward, update,
+record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, V the vocabulary.
+
+The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
+by their number; so neither the packing nor the number of ranks changes it. The head runs on every token of a pack,
+supervised or not, because that is what the ledger counts: what is billed is what runs.
+"""
+
+import math
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import PreTrainedModel
+
+from headway.count import trace
+from headway.data import Budget, Encoder, PackLoader, Stage, read_samples
+from headway.devices import peak_for
+from headway.errors import CheckpointError, ConfigError, TrainingError
+from headway.meter import StepMeter
+from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
+from headway.train.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    random_state,
+    refuse_half_written,
+    restore_random_state,
+    save_checkpoint,
+)
+from headway.train.config import TrainConfig
+from headway.train.device import Precision, choose_device, choose_precision
+from headway.train.evaluate import EvalSet
+from headway.train.optim import freeze, learning_rate, make_optimizer, set_learning_rate
+from headway.train.progress import Progress, evaluation_line
+from headway.train.ranks import Ranks, join_ranks
+from headway.train.record import (
+    CHECKPOINTS,
+    METRICS,
+    RUN,
+    SUMMARY,
+    MetricsLog,
+    StepRecorder,
+    describe_software,
+    memory_bytes,
+    open_run_folder,
+    read_metrics,
+    write_json,
+)
+from headway.train.summary import RunSummary, mean_of_last
+
+
+def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: PLR0915 - the loop stays whole
+    """Train a model.
+
+    Args:
+        config: everything there is to say.
+        resume: go on from the newest checkpoint of the run folder, exactly as if the run had not been interrupted.
+
+    Returns:
+        What the run did; incomplete if Ctrl-C stopped it, which saves a checkpoint first.
+
+    Raises:
+        ConfigError: a setting that cannot take effect here.
+        DataError: a sample that cannot be used.
+        CheckpointError: a checkpoint that is not whole or not of this model.
+        TrainingError: a loss that is not finite, or data that ended early.
+    """
+    start_s = time.perf_counter()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
+    run = prepare(config, resume=resume)
+    model, optimizer, meter = run.model, run.optimizer, run.meter
+    ranks, device = run.ranks, run.device
+    optim, root = config.optim, config.run.folder / CHECKPOINTS
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    max_norm = optim.clip if optim.clip is not None else math.inf
+    step = run.checkpoint.step if run.checkpoint else 0
+    packs = iter(run.loader)
+    saved, evaluation, stopped = run.checkpoint, None, False
+    progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
+    log = MetricsLog(config.run.folder / METRICS if ranks.is_first else None, last_step=step)
+
+    with progress, log, run.loader, _stop_on_ctrl_c() as wants_stop:
+        for line in run.describe():
+            progress.note(line)
+        recorder = StepRecorder(log, progress.step, device)
+        model.train()
+
+        while step < optim.steps and not stopped:
+            step += 1
+            lr = learning_rate(step, optim)
+            set_learning_rate(optimizer, lr)
+
+            # All packs of the step, those of other ranks too, come before its first forward: their supervised tokens
+            # normalise the loss, and the meter counts the step as a whole.
+            meter.start_step()
+            wait_start_s = time.perf_counter()
+            batches = list(islice(packs, optim.accumulation * ranks.size))
+            meter.data_wait(time.perf_counter() - wait_start_s)
+            if len(batches) < optim.accumulation * ranks.size:
+                recorder.flush()
+                saved = save(run, root, step - 1)
+                raise TrainingError(_data_ended(config, step - 1))
+            supervised = sum(batch.num_supervised for batch in batches)
+            stopped = ranks.any(wants_stop())
+
+            # Forward and backward, pack by pack.
+            loss_sum = torch.zeros((), device=device)
+            for batch in (batch.to(device) for batch in batches[ranks.rank :: ranks.size]):
+                with run.precision.autocast():
+                    logits_TV = model(**batch.model_inputs()).logits[0]
+                loss = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="sum")
+                loss = loss / supervised
+                torch.autograd.backward(loss)
+                loss_sum += loss.detach()
+            for batch in batches:
+                meter.add(batch.workload)
+
+            # Update.
+            ranks.sum_(loss_sum)
+            ranks.sum_gradients(parameters)
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            recorder.add(step, lr, torch.stack([loss_sum, grad_norm.to(loss_sum)]), meter.end_step())
+
+            # Now and then, and at the end.
+            is_last = step == optim.steps
+            if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
+                recorder.flush()
+                evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
+                record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
+                log.write(record)
+                progress.note(evaluation_line(record))
+            if _is_due(step, config.checkpoint.every) or is_last or stopped:
+                recorder.flush()
+                saved = save(run, root, step)
+        if stopped and step < optim.steps:
+            progress.note(f"stopped by Ctrl-C after step {step}; continue with --resume")
+        for warning in meter.summary().warnings:
+            progress.note(f"warning: {warning}")
+
+    losses = [r["loss"] for r in read_metrics(config.run.folder / METRICS) if r["kind"] == "step"]
+    assert saved is not None
+    summary = RunSummary(
+        folder=config.run.folder,
+        checkpoint=saved.folder,
+        steps=step,
+        planned_steps=optim.steps,
+        first_loss=losses[0],
+        last_loss=mean_of_last(losses),
+        utilisation=meter.summary(),
+        report=run.loader.report(),
+        evaluation=evaluation,
+        total_s=time.perf_counter() - start_s,
+        memory_bytes=memory_bytes(device),
+    )
+    if ranks.is_first:
+        write_json(config.run.folder / SUMMARY, summary.as_json())
+    return summary
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run, ready to go."""
+
+    device: torch.device
+    precision: Precision
+    ranks: Ranks
+    model: PreTrainedModel
+    processor: Processor
+    optimizer: torch.optim.Optimizer
+    meter: StepMeter
+    loader: PackLoader
+    eval_set: EvalSet | None
+    checkpoint: Checkpoint | None
+    keep: int
+
+    def describe(self) -> list[str]:
+        """A few lines on what is about to happen."""
+        params, peak = self.meter.cost_model.params, self.meter.peak
+        lines = [
+            f"{type(self.model).__name__}: {params.total / 1e6:.2f} M parameters, {params.trainable / 1e6:.2f} M "
+            f"trained, {self.precision.name} on {self.device}",
+            f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
+        ]
+        return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
+
+
+def prepare(config: TrainConfig, *, resume: bool) -> Run:
+    """Build the parts of a run and bring them to where the newest checkpoint left them.
+
+    Args:
+        config: everything there is to say.
+        resume: whether the run folder holds a run that goes on.
+
+    Raises:
+        HeadwayError: as in `train`.
+    """
+    device = choose_device(config.run)
+    precision = choose_precision(config.run, device)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    ranks = join_ranks(device)
+    if ranks.is_first:
+        open_run_folder(config, resume=resume)
+    checkpoint = latest_checkpoint(config.run.folder / CHECKPOINTS) if resume and ranks.is_first else None
+    ranks.wait()
+    if resume and not ranks.is_first:
+        checkpoint = latest_checkpoint(config.run.folder / CHECKPOINTS)
+
+    if checkpoint is not None and checkpoint.step >= config.optim.steps:
+        raise ConfigError(
+            f"the run in {config.run.folder} has taken all of its {config.optim.steps} steps, so there is nothing to "
+            f"resume. Its last checkpoint is {checkpoint.folder}."
+        )
+
+    # The same seed on every rank gives the same random weights.
+    random.seed(config.run.seed)
+    np.random.seed(config.run.seed)  # noqa: NPY002 - the global state is what other libraries draw from
+    torch.manual_seed(config.run.seed)
+    model = build_model(config, checkpoint, precision.params, device)
+    processor = load_processor(config.model.path)
+    cost_model = freeze(model, trace(model), config.model.freeze)
+    meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
+    optimizer = make_optimizer(model, config.optim)
+
+    encoder = Encoder(processor, rope_index(model))
+    budget = Budget(config.data.tokens_per_pack, config.data.patches_per_pack)
+    loader = PackLoader(
+        (),
+        encoder,
+        budget,
+        stages=[Stage(read_samples(stage.path), stage.epochs) for stage in config.data.train],
+        strategy=config.data.strategy,
+        overlong=config.data.overlong,
+        seed=config.data.seed,
+        prefetch=config.data.prefetch,
+        pin_memory=device.type == "cuda",
+    )
+    eval_set = None
+    if config.data.eval is not None:
+        eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
+
+    if checkpoint is not None:
+        state = checkpoint.state()
+        optimizer.load_state_dict(state["optimizer"])
+        loader.load_state_dict(state["loader"])
+        restore_random_state(state["random"])
+    run = Run(
+        device,
+        precision,
+        ranks,
+        model,
+        processor,
+        optimizer,
+        meter,
+        loader,
+        eval_set,
+        checkpoint,
+        config.checkpoint.keep,
+    )
+    if ranks.is_first:
+        write_json(config.run.folder / RUN, _facts(run))
+    return run
+
+
+def build_model(
+    config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The configured model: with a checkpoint's weights, with saved ones, or at random.
+
+    Raises:
+        CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
+    """
+    refuse_half_written(Path(config.model.path))
+    if checkpoint is None:
+        return load_model(config.model.path, dtype=dtype, device=device, random_init=config.model.random_init)
+    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.folder))
+    if wanted != found:
+        keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
+            f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
+        )
+    return load_model(str(checkpoint.folder), dtype=dtype, device=device)
+
+
+def save(run: Run, root: Path, step: int) -> Checkpoint:
+    """Save everything after a step; the first rank writes, the others wait."""
+    folder = root / f"step-{step:06d}"
+    if run.ranks.is_first:
+        state = {"optimizer": run.optimizer.state_dict(), "loader": run.loader.state_dict(), "random": random_state()}
+        save_checkpoint(root, step, model=run.model, processor=run.processor, state=state, keep=run.keep)
+    run.ranks.wait()
+    return Checkpoint(folder, step)
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """What the run is made of, for run.json."""
+    params, peak = run.meter.cost_model.params, run.meter.peak
+    return {
+        "software": describe_software(),
+        "device": {"name": peak.name, "kind": str(run.device), "threads": torch.get_num_threads()},
+        "ranks": run.ranks.size,
+        "precision": run.precision.name,
+        "peak": {"flops_per_s": peak.flops_per_s, "dtype": peak.dtype, "kind": peak.kind, "source": peak.source},
+        "model": {"class": type(run.model).__name__, "parameters": params.total, "trainable": params.trainable},
+        "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
+    }
+
+
+def _architecture(path: str) -> dict[str, Any]:
+    """A model's configuration without what saving adds to it."""
+    volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
+
+    def clean(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: clean(value) for key, value in node.items() if key not in volatile}
+        return node
+
+    cleaned: dict[str, Any] = clean(load_config(path).to_dict())
+    return cleaned
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _data_ended(config: TrainConfig, step: int) -> str:
+    return (
+        f"the data ended after step {step} of {config.optim.steps}; a checkpoint of that step is saved. Leave 'epochs' "
+        "out of the last stage of data.train to go on as long as there are steps, or set optim.steps to what the data "
+        "fill."
+    )
+
+
+@contextmanager
+def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into a wish to stop after the step; a second one interrupts at once."""
+    wished = threading.Event()
+
+    def wish(_signal: int, _frame: FrameType | None) -> None:
+        wished.set()
+        signal.signal(signal.SIGINT, before)
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+        yield wished.is_set
+        return
+    before = signal.signal(signal.SIGINT, wish)
+    try:
+        yield wished.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

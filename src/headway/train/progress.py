@@ -1,0 +1,84 @@
+"""What a run shows while it goes: a line per logged step, and on a terminal a bar below them. All of it on stderr."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from headway.report import format_bytes, format_count, format_duration, format_rate, format_share
+
+
+class Progress:
+    """Lines and, on a terminal, a progress bar.
+
+    Args:
+        steps: optimizer steps of the whole run [steps].
+        done: steps taken before a resumed run goes on [steps].
+        log_every: steps between printed lines [steps].
+        quiet: print nothing, as on all ranks but the first.
+    """
+
+    def __init__(self, steps: int, *, done: int, log_every: int, quiet: bool = False) -> None:
+        self._steps = steps
+        self._log_every = log_every
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+        self._bar = Bar(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=quiet or not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=done)
+
+    def note(self, text: str) -> None:
+        """Print a line of information."""
+        self._bar.console.print(text)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Show a finished step: a line if it is its turn, and the bar."""
+        step = record["step"]
+        self._bar.update(self._task, completed=step)
+        if step % self._log_every == 0 or step in (1, self._steps):
+            self.note(step_line(record, self._steps))
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def step_line(record: dict[str, Any], steps: int) -> str:
+    """Render a step's record as one line."""
+    width = len(str(steps))
+    fields = (
+        f"step {record['step']:>{width}}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.2e}",
+        f"grad {record['grad_norm']:.2f}",
+        f"{format_count(round(record['tokens_per_s']))} tokens/s",
+        f"{format_duration(record['step_s'])}",
+        f"wait {format_share(record['data_wait_share'])}",
+        f"padding {format_share(record['padding_share'])}",
+        f"{format_rate(record['flops']['total'] / record['step_s'])}",
+        f"MFU {format_share(record['mfu'])}",
+        format_bytes(record["memory_bytes"]),
+    )
+    return "  ".join(fields)
+
+
+def evaluation_line(record: dict[str, Any]) -> str:
+    """Render an evaluation's record as one line."""
+    return (
+        f"evaluation after step {record['step']}: exact match {format_share(record['exact_match'])} "
+        f"({record['exact']} of {format_count(record['samples'])}), loss {record['loss']:.4f}"
+    )

@@ -1,0 +1,275 @@
+"""What a run leaves in its folder: the resolved configuration, the software and device, and a record per step.
+
+config.yaml     the configuration as it was resolved
+run.json        versions, device, git commit, peak and convention
+metrics.jsonl   one record per step and per evaluation
+summary.json    the run in one object, written at the end
+checkpoints/    see `checkpoint.py`
+"""
+
+import json
+import math
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import torch
+import yaml
+
+import headway
+from headway.errors import ConfigError, TrainingError
+from headway.meter import StepUtilisation
+from headway.train.config import TrainConfig, parse_config
+
+CONFIG, RUN, METRICS, SUMMARY, CHECKPOINTS = "config.yaml", "run.json", "metrics.jsonl", "summary.json", "checkpoints"
+# What may change between a run and its continuation: it does not touch the sequence of losses.
+_FREE_ON_RESUME = ("eval", "checkpoint", "data.eval", "data.prefetch", "run.folder", "run.device", "run.log_every")
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a folder holds a run that began; one that failed before its first step left nothing worth keeping."""
+    return (folder / METRICS).exists()
+
+
+def refuse_existing_run(folder: Path) -> None:
+    """Refuse to start a run where there is one.
+
+    Raises:
+        ConfigError: the folder holds a run.
+    """
+    if has_run(folder):
+        raise ConfigError(
+            f"the run folder {folder} already holds a run. Continue it with --resume, start another one elsewhere with "
+            "--set run.folder=FOLDER, or delete the folder."
+        )
+
+
+def open_run_folder(config: TrainConfig, *, resume: bool) -> Path:
+    """Make the folder of a new run, or find that of an interrupted one.
+
+    Raises:
+        ConfigError: the folder holds a run and `resume` is off, or none and it is on, or the configuration has changed
+            since, or the folder cannot be written.
+    """
+    folder = config.run.folder
+    if not resume:
+        refuse_existing_run(folder)
+    elif not has_run(folder):
+        raise ConfigError(f"there is no run to resume in {folder}; start one without --resume, or give its run.folder.")
+    try:
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        if resume:
+            _check_unchanged(config, folder)
+        (folder / CONFIG).write_text(yaml.safe_dump(config.as_dict(), sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} cannot be written: {error.strerror}. Give another with --set run.folder=FOLDER."
+        ) from error
+    return folder
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object so that it is there whole or not at all."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def describe_software() -> dict[str, Any]:
+    """Versions of what computes the run, and the git commit of the working directory if it is in a repository."""
+    return {
+        "headway": headway.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "platform": platform.platform(),
+        "git_commit": _git_commit(),
+    }
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Largest memory so far: allocated on the device, or resident in the process on a CPU [bytes]."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class MetricsLog:
+    """metrics.jsonl, one JSON object per line, each flushed as it is written.
+
+    Args:
+        path: the file; appended to. None writes nowhere, as on all ranks but the first.
+        last_step: records of later steps are cut off, as a continuation from this step will write them again.
+
+    Raises:
+        TrainingError: a record before `last_step` cannot be read.
+    """
+
+    def __init__(self, path: Path | None, *, last_step: int) -> None:
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        kept = _records_until(path, last_step) if path.exists() else []
+        temporary = path.with_name(f".{path.name}.writing")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record."""
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the records of metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class HostCopy:
+    """A few numbers on their way from the device, read when they have arrived: no step waits for its own log line.
+
+    Args:
+        values_K: numbers on the device, shape (K,).
+    """
+
+    def __init__(self, values_K: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values_K.device.type == "cuda":
+            self._values_K = torch.empty(values_K.shape, dtype=values_K.dtype, pin_memory=True)
+            self._values_K.copy_(values_K, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event.record()
+        else:
+            self._values_K = values_K
+
+    def read(self) -> list[float]:
+        """Wait for the numbers, if they are not there yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._values_K.tolist()
+        return numbers
+
+
+class StepRecorder:
+    """Turns finished steps into records: into metrics.jsonl, onto the screen, and an error where a loss is not finite.
+
+    A step's numbers are read back when the next one has been launched, so no step waits for its own record.
+
+    Args:
+        log: the run's metrics.jsonl.
+        show: called with each record.
+        device: whose memory is recorded.
+    """
+
+    def __init__(self, log: MetricsLog, show: Callable[[dict[str, Any]], None], device: torch.device) -> None:
+        self._log = log
+        self._show = show
+        self._device = device
+        self._pending: tuple[int, float, HostCopy, StepUtilisation] | None = None
+
+    def add(self, step: int, lr: float, loss_and_norm_2: torch.Tensor, utilisation: StepUtilisation) -> None:
+        """Take in a step that has been launched, and finish the record of the one before.
+
+        Raises:
+            TrainingError: the step before had a loss or gradient that is not finite.
+        """
+        copy = HostCopy(loss_and_norm_2)
+        self.flush()
+        self._pending = step, lr, copy, utilisation
+
+    def flush(self) -> None:
+        """Finish the record of the last step.
+
+        Raises:
+            TrainingError: its loss or gradient is not finite.
+        """
+        if self._pending is None:
+            return
+        step, lr, copy, utilisation = self._pending
+        self._pending = None
+        loss, grad_norm = copy.read()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise TrainingError(
+                f"step {step} has loss {loss} and gradient norm {grad_norm}: training has diverged or met a sample that"
+                f" it cannot digest. The learning rate was {lr:.3g}; lower optim.lr or lengthen optim.warmup_steps. "
+                "The checkpoints written before are whole."
+            )
+        numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "memory_bytes": memory_bytes(self._device)}
+        record = {"kind": "step", "step": step, **numbers, **utilisation.as_record()}
+        self._log.write(record)
+        self._show(record)
+
+
+def _records_until(path: Path, last_step: int) -> list[str]:
+    """The lines up to a step; what a killed process left unfinished at the end goes with the rest."""
+    kept: list[str] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise TrainingError(
+                f"{path}, line {number} is no record of a step. Repair or delete the line, then resume again."
+            ) from error
+        if step > last_step:
+            break
+        kept.append(line)
+    return kept
+
+
+def _check_unchanged(config: TrainConfig, folder: Path) -> None:
+    raw = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    before = _flat(parse_config(raw, source=str(folder / CONFIG)).as_dict())
+    now = _flat(config.as_dict())
+    changes = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not _is_free(name)
+    ]
+    if changes:
+        raise ConfigError(
+            f"the run in {folder} began with other settings: {'; '.join(changes)}. A resumed run repeats exactly what "
+            "an uninterrupted one would have done, so set them back, or start a new run in another run.folder."
+        )
+
+
+def _is_free(name: str) -> bool:
+    return any(name == free or name.startswith(free + ".") for free in _FREE_ON_RESUME)
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if items is None:
+        return {prefix: node}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _git_commit() -> str | None:
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,113 @@
+"""The end of a run: one object of totals and rates, and its table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.data import PackReport
+from headway.meter import RunUtilisation
+from headway.report import format_bytes, format_count, format_duration, format_rate, format_share, render_pairs
+from headway.train.evaluate import Evaluation
+
+SCHEMA_VERSION = 1
+
+
+def mean_of_last(losses: Sequence[float]) -> float:
+    """Mean of the last tenth of a run's losses, at most 100 and at least one of them.
+
+    >>> mean_of_last([9.0] * 18 + [1.0, 3.0])
+    2.0
+    """
+    last = losses[-min(100, max(1, len(losses) // 10)) :]
+    return sum(last) / len(last)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did.
+
+    Attributes:
+        folder: the run folder.
+        checkpoint: the last checkpoint; `from_pretrained` opens it.
+        steps: optimizer steps taken, those before a resume included [steps].
+        planned_steps: optimizer steps that were asked for [steps].
+        first_loss: loss of the run's first step [nats per supervised token].
+        last_loss: mean loss of the last tenth of the steps, at most 100 of them [nats per supervised token].
+        utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
+        report: samples and packs read, those before a resume included.
+        evaluation: the last evaluation, if there was one.
+        total_s: wall time of this process's run, everything included [s].
+        memory_bytes: largest memory [bytes].
+    """
+
+    folder: Path
+    checkpoint: Path
+    steps: int
+    planned_steps: int
+    first_loss: float
+    last_loss: float
+    utilisation: RunUtilisation
+    report: PackReport
+    evaluation: Evaluation | None
+    total_s: float
+    memory_bytes: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every step that was asked for has been taken."""
+        return self.steps == self.planned_steps
+
+    def as_json(self) -> dict[str, Any]:
+        """One JSON-ready object; seconds, counts and fractions."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "folder": str(self.folder),
+            "checkpoint": str(self.checkpoint),
+            "complete": self.is_complete,
+            "steps": self.steps,
+            "planned_steps": self.planned_steps,
+            "measured_steps": self.utilisation.num_steps,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "evaluation": self.evaluation.as_record() if self.evaluation else None,
+            **self.utilisation.as_record(),
+            "vision_share": self.utilisation.flops.share("vision"),
+            "fill": self.report.fill,
+            "data": self.report.to_dict(),
+            "total_s": self.total_s,
+            "memory_bytes": self.memory_bytes,
+        }
+
+    def as_table(self) -> str:
+        """Names and values for people."""
+        use, flops, report = self.utilisation, self.utilisation.flops, self.report
+        measured = "" if use.num_steps == self.steps else f", the last {use.num_steps} measured here"
+        exact = "not evaluated"
+        if self.evaluation:
+            exact = (
+                f"{format_share(self.evaluation.exact_match)} "
+                f"({format_count(self.evaluation.exact)} of {format_count(self.evaluation.samples)} held-out samples)"
+            )
+        left_out = f", {report.dropped} dropped" if report.dropped else ""
+        left_out += f", {report.truncated} truncated" if report.truncated else ""
+        return render_pairs(
+            [
+                ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}"),
+                ("loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"),
+                ("exact match", exact),
+                ("tokens", f"{format_count(use.tokens)} real, {format_count(round(use.tokens_per_s))} per second"),
+                ("time in steps", f"{format_duration(use.wall_s)} of {format_duration(self.total_s)} in all"),
+                ("data wait", f"{format_share(use.data_wait_share)} of the time in steps"),
+                ("fill of the packs", f"{format_share(report.fill)} of {format_count(report.packs)} packs{left_out}"),
+                ("padding share", format_share(use.padding_share)),
+                ("FLOPs", f"{flops.total:.4g} useful, {format_rate(use.flops_per_s)}"),
+                ("vision share", f"{format_share(flops.share('vision'))} of the FLOPs"),
+                ("MFU", f"{format_share(use.mfu)} (convention {use.convention})"),
+                ("HFU", format_share(use.hfu)),
+                ("peak", f"{format_rate(use.peak.flops_per_s)} {use.peak.dtype}, {use.peak.kind}: {use.peak.name}"),
+                ("peak source", use.peak.source),
+                ("memory", format_bytes(self.memory_bytes)),
+                ("checkpoint", str(self.checkpoint)),
+            ]
+        )

@@ -1,0 +1,76 @@
+import json
+
+import pytest
+import torch
+
+from headway.errors import TrainingError
+from headway.train.progress import evaluation_line, step_line
+from headway.train.record import HostCopy, MetricsLog, read_metrics, write_json
+
+
+def lines(*steps):
+    return "".join(json.dumps({"kind": "step", "step": step}) + "\n" for step in steps)
+
+
+def test_records_after_the_checkpoint_are_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2, 3, 4, 5))
+    with MetricsLog(path, last_step=3) as log:
+        log.write({"step": 4, "again": True})
+    assert [(r["step"], r.get("again")) for r in read_metrics(path)] == [(1, None), (2, None), (3, None), (4, True)]
+
+
+def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2, 3) + '{"kind": "st')
+    with MetricsLog(path, last_step=3):
+        pass
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+
+
+def test_a_damaged_line_inside_is_an_error_with_its_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1) + "oops\n" + lines(2))
+    with pytest.raises(TrainingError, match="line 2 is no record"):
+        MetricsLog(path, last_step=3)
+
+
+def test_other_ranks_write_nowhere(tmp_path):
+    with MetricsLog(None, last_step=0) as log:
+        log.write({"step": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_come_back_as_they_were():
+    assert HostCopy(torch.tensor([1.5, -2.0])).read() == [1.5, -2.0]
+
+
+def test_json_is_written_whole(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_line_of_a_step():
+    record = {
+        "step": 7,
+        "loss": 1.23456,
+        "lr": 0.0015,
+        "grad_norm": 0.5,
+        "tokens_per_s": 12345.6,
+        "step_s": 0.25,
+        "data_wait_share": 0.01,
+        "padding_share": 0.0,
+        "flops": {"total": 10**10},
+        "mfu": 0.4,
+        "memory_bytes": 2**30,
+    }
+    assert step_line(record, 1000) == (
+        "step    7/1000  loss 1.2346  lr 1.50e-03  grad 0.50  12,346 tokens/s  250 ms  wait 1.0 %  padding 0.0 %  "
+        "40.0 GFLOP/s  MFU 40.0 %  1.0 GiB"
+    )
+
+
+def test_the_line_of_an_evaluation():
+    record = {"step": 400, "exact_match": 0.914, "exact": 457, "samples": 500, "loss": 0.12}
+    assert evaluation_line(record) == "evaluation after step 400: exact match 91.4 % (457 of 500), loss 0.1200"

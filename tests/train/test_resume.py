@@ -1,0 +1,177 @@
+"""Runs that are killed without a warning go on as if nothing had happened: real processes, real SIGKILL."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.train.checkpoint import latest_checkpoint
+from headway.train.config import load_config
+from headway.train.loop import train
+from headway.train.record import read_metrics
+
+SOURCE = Path(__file__).parents[2] / "src"
+STEPS = 60
+# What a resumed run must repeat exactly; times and rates differ from run to run.
+EXACT = (
+    "kind",
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "slots",
+    "flops",
+    "flops_by_component",
+    "exact",
+    "samples",
+)
+KILL_WHILE_SAVING = """
+import os, signal
+from headway.cli.app import main
+from headway.train import checkpoint
+saved = []
+def seal_or_die(folder, step, seal=checkpoint._seal):
+    saved.append(step)
+    if len(saved) == 3:
+        (folder / "model.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    seal(folder, step)
+checkpoint._seal = seal_or_die
+main()
+"""
+
+
+def start(*arguments, program=("-m", "headway")):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def exact_records(folder):
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{name: record[name] for name in EXACT if name in record} for record in records]
+
+
+@pytest.fixture(scope="module")
+def recipe(digits, tmp_path_factory):
+    """A configuration that reads ahead, accumulates, evaluates and saves every 10 steps."""
+    path = tmp_path_factory.mktemp("resume") / "recipe.yaml"
+    raw = {
+        "model": {"path": str(digits / "model"), "random_init": True},
+        "data": {
+            "train": [
+                {"path": str(digits / "data/one_digit.jsonl"), "epochs": 1},
+                {"path": str(digits / "data/train.jsonl")},
+            ],
+            "eval": str(digits / "data/eval.jsonl"),
+            "tokens_per_pack": 300,
+            "prefetch": 3,
+        },
+        "optim": {"steps": STEPS, "lr": 2e-3, "warmup_steps": 5, "accumulation": 2},
+        "eval": {"every": 15, "at_end": True},
+        "checkpoint": {"every": 10},
+        "run": {"folder": str(path.parent / "whole"), "device": "cpu", "threads": 1},
+    }
+    path.write_text(json.dumps(raw))  # JSON is YAML
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(recipe):
+    """The records of a run that nobody interrupted."""
+    config = load_config(recipe)
+    train(config)
+    records = exact_records(config.run.folder)
+    assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, STEPS + 1))
+    return records
+
+
+@pytest.mark.slow
+def test_a_run_killed_between_checkpoints_repeats_the_same_losses(recipe, whole, tmp_path):
+    folder = tmp_path / "killed"
+    process = start("train", str(recipe), "--set", f"run.folder={folder}")
+    metrics = folder / "metrics.jsonl"
+    deadline_s = time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count('"kind": "step"') >= 25):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = exact_records_of_a_torn_file(metrics)
+    saved = latest_checkpoint(folder / "checkpoints").step
+    assert before < STEPS, "the run ended before it could be killed"
+    assert saved in (10, 20, 30, 40, 50)
+
+    out, err = finish(start("train", str(recipe), "--set", f"run.folder={folder}", "--resume"))
+    assert f"resumed from {folder / 'checkpoints' / f'step-{saved:06d}'}" in err
+    assert f"{STEPS} of {STEPS}, the last {STEPS - saved} measured here" in out
+    assert exact_records(folder) == whole
+
+
+def exact_records_of_a_torn_file(path):
+    """The last step in a file whose last line may be cut."""
+    return max(json.loads(line)["step"] for line in path.read_text().splitlines()[:-1])
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(recipe, whole, tmp_path):
+    folder = tmp_path / "killed"
+    process = start("train", str(recipe), "--set", f"run.folder={folder}", program=("-c", KILL_WHILE_SAVING))
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGKILL, err
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        ".step-000030.writing",
+        "step-000010",
+        "step-000020",
+    ]
+    train(load_config(recipe, (f"run.folder={folder}",)), resume=True)
+    assert exact_records(folder) == whole
+
+
+@pytest.mark.slow
+def test_a_run_stopped_by_ctrl_c_goes_on(recipe, whole, tmp_path):
+    folder = tmp_path / "stopped"
+    process = start("train", str(recipe), "--set", f"run.folder={folder}")
+    deadline_s = time.monotonic() + 240
+    while not (folder / "metrics.jsonl").exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 130, err
+    assert "stopped by Ctrl-C" in err
+    assert "Traceback" not in err
+    train(load_config(recipe, (f"run.folder={folder}",)), resume=True)
+    assert exact_records(folder) == whole
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(raw):
+    from headway.train.config import parse_config
+
+    config = parse_config(raw)
+    train(config)
+    first = exact_records(config.run.folder)
+    for folder in (config.run.folder / "checkpoints").iterdir():
+        folder.rename(config.run.folder / "lost")
+    train(config, resume=True)
+    assert exact_records(config.run.folder) == first
