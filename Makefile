@@ -13,6 +13,7 @@ SOURCES := src tests benchmarks
 .PHONY: demo check test format lint types fast-tests
 
 demo: $(SETUP)
+	rm -rf runs/digits # a run folder is never written over, and this is the demo's own
 	$(BIN)/headway demo
 
 check: lint types fast-tests

@@ -1,7 +1,7 @@
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -206,11 +206,13 @@ def test_a_shipped_model_is_counted_in_half_a_second_without_torch():
         "    print(int(e.code), *sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, "flops", "llama-3.1-8b", "--segments", "8192", "--json"]
-    durations_s = []
-    for _ in range(5):  # the fastest counts: other tests run beside this one
-        begin_s = time.perf_counter()
+    cpu_s = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        durations_s.append(time.perf_counter() - begin_s)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert done.stderr == "0\n"
     assert json.loads(done.stdout)["flops"]["total"] == LLAMA_3_1_8B_AT_8192
-    assert min(durations_s) < 0.5
+    # One thread, hardly any reading: on an idle machine CPU time is wall time; beside other tests only it is stable.
+    assert min(cpu_s) < 0.5
