@@ -145,7 +145,7 @@ BAD = [
     (["--segments", "64", "--images", "1x4"], "--images '1x4': '1x4' is not a grid"),
     (["--segments", "64", "--videos", "0x4x4"], "the grid '0x4x4' holds no patch"),
     (["--segments", "63", "--images", "1x16x16"], "256 patches, which qwen3-vl-8b merges 4 to 1 into 64 tokens"),
-    (["--segments", "64", "--images", "1x3x4"], "1x3x4 cannot be merged by qwen3-vl-8b"),
+    (["--segments", "64", "--images", "1x3x4"], "1x3x4 cannot be merged by this model"),
     (["--segments", "64", "--lora", "0"], "--lora '0' is not RANK"),
     (["--segments", "64", "--lora", "8:no_such_layer"], "no_such_layer"),
     (["--segments", "64", "--freeze", "no_such_part"], "no_such_part"),

@@ -1,7 +1,6 @@
 """`headway flops`: the exact FLOPs of one training step of a model."""
 
 import json
-import math
 import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,17 +115,10 @@ def _workload(segments: str | None, images: str | None, videos: str | None, slot
 
 
 def _check_vision_tokens(cost_model: "CostModel", workload: "Workload") -> None:
-    """Refuse grids that the model cannot merge, or that need more tokens than the segments have."""
+    """Refuse grids that need more tokens than the segments have."""
     if not cost_model.has_vision or not workload.patches:
         return
     group = cost_model.merge_group
-    side = math.isqrt(group)
-    for grid in workload.grids.tolist():
-        if grid[1] % side or grid[2] % side:
-            raise WorkloadError(
-                f"The grid {'x'.join(map(str, grid))} cannot be merged by {cost_model.name}, which makes 1 token of "
-                f"{side} x {side} patches: H and W must be multiples of {side}, for example --images 1x32x48."
-            )
     needed = workload.patches // group
     if needed > workload.tokens:
         raise WorkloadError(

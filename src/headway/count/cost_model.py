@@ -241,7 +241,7 @@ class CostModel:
         Args:
             rank: inner dimension of the adapters.
             targets: last parts of module paths (`q_proj`), or globs over them; all linear modules but the head when
-                None, which is what peft calls `all-linear`. Expert weights that are one tensor for all experts are no
+                None, as peft's `all-linear` on dense models. Expert weights that are one tensor for all experts are no
                 linear modules.
 
         Raises:

@@ -6,6 +6,7 @@ four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patc
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 
 
 def _merged_patches(workload: Workload, group: int) -> int:
-    """Count patches after merging `group` of them into one; each grid must divide."""
-    patches = workload.grids.prod(axis=1)
-    if (patches % group).any():
-        bad = workload.grids[int(np.argmax(patches % group != 0))]
+    """Count patches after merging squares of `group` of them into one; each frame must be made of whole squares."""
+    side = math.isqrt(group)
+    uneven = (workload.grids[:, 1:] % side).any(axis=1)
+    if uneven.any():
+        bad = workload.grids[int(np.argmax(uneven))]
         raise WorkloadError(
-            f"the grid {'x'.join(map(str, bad.tolist()))} has {int(bad.prod())} patches, which this model cannot merge "
-            f"{group} to 1: height and width must be multiples of {round(group**0.5)}."
+            f"The grid {'x'.join(map(str, bad.tolist()))} cannot be merged by this model, which makes 1 token of "
+            f"{side} x {side} patches: h and w must be multiples of {side}, for example 1x{8 * side}x{6 * side}."
         )
-    return int(patches.sum()) // group
+    return workload.patches // group
 
 
 def _frame_pairs(workload: Workload) -> int:

@@ -1,0 +1,203 @@
+"""The two sides of the throughput benchmark: Headway's packed step, and transformers.Trainer on padded batches.
+
+Both get the same encoded samples from memory, the same initial weights, AdamW (fused) with the same settings, the same
+clipping and the same number of samples per optimizer step. With the Trainer's sequential order even the batches are the
+same, so the two compute the same losses.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from headway.data import EncodedSample, collate
+from headway.models import load_model
+from mixes import Mix
+
+LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much a round trains.
+
+    Attributes:
+        batch: samples per optimizer step.
+        steps: optimizer steps, warm-up included.
+        warmup: first steps that are not timed.
+    """
+
+    batch: int
+    steps: int
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One round of one contender, after its warm-up steps.
+
+    Attributes:
+        wall_s: from the end of the last warm-up step to the end of the last step [s].
+        tokens: real tokens of those steps.
+        slots: positions computed in those steps, padding included.
+    """
+
+    wall_s: float
+    tokens: int
+    slots: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Real tokens per second."""
+        return self.tokens / self.wall_s
+
+
+class Clock:
+    """Times the end of each step; on CUDA only after the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.ends_s: list[float] = []
+
+    def step_ended(self) -> None:
+        """Note the time; both sides call it after each optimizer step."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.ends_s.append(time.perf_counter())
+
+    def timing(self, sizes: Sequence[tuple[int, int]], warmup: int) -> Timing:
+        """Sum up what happened after the warm-up; sizes are (tokens, slots) of each step."""
+        counted = sizes[warmup : len(self.ends_s)]
+        wall_s = self.ends_s[-1] - self.ends_s[warmup - 1]
+        return Timing(wall_s, sum(tokens for tokens, _ in counted), sum(slots for _, slots in counted))
+
+
+def build_model(mix: Mix, attention: str, device: torch.device) -> PreTrainedModel:
+    """Build the mix's model with the same random weights for every contender."""
+    torch.manual_seed(0)
+    return load_model(mix.config, device=device, attention=attention, random_init=True).train()
+
+
+def run_headway(mix: Mix, shape: Shape, device: torch.device) -> Timing:
+    """Train in packs; the statements of a step are those of `headway.train.loop`."""
+    model = build_model(mix, "headway_flash", device)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True,
+    )  # fmt: skip
+    clock, sizes = Clock(device), []
+    for start in range(0, shape.steps * shape.batch, shape.batch):
+        batch = collate(mix.samples[start : start + shape.batch])
+        sizes.append((batch.workload.tokens, batch.workload.slots))
+        batch = batch.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits_TV = model(**batch.model_inputs()).logits[0]
+        loss = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=IGNORED, reduction="sum")
+        (loss / batch.num_supervised).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        clock.step_ended()
+    return clock.timing(sizes, shape.warmup)
+
+
+def run_trainer(mix: Mix, shape: Shape, device: torch.device, *, sampling: str) -> Timing:
+    """Train with transformers.Trainer: padded to the longest in the batch, sdpa attention.
+
+    Args:
+        mix: model and samples.
+        shape: samples per step, steps and warm-up.
+        device: where to train; bf16 autocast on CUDA, fp32 on the CPU, as on the other side.
+        sampling: "sequential", or "group_by_length", the Trainer's own remedy against padding.
+    """
+    model = build_model(mix, "sdpa", device)
+    clock, sizes = Clock(device), []
+
+    def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        encoded = [sample["sample"] for sample in samples]
+        batch = pad(encoded)
+        sizes.append((sum(sample.tokens for sample in encoded), batch["input_ids"].numel()))
+        return batch
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=shape.batch,
+            max_steps=shape.steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_epsilon=EPS,
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=CLIP,
+            optim="adamw_torch_fused",
+            bf16=device.type == "cuda",
+            use_cpu=device.type == "cpu",
+            train_sampling_strategy=sampling,
+            dataloader_num_workers=0,
+            dataloader_pin_memory=device.type == "cuda",
+            remove_unused_columns=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        dataset = [{"input_ids": sample.input_ids_S, "sample": sample} for sample in mix.samples]
+        trainer = Trainer(
+            model=model, args=arguments, train_dataset=dataset, data_collator=padded, callbacks=[_Stamp(clock)]
+        )
+        trainer.remove_callback(PrinterCallback)  # its final metrics would stand between our lines
+        trainer.train()
+    return clock.timing(sizes, shape.warmup)
+
+
+class _Stamp(TrainerCallback):
+    """Tells the clock that the Trainer has ended a step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note the time of the step's end."""
+        self._clock.step_ended()
+
+
+def pad(samples: Sequence[EncodedSample]) -> dict[str, Any]:
+    """Make an ordinary padded batch: every sample filled up to the longest, padding masked and unsupervised."""
+
+    def rows(tensors: Sequence[torch.Tensor], value: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=value)
+
+    batch: dict[str, Any] = {
+        "input_ids": rows([sample.input_ids_S for sample in samples], 0),
+        "labels": rows([sample.labels_S for sample in samples], IGNORED),
+        "attention_mask": rows([torch.ones(sample.tokens, dtype=torch.long) for sample in samples], 0),
+    }
+    types = [sample.token_types_S for sample in samples if sample.token_types_S is not None]
+    if types:
+        batch["mm_token_type_ids"] = rows(types, 0)
+    pixels = [sample.pixels_PD for sample in samples if sample.pixels_PD is not None]
+    if pixels:
+        batch["pixel_values"] = torch.cat(pixels)
+        batch["image_grid_thw"] = torch.cat([sample.grids_M3 for sample in samples])
+    return batch
+
+
+def compare_first_losses(mix: Mix, batch_size: int) -> tuple[float, float]:
+    """Compute the first step's loss both ways, in fp32 on the CPU: the proof that both sides do the same work."""
+    samples, cpu = mix.samples[:batch_size], torch.device("cpu")
+    with torch.no_grad():
+        batch = collate(samples)
+        logits_TV = build_model(mix, "headway_flash", cpu)(**batch.model_inputs()).logits[0]
+        ours = F.cross_entropy(logits_TV, batch.labels_1T[0], ignore_index=IGNORED)
+        theirs = build_model(mix, "sdpa", cpu)(**pad(samples)).loss
+    return float(ours), float(theirs)

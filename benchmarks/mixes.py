@@ -1,0 +1,74 @@
+"""The data and models that the throughput benchmark compares on, encoded once and handed to both sides."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, Qwen3Config
+
+from headway.data import EncodedSample, Encoder, read_samples
+from headway.demo.digits import write_digits
+from headway.demo.reader import write_reader
+from headway.models import load_config, load_model, load_processor, rope_index
+
+MIX_MEDIAN, MIX_SIGMA, MIX_MAX = 128, 1.0, 2048  # tokens; the lognormal's median and sigma; lengths are clipped
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Samples and the model to train on them."""
+
+    name: str
+    description: str
+    config: PreTrainedConfig
+    samples: list[EncodedSample]
+
+
+def text_mix(num_samples: int, seed: int = 0) -> Mix:
+    """Long-tailed text: lognormal lengths, median 128 tokens, sigma 1.0, random tokens, every token supervised."""
+    rng = np.random.default_rng(seed)
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=MIX_MAX,
+        tie_word_embeddings=True,
+    )
+    lengths = np.clip(np.round(rng.lognormal(np.log(MIX_MEDIAN), MIX_SIGMA, num_samples)), 8, MIX_MAX).astype(int)
+    samples = [_text_sample(rng.integers(0, 4096, size=length), f"mix {i}") for i, length in enumerate(lengths)]
+    description = (
+        f"lognormal lengths, median {MIX_MEDIAN} tokens, sigma {MIX_SIGMA}, clipped at {MIX_MAX}; "
+        f"mean {lengths.mean():.0f}, longest {lengths.max()}; Qwen3, 4 layers, hidden 256, vocabulary 4096"
+    )
+    return Mix("text mix", description, config, samples)
+
+
+def _text_sample(token_ids: Any, where: str) -> EncodedSample:
+    ids_S = torch.from_numpy(token_ids)
+    positions_1S = torch.arange(len(ids_S))[None]
+    return EncodedSample(ids_S, ids_S.clone(), positions_1S, None, torch.zeros(0, 3, dtype=torch.long), None, where)
+
+
+def digits_mix(num_samples: int) -> Mix:
+    """The demonstration's data and model: 1 to 4 handwritten digits per sample, each an image of varied size."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = write_digits(folder / "data", num_train=num_samples, num_eval=1)
+        config = load_config(write_reader(folder / "model"))
+        model = load_model(config, random_init=True)  # only for its rule of M-RoPE positions
+        encoder = Encoder(load_processor(folder / "model"), rope_index(model))
+        samples = [encoder.encode(sample) for sample in read_samples(data.train)]
+    lengths = np.array([sample.tokens for sample in samples])
+    description = (
+        f"1 to 4 digits per sample, mean {lengths.mean():.0f} tokens (from {lengths.min()} to {lengths.max()}), "
+        f"mean {np.mean([sample.patches for sample in samples]):.0f} patches; the demonstration's Qwen3-VL, "
+        f"{model.num_parameters() / 1e6:.1f} M parameters"
+    )
+    return Mix("digits", description, config, samples)

@@ -1,0 +1,66 @@
+"""The benchmark scripts run, both sides compute the same, and each committed table is the rendering of its record."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=[path.name for path in RECORDS])
+def test_a_committed_table_is_rendered_from_its_record(path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    record = json.loads(path.read_text(encoding="utf-8"))
+    script = importlib.import_module(record["what"])
+    assert script.render(record) == path.with_suffix(".md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", ["text", "digits"])
+def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
+    shape = (
+        "--rounds",
+        1,
+        "--steps",
+        2,
+        "--digits-steps",
+        2,
+        "--warmup",
+        1,
+        "--batch",
+        2,
+        "--digits-batch",
+        4,
+        "--threads",
+        1,
+    )
+    run("throughput.py", "--mix", mix, *shape, "--out", tmp_path)
+    (path,) = tmp_path.glob("throughput_*.json")
+    (measured,) = json.loads(path.read_text())["mixes"]
+    assert measured["first_loss"]["headway"] == pytest.approx(measured["first_loss"]["trainer"], rel=1e-4)
+    contenders = measured["contenders"]
+    assert contenders["headway"]["padding_share"] == 0
+    trainer, ours = (contenders[name]["rounds"][0] for name in ("trainer", "headway"))
+    assert trainer["tokens"] == ours["tokens"] > 0  # the same samples
+    assert trainer["slots"] >= trainer["tokens"]
+
+
+@pytest.mark.slow
+def test_counting_costs_far_less_than_a_counted_step(tmp_path):
+    run("counting_cost.py", "--out", tmp_path)
+    (path,) = tmp_path.glob("counting_cost_*.json")
+    us = json.loads(path.read_text())["us"]
+    assert us["workload_and_count"]["median"] < 1000  # 43 us on a quiet core; the suite shares its cores
+    assert us["workload_and_count"]["median"] < us["tiny_step_under_flop_counter"]["median"] / 20
