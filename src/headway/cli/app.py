@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import headway
-from headway.cli import demo, flops, models, train
+from headway.cli import demo, flops, models, train, verify
 from headway.errors import HeadwayError
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 app.command("flops", short_help="Count the exact FLOPs of a training step.")(flops.flops)
 app.command("models", short_help="List the models that ship with their costs.")(models.models)
+app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own counter.")(verify.verify)
 app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
 

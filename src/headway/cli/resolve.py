@@ -1,7 +1,9 @@
 """Find the cost model that MODEL names: shipped, a local config or folder, or a name on the Hugging Face Hub."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import HeadwayError, UnknownModelError
 
@@ -23,31 +25,53 @@ def resolve_cost_model(name: str) -> "CostModel":
         TraceError: the model's code does something that the tracer cannot explain.
     """
     from headway.count import load_cost_model, shipped_models
-    from headway.count.models import nearest
 
     if name.lower() in shipped_models():
         return load_cost_model(name.lower())
-    path = Path(name).expanduser()
-    if path.exists() or _is_hub_id(name):
-        return _trace(str(path) if path.exists() else name)
-    raise UnknownModelError(
-        f"{name!r} is neither a shipped model, nor a config's JSON file or a folder with a config.json here, nor a Hub "
-        f"id (OWNER/MODEL). {nearest(name)}"
-    )
-
-
-def _trace(name_or_path: str) -> "CostModel":
-    try:
+    with _needs_extra(name):
         from headway.count import trace
+
+        return trace(resolve_config(name))
+
+
+def resolve_config(name: str) -> Any:
+    """Load the transformers configuration that MODEL names.
+
+    Args:
+        name: as `resolve_cost_model` takes it.
+
+    Raises:
+        UnknownModelError: the name is none of these; the message lists the nearest shipped names.
+        HeadwayError: transformers is not installed.
+    """
+    from headway.count.models import nearest, presets
+
+    path = Path(name).expanduser()
+    if name.lower() not in presets() and not path.exists() and not _is_hub_id(name):
+        raise UnknownModelError(
+            f"{name!r} is neither a shipped model, nor a config's JSON file or a folder with a config.json here, nor a "
+            f"Hub id (OWNER/MODEL). {nearest(name)}"
+        )
+    with _needs_extra(name):
+        from headway.count.tracing.build import preset_config
         from headway.models.load import load_config
+
+        if name.lower() in presets():
+            return preset_config(name.lower())
+        return load_config(str(path) if path.exists() else name)
+
+
+@contextmanager
+def _needs_extra(name: str) -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("headway"):
             raise
         raise HeadwayError(
-            f"{name_or_path!r} is not a shipped model, so its own code must be traced, and that needs {error.name}, "
+            f"{name!r} is not a shipped model, so its own code must be traced, and that needs {error.name}, "
             "which is not installed. Install the extra: pip install 'headway[train]'."
         ) from error
-    return trace(load_config(name_or_path))
 
 
 def _is_hub_id(name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from headway.count import storage
 from headway.count.models import FOLDER, presets
 from headway.count.tracing import trace
+from headway.count.tracing.build import preset_config
 from headway.errors import HeadwayError
 
 if TYPE_CHECKING:
@@ -17,11 +18,7 @@ if TYPE_CHECKING:
 
 def trace_preset(name: str) -> CostModel:
     """Trace the model that a shipped configuration describes."""
-    from transformers import AutoConfig
-
-    settings = dict(presets()[name])
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    return trace(config, name=name)
+    return trace(preset_config(name), name=name)
 
 
 def main(names: list[str]) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headway.count.models import presets
 from headway.count.tracing import attention
 from headway.count.tracing.phantom import Phantom, phantom
 from headway.errors import TraceError
@@ -42,6 +43,41 @@ def twin_of_config(config: Any) -> nn.Module:
         model: Any = model_class(config)._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
     model.tie_weights()  # building without initialisation leaves this out
     return twin_of_model(model)
+
+
+def preset_config(name: str) -> Any:
+    """Build the transformers configuration of a shipped model."""
+    from transformers import AutoConfig
+
+    settings = dict(presets()[name])
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
+
+
+def with_layers(config: Any, layers: int) -> Any:
+    """Copy a configuration with at most so many layers in each of its towers.
+
+    Lists with an entry per layer are cut to the same length; lists of layer numbers keep the numbers that remain.
+    """
+    config = copy.deepcopy(config)
+    pending = [config]
+    while pending:
+        part = pending.pop()
+        pending += [sub for key in part.sub_configs if (sub := getattr(part, key, None)) is not None]
+        depth = next((n for key in _DEPTHS if isinstance(n := getattr(part, key, None), int)), 0)
+        if depth <= layers:
+            continue
+        for key, value in list(vars(part).items()):
+            if isinstance(value, list) and len(value) == depth:
+                setattr(part, key, value[:layers])
+            elif key.endswith("indexes") and isinstance(value, list):
+                setattr(part, key, [index for index in value if index < layers])
+        for key in _DEPTHS:
+            if getattr(part, key, None) == depth:
+                setattr(part, key, layers)
+    return config
 
 
 def model_class(config: Any) -> Any:
@@ -79,14 +115,16 @@ def number_parameters(model: nn.Module) -> list[str]:
     return names
 
 
+def configs(model: nn.Module) -> list[Any]:
+    """Collect the configurations in which a model's modules look up their attention and experts."""
+    return [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+
+
 def use_seams(model: nn.Module) -> None:
     """Point every attention at the recording seams and every expert layer at grouped products."""
-    configs: list[Any] = [
-        m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
-    ]
-    if configs:
+    if configs(model):
         attention.register()
-    for config in configs:
+    for config in configs(model):
         config._attn_implementation = attention.NAME
         config._experts_implementation = "grouped_mm"
 
@@ -121,12 +159,13 @@ def vision_input(model: nn.Module) -> VisionInput | None:
     return VisionInput(features, vision.spatial_merge_size, config.image_token_id)
 
 
-def inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
+def inputs(model: nn.Module, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
     """Make the inputs of one forward: a single segment whose first tokens are the images'.
 
     Args:
-        model: a phantom twin.
+        model: a phantom twin, or a real model.
         workload: one segment, and the grids that lie in it.
+        device: of a real model, which gets random pixels; None for a phantom twin, which gets phantoms.
     """
     accepted = inspect.signature(model.forward).parameters
     if "input_ids" not in accepted:
@@ -146,11 +185,17 @@ def inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
             raise TraceError(f"{type(model).__name__} takes no images.")
         image_tokens = workload.patches // vision.merge**2
         ids[:, :image_tokens] = vision.token
-        pixels = torch.empty(workload.patches, vision.features, device="meta", dtype=torch.bfloat16)
-        batch["pixel_values"] = Phantom(pixels, fed=True)
+        size = (workload.patches, vision.features)
+        batch["pixel_values"] = (
+            Phantom(torch.empty(size, device="meta", dtype=torch.bfloat16), fed=True)
+            if device is None
+            else torch.randn(size)
+        )
         batch["image_grid_thw"] = torch.from_numpy(workload.grids.copy())
         if "mm_token_type_ids" in accepted:
             batch["mm_token_type_ids"] = (ids == vision.token).int()
+    if device is not None:
+        batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     return batch
 
 

@@ -1,0 +1,129 @@
+"""`headway verify`: a model's ledger against PyTorch's own counter, on a real step."""
+
+import json
+import os
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli import options
+from headway.cli.resolve import resolve_config
+from headway.cli.train import needs_training_extra
+from headway.errors import HeadwayError, UsageError
+from headway.report import Column, format_count, render_pairs, render_table
+
+if TYPE_CHECKING:
+    from headway.count.tracing.verify import Line
+
+SCHEMA_VERSION = 1
+_TOKENS = 67  # text tokens of the step; a prime
+_GRIDS = [(1, 4, 6), (2, 8, 4)]  # in units of merged patches
+
+
+def verify(
+    model: options.ModelArgument,
+    layers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Layers to keep in each tower; every layer kept is a real one.")
+    ] = 2,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the real step runs.")] = "cpu",
+    as_json: options.JsonOption = False,
+) -> None:
+    """Run one small real step, with random weights, and compare each module's FLOPs with PyTorch's FlopCounterMode.
+
+    Exit code 1 if any difference is not explained.
+    """
+    with needs_training_extra():
+        lines, unseen, name = _run(model, layers, device)
+    folded = _fold(lines)
+    differences = [line for line in folded if line["explanation"] is None]
+    if as_json:
+        record = {"schema_version": SCHEMA_VERSION, "model": name, "layers": layers, "modules": folded}
+        print(json.dumps({**record, "unseen": sorted(unseen), "unexplained": len(differences)}))
+    else:
+        print(_render(folded, unseen, name, layers))
+    if differences:
+        raise HeadwayError(
+            f"{len(differences)} of {len(folded)} modules differ from PyTorch's counter and nothing explains it: "
+            f"{', '.join(line['module'] for line in differences[:5])}. Please report this with the model's config.json."
+        )
+
+
+def _run(name: str, layers: int, device: str) -> tuple[list["Line"], set[str], str]:
+    import torch
+
+    from headway.count import Workload, trace
+    from headway.count.tracing.build import model_class, vision_input, with_layers
+    from headway.count.tracing.verify import verify as compare
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch sees no CUDA device here. Leave the option out to run on the CPU.")
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device!r} is neither cpu nor cuda.")
+    config = with_layers(resolve_config(name), layers)
+    _check_memory(name, trace(config).params.total, device)
+    model = model_class(config)._from_config(config, dtype=torch.float32).to(device).train()
+    vision = vision_input(model)
+    grids = [(t, h * vision.merge, w * vision.merge) for t, h, w in _GRIDS] if vision else []
+    image_tokens = sum(t * h * w for t, h, w in _GRIDS) if vision else 0
+    lines, unseen = compare(model, Workload([_TOKENS + image_tokens], images=grids))
+    return lines, unseen, name
+
+
+def _check_memory(name: str, num_params: int, device: str) -> None:
+    """Refuse a model whose fp32 weights and gradients do not fit into this machine's memory."""
+    if device != "cpu":
+        return
+    needed, here = 8 * num_params, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > 0.8 * here:
+        raise HeadwayError(
+            f"{name} with these layers has {num_params / 1e9:.1f} billion parameters; their weights and gradients in "
+            f"fp32 take {needed / 2**30:.0f} GiB and this machine has {here / 2**30:.0f} GiB. Give fewer --layers, or "
+            "a config.json with fewer experts or narrower layers."
+        )
+
+
+def _fold(lines: list["Line"]) -> list[dict[str, Any]]:
+    """Put layers that agree in everything but their number into one entry."""
+    folded: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", line.module) or "(the model)"
+        key = (module, line.op, line.ledger, line.counted, line.explanation)
+        entry = folded.setdefault(
+            key,
+            {
+                "module": module,
+                "op": line.op,
+                "times": 0,
+                "ledger": {"forward": line.ledger[0], "backward": line.ledger[1]},
+                "counted": {"forward": line.counted[0], "backward": line.counted[1]},
+                "explanation": line.explanation,
+            },
+        )
+        entry["times"] += 1
+    return list(folded.values())
+
+
+def _render(folded: list[dict[str, Any]], unseen: set[str], name: str, layers: int) -> str:
+    columns = [Column("module", "left"), Column("op", "left"), Column("times")]
+    columns += [Column("ledger fwd"), Column("PyTorch fwd"), Column("ledger bwd"), Column("PyTorch bwd")]
+    columns.append(Column("", "left"))
+    notes = {
+        why: f"[{i}]" for i, why in enumerate(dict.fromkeys(e["explanation"] for e in folded if e["explanation"]), 1)
+    }
+    rows = []
+    for entry in folded:
+        numbers = [entry[side][phase] for phase in ("forward", "backward") for side in ("ledger", "counted")]
+        mark = "UNEXPLAINED" if entry["explanation"] is None else notes.get(entry["explanation"], "equal")
+        rows.append([entry["module"], entry["op"], str(entry["times"]), *map(format_count, numbers), mark])
+    pairs = [(number, why) for why, number in notes.items()]
+    pairs.append(("model", f"{name}, {layers} layers of each tower, random weights, eager attention and experts, fp32"))
+    equal = sum(entry["times"] for entry in folded if entry["explanation"] == "")
+    explained = sum(entry["times"] for entry in folded if entry["explanation"])
+    pairs.append(("modules", f"{equal} equal, {explained} explained, {_unexplained(folded)} not"))
+    pairs.append(("PyTorch cannot see", ", ".join(sorted(unseen)) or "nothing that ran here"))
+    return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
+
+
+def _unexplained(folded: list[dict[str, Any]]) -> int:
+    return sum(entry["times"] for entry in folded if entry["explanation"] is None)

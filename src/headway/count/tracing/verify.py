@@ -1,0 +1,186 @@
+"""Hold a ledger against PyTorch's own counter, on a real step of a real model, module by module.
+
+The step runs with eager attention and eager experts, whose products PyTorch's formulas see one by one. Two differences
+are then expected and derived: eager attention computes the whole square of scores whatever the mask allows, and rotary
+angles are an outer product without parameters, which is no model FLOP.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from headway.count import drivers
+from headway.count.tracing import build, trace
+
+if TYPE_CHECKING:
+    from headway.count.cost_model import CostModel
+    from headway.count.workload import Workload
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One module's FLOPs in one step, by the ledger and by PyTorch.
+
+    Attributes:
+        module: path.
+        op: what the ledger says it runs.
+        ledger: forward and backward FLOPs by the ledger.
+        counted: forward and backward FLOPs that PyTorch's formulas give for what was dispatched.
+        explanation: why the two differ; "" where they are equal, None where nothing explains it.
+    """
+
+    module: str
+    op: str
+    ledger: tuple[int, int]
+    counted: tuple[int, int]
+    explanation: str | None
+
+
+class Counted(TorchDispatchMode):
+    """Counts what PyTorch has a formula for, by the module whose forward, or whose forward's backward, runs it.
+
+    Attributes:
+        forward: FLOPs by module path.
+        backward: FLOPs by module path.
+        outer: FLOPs of outer products without parameters, by module path.
+        unseen: operations outside aten, which PyTorch's counter has no formula for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._path_of = {id(module): path for path, module in model.named_modules()}
+        self._stack: list[str] = [""]
+        self._module_of_node: dict[int, str] = {}
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.outer: Counter[str] = Counter()
+        self.unseen: set[str] = set()
+
+    def __enter__(self) -> Any:
+        def enter(module: nn.Module, _args: Any) -> None:
+            self._stack.append(self._path_of.get(id(module), self._stack[-1]))
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._stack.pop()
+
+        self._hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        node: Any = torch._C._current_autograd_node()
+        path = self._stack[-1]
+        if node is not None:
+            path = self._module_of_node.get(node._sequence_nr(), path)
+        if packet not in flop_registry:
+            if func.namespace != "aten":
+                self.unseen.add(f"{func} in {path or 'the model'}")
+            return out
+        flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+        operands = [a for a in args if isinstance(a, torch.Tensor)]
+        if node is not None:
+            self.backward[path] += flops
+        elif packet in _PRODUCTS and operands[-2].shape[-1] == 1 and not any(a.requires_grad for a in operands):
+            self.outer[path] += flops
+        else:
+            self.forward[path] += flops
+            if any(a.requires_grad for a in operands):
+                self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = path
+        return out
+
+
+def verify(model: nn.Module, workload: Workload) -> tuple[list[Line], set[str]]:
+    """Run one real step of a model under PyTorch's formulas and compare it with the model's ledger.
+
+    Args:
+        model: a real model with weights, on any device; its attention and experts are run eagerly, and its gradients
+            are left as they were.
+        workload: one segment, with the grids that lie in it.
+
+    Returns:
+        A line per module that either side bills, in the ledger's order, and the operations that PyTorch cannot see.
+
+    Raises:
+        TraceError: the model has no complete ledger.
+    """
+    cost = trace(model)
+    eager: list[Any] = [
+        m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    ]
+    before = [(c._attn_implementation, c._experts_implementation) for c in eager]
+    for config in eager:
+        config._attn_implementation = config._experts_implementation = "eager"
+    held = [parameter.grad for parameter in model.parameters()]
+    counted = Counted(model)
+    try:
+        batch = build.inputs(model, workload, device=next(model.parameters()).device)
+        with counted:
+            output = model(**batch)
+            loss = output.logits if hasattr(output, "logits") else output[0]
+            loss.sum().backward()
+    finally:
+        for config, (attention, experts) in zip(eager, before, strict=True):
+            config._attn_implementation, config._experts_implementation = attention, experts
+        for parameter, grad in zip(model.parameters(), held, strict=True):
+            parameter.grad = grad
+    return _compare(cost, counted, workload), counted.unseen
+
+
+def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line]:
+    trained = sum(1 << i for i, p in enumerate(cost.parameters) if p.trainable)
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    ops: dict[str, str] = {}
+    scores: dict[str, tuple[int, int]] = {}  # language attention: module -> FLOPs per score, forward and backward
+    for row in cost.rows:
+        units = drivers.parse(row.driver)(workload)
+        needed = sum(g.flops for g in row.gradients if g.needs & trained)
+        forward[row.module] += units * row.forward
+        backward[row.module] += units * needed
+        ops.setdefault(row.module, row.op)
+        if row.op == "attention" and not drivers.is_vision(row.driver):
+            scores[row.module] = (row.forward, needed)
+    lines = []
+    for module in dict.fromkeys([*forward, *counted.forward, *counted.outer]):
+        ours = (forward[module], backward[module])
+        theirs = (counted.forward[module] + counted.outer[module], counted.backward[module])
+        lines.append(
+            Line(module, ops.get(module, "-"), ours, theirs, _explain(module, ours, counted, scores, workload))
+        )
+    return lines
+
+
+def _explain(
+    module: str,
+    ledger: tuple[int, int],
+    counted: Counted,
+    scores: dict[str, tuple[int, int]],
+    workload: Workload,
+) -> str | None:
+    seen = (counted.forward[module], counted.backward[module])
+    why = "rotary angles: an outer product without parameters is no model FLOP" if counted.outer[module] else ""
+    if seen == ledger:
+        return why
+    if module in scores:
+        per_score, per_score_back = scores[module]
+        square = int((workload.segments**2).sum())
+        if seen == (square * per_score, square * per_score_back):
+            return f"eager attention runs all {square:,} scores, the mask allows {ledger[0] // per_score:,}"
+    return None

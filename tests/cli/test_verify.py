@@ -1,0 +1,46 @@
+import json
+
+import pytest
+
+from tiny_models import tiny_config
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_clean_ledger_exits_0_and_explains_each_difference(headway, folder):
+    done = headway("verify", str(folder), "--layers", "1")
+    assert done.code == 0
+    assert "0 not" in done.out
+    assert "eager attention runs all 4,489 scores, the mask allows 2,278" in done.out
+    assert "UNEXPLAINED" not in done.out
+
+
+def test_json_holds_both_sides_of_every_module(headway, folder):
+    done = headway("verify", str(folder), "--json")
+    record = json.loads(done.out)
+    assert (record["schema_version"], record["layers"], record["unexplained"], record["unseen"]) == (1, 2, 0, [])
+    modules = {entry["module"]: entry for entry in record["modules"]}
+    # tokens x top-k rows of gate and up (32 to 2 x 16) and down (16 to 32)
+    experts = modules["model.layers.*.mlp.experts"]
+    assert experts["times"] == 2
+    assert experts["ledger"] == experts["counted"]
+    assert experts["ledger"]["forward"] == 2 * 67 * 2 * (32 * 32 + 16 * 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["no-such-model"], 2, "'no-such-model' is neither"),
+        (["gpt2", "--device", "tpu"], 2, "--device 'tpu' is neither cpu nor cuda"),
+        (["deepseek-v3", "--layers", "4"], 1, "Give fewer --layers"),
+        (["gpt2", "--layers", "0"], 2, "--layers"),
+    ],
+)
+def test_mistakes_are_one_paragraph(headway, arguments, code, message):
+    done = headway("verify", *arguments)
+    assert done.code == code
+    assert message in " ".join(done.err.split())
