@@ -1,6 +1,7 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
 # make check  set up, then lint, types and fast tests (about a minute)
 # make test   set up, then the whole test suite (minutes)
+# make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (ten minutes)
 # make format rewrite the sources as ruff formats them
 #
 # The set-up makes .venv once and again when pyproject.toml or constraints.txt change. PYTHON=... picks the interpreter.
@@ -10,7 +11,7 @@ BIN := .venv/bin
 SETUP := .venv/.headway-set-up
 SOURCES := src tests benchmarks
 
-.PHONY: demo check test format lint types fast-tests
+.PHONY: demo check test sweep format lint types fast-tests
 
 demo: $(SETUP)
 	rm -rf runs/digits # a run folder is never written over, and this is the demo's own
@@ -30,6 +31,9 @@ types: $(SETUP)
 
 fast-tests: $(SETUP)
 	$(BIN)/python -m pytest -q --numprocesses=auto -m "not slow and not gpu and not dist"
+
+sweep: $(SETUP)
+	$(BIN)/python -m headway.count.tracing.sweep docs/architectures.md
 
 format: $(SETUP)
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -137,13 +137,13 @@ def test_a_detached_branch_has_no_backward():
     assert gradients == {"middle.kept": ["dgrad", "wgrad"], "middle.cut": [], "head": ["dgrad", "wgrad"]}
 
 
-class Scored(nn.Module):
+class Bilinear(nn.Module):
     def forward(self, x):
-        return torch.softmax(x @ x.transpose(1, 2), dim=-1) @ x
+        return x @ x.transpose(1, 2) @ x
 
 
 def test_products_of_two_activations_follow_pairs():
-    cost = trace(Toy(Scored()))
+    cost = trace(Toy(Bilinear()))
     products = [row for row in cost.rows if row.module == "middle"]
     assert [(row.driver, row.forward) for row in products] == [("pairs:full", 2 * 12)] * 2
     assert [[(g.phase, g.flops) for g in row.gradients] for row in products] == [[("dgrad", 2 * 12)] * 2] * 2
@@ -172,6 +172,12 @@ def loop(x, w):
     return x
 
 
+def attention_by_hand(x, w):
+    scores = (x @ x.transpose(1, 2)) * 0.3
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -1e9).float().softmax(dim=-1) @ x
+
+
 def root(x, w):
     n = int(x.shape[1] ** 0.5)
     return torch.cat([x[:, :n] @ torch.diag(w), x[:, n:]], dim=1)
@@ -182,6 +188,7 @@ def root(x, w):
     [
         (lambda x, w: x * torch.dot(w, w), r"module middle runs aten\.dot"),
         (float_mask, "module middle attends under a mask of floats"),
+        (attention_by_hand, "module middle multiplies and normalises attention scores by hand"),
         (loop, "counted operations on one workload"),
         (root, "no driver explains matmul in module middle"),
     ],

@@ -184,26 +184,34 @@ class Recorder:
         self.operations.append(operation)
         return operation
 
-    def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """Record one operation; says whether it is a forward product of two activations."""
         packet = func._overloadpacket
         if func.namespace != "aten" or packet.__name__ in OPAQUE:
             raise TraceError(
                 f"module {self.module or '(the model)'} runs {func}, a kernel that the ledger cannot read. "
                 "Its FLOPs would be missing, so the model is not counted."
             )
+        node: Any = torch._C._current_autograd_node()
+        if packet is aten._softmax and node is None and isinstance(args[0], Phantom) and args[0].scores:
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies and normalises attention scores by hand, where the "
+                "pairs that its mask allows cannot be seen. Let it call its library's attention function or "
+                "F.scaled_dot_product_attention."
+            )
         read = _READERS.get(packet)
         if read is None:
-            return
-        node: Any = torch._C._current_autograd_node()
+            return False
         if node is not None:
             self._on_backward(node, func, _backward_flops(packet, args))
-            return
+            return False
         operation = read(self, args, out)
         if operation is None:
-            return
+            return False
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
+        return operation.kind == "matmul" and not operation.weight
 
     def _on_backward(self, node: Any, func: Any, flops: int) -> None:
         operation = self._by_node.get(node._sequence_nr())

@@ -1,0 +1,45 @@
+"""The sweep on a sample of transformers' architectures, and its page."""
+
+import pytest
+
+from headway.count.tracing.sweep import Outcome, architectures, main, render, sweep
+
+COMPLETE = {"llama": "pairs:causal, tokens", "mistral": "pairs:sliding:4096, tokens", "olmoe": "pairs:causal, tokens"}
+
+
+def test_every_registered_task_has_architectures():
+    tasks = [task for task, _, _ in architectures()]
+    assert tasks.count("causal language model") > 100
+    assert tasks.count("image and text to text") > 30
+    assert tasks.count("sequence to sequence") > 10
+
+
+def test_complete_ledgers_name_their_drivers_and_refusals_their_reason():
+    outcomes = {o.model_type: o for o in sweep([*COMPLETE, "mamba2", "bloom"])}
+    assert {name: (outcomes[name].status, outcomes[name].detail) for name in COMPLETE} == {
+        name: ("complete", drivers) for name, drivers in COMPLETE.items()
+    }
+    assert outcomes["mamba2"].status == "refused"
+    assert "module backbone.layers.0.mixer" in outcomes["mamba2"].detail
+    assert "attention scores by hand" in outcomes["bloom"].detail
+
+
+def test_the_page_counts_what_transformers_could_build():
+    page = render(
+        [
+            Outcome("causal language model", "one", "complete", "tokens"),
+            Outcome("causal language model", "two", "refused", "a|b"),
+            Outcome("sequence to sequence", "three", "not built", "ValueError: no"),
+        ]
+    )
+    assert "| causal language model | 2 | 2 | 1 | 50 % |" in page
+    assert "| all | 3 | 2 | 1 | 50 % |" in page
+    assert "| `two` | causal language model | a/b |" in page
+
+
+@pytest.mark.parametrize("target", ["page.md", "-"])
+def test_the_command_writes_its_page(target, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([target, "--only", "gpt_neox"]) == 0
+    page = capsys.readouterr().out if target == "-" else (tmp_path / target).read_text()
+    assert "| `gpt_neox` | causal language model | pairs:causal, tokens |" in page
