@@ -37,6 +37,10 @@ class UnknownDeviceError(HeadwayError):
     """A device's peak is not known; no MFU is better than a guessed one."""
 
 
+class LogError(HeadwayError):
+    """A log holds no line that is recognised, or numbers that no convention explains."""
+
+
 class TraceError(HeadwayError):
     """A model holds an operation that the ledger cannot explain."""
 

@@ -137,7 +137,7 @@ def _render(model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", r
     columns = [Column("convention", "left"), Column("FLOPs"), Column("TFLOP/s"), Column("peak"), Column("MFU")]
     columns += [Column("x useful")]
     table = render_table(columns, [_cells(row) for row in rows])
-    devices = f"{peak.name} x {ranks}, {format_rate(peak.flops_per_s)} each ({peak.source})"
+    devices = f"{peak.name} x {ranks}, {format_rate(peak.flops_per_s)} each ({peak.source.partition(' (')[0]})"
     pairs = [
         ("model", model),
         ("workload", describe(step.workload)),
