@@ -37,6 +37,10 @@ class UnknownDeviceError(HeadwayError):
     """A device's peak is not known; no MFU is better than a guessed one."""
 
 
+class PlanError(UsageError):
+    """The quantities of a plan are too few, contradict each other, or are not positive."""
+
+
 class LogError(HeadwayError):
     """A log holds no line that is recognised, or numbers that no convention explains."""
 

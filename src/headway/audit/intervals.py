@@ -69,8 +69,8 @@ def printed(text: str, scale: float = 1.0, *, truncated: bool = False, step: flo
         truncated: whether the printer cut the rest off instead of rounding.
         step: rounding step in the printed unit where it is coarser than the last digit.
 
-    >>> printed("33.63", 0.01).range
-    Interval(low=0.33625, high=0.33635)
+    >>> printed("0.5").range
+    Interval(low=0.45, high=0.55)
     >>> printed("6,590").range
     Interval(low=6589.5, high=6590.5)
     """

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import headway
-from headway.cli import audit, compare, demo, flops, models, train
+from headway.cli import audit, compare, demo, flops, mfu, models, train
 from headway.errors import HeadwayError
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command("flops", short_help="Count the exact FLOPs of a training step.")(flops.flops)
 app.command("compare", short_help="Show one step as every tool would print it.")(compare.compare)
 app.command("audit", short_help="Restate a training log of another tool.")(audit.audit)
+app.command("mfu", short_help="Relate step time, tokens/s, MFU, chips, days and cost.")(mfu.mfu)
 app.command("models", short_help="List the models that ship with their costs.")(models.models)
 app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
