@@ -165,6 +165,8 @@ def test_megatron_with_and_without_the_number_of_devices(audit):
     options = ("--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "H100")
     searched = audit(megatron(16, HALF), *options)
     assert searched["identified"]["ranks"] == 16
+    low, high = searched["identified"]["flops_per_token"]
+    assert low < HALF < high
     given = audit(megatron(16, HALF), *options, "--ranks", 16)
     assert given["identified"]["convention"] == "megatron-bridge"
     assert "megatron-bridge-2025" in given["identified"]["same_number"]
@@ -229,6 +231,8 @@ def test_nanochat_finds_the_number_of_devices(audit):
     assert low < 989e12 < high
     searched = audit(text, "--model", "gpt2", "--seq-len", 1024, "--device", "H100")
     assert searched["identified"]["ranks"] == 8
+    low, high = searched["identified"]["flops_per_token"]
+    assert low < per_token < high
 
 
 def test_lmms_engine(audit):
@@ -271,6 +275,19 @@ def test_several_rules_that_rounding_does_not_tell_apart(audit):
     low, high = both["identified"]["flops_per_token"]
     assert low < 47.24e9
     assert high > 50.47e9
+
+
+def test_rows_that_disagree_are_not_identified(audit):
+    text = maxtext(HALF, (4000.0,)) + maxtext(SQUARE, (4000.0,)).replace("step: 0", "step: 1")
+    data = audit(text, "--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "459e12")
+    assert data["identified"]["convention"] is None
+    assert any("no single number of FLOPs per token" in warning for warning in data["warnings"])
+
+
+def test_samples_bound_the_row_lengths_that_are_searched(audit):
+    # In rows shorter than its samples no run can be; 12288 is found with samples of up to that length.
+    data = audit(TEXT, *TITAN, "--mean-segment", 1000)
+    assert data["identified"]["seq_len"] == 12288
 
 
 def test_an_mfu_above_1_is_reported_and_not_clipped(audit, headway, tmp_path):

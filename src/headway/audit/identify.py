@@ -164,11 +164,18 @@ def _by_format(
         if candidates and not sized:
             raise LogError(_no_job_size(log, model, candidates, batch, total))
         fits = _distinct(sized, by_ranks=True)
-        return Identified(fits[0] if len(fits) == 1 else None, fits, (), None, peak, nominal_peak(peak))
+        decided = fits[0] if len(fits) == 1 else None
+        implied = total * (decided.num_ranks or 1) / (batch * decided.seq_len) if decided else None
+        return Identified(decided, fits, (), implied, peak, nominal_peak(peak))
     if peak is None and candidates:
-        peak, ranks = _peak_from_share(log, candidates[0], num_ranks)
+        first = candidates[0]
+        peak, ranks = _peak_from_share(log, first, num_ranks)
         fits = tuple(Fit(fit.convention, fit.seq_len, fit.flops_per_token, ranks) for fit in candidates)
-        return Identified(fits[0] if peak and len(fits) == 1 else None, fits, (), None, peak, nominal_peak(peak))
+        nominal = nominal_peak(peak)
+        # what the tool bills, if it divides by the one peak of its table that fits
+        known = peak is not None and nominal is not None and log.tool != "nanoGPT"
+        implied = Interval(nominal or 0, nominal or 0) * first.flops_per_token / peak if peak and known else None
+        return Identified(fits[0] if peak and len(fits) == 1 else None, fits, (), implied, peak, nominal)
     return Identified(None, tuple(candidates), (), None, peak, nominal_peak(peak))
 
 
@@ -193,8 +200,9 @@ def _peak_from_share(log: Log, fit: Fit, num_ranks: int | None) -> tuple[Interva
 def _fits(rule: Convention, model: Architecture, step_of: Callable[[int], Step], lengths: Sequence[int]) -> list[Fit]:
     fits = []
     for length in lengths:
-        value = bill_per_token(rule, model, step_of(length))
-        if value is not None:
+        step = step_of(length)
+        value = bill_per_token(rule, model, step)
+        if value is not None and int(step.workload.segments.max()) <= length:
             fits.append(Fit(rule, length, value))
     return fits
 

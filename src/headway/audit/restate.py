@@ -130,7 +130,7 @@ def audit(
     )
     reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
     mean = _mean([row.mfu for row in rows], seconds)
-    links = list(factors(fit.convention, model, step, trained)) if fit and (found.fit or found.consistent) else []
+    links = list(factors(fit.convention, model, step, trained)) if fit else []
     own_peak = found.peak or (found.peak_flops_per_s.middle if found.peak_flops_per_s else None)
     if reported and peak and own_peak and abs(peak / own_peak - 1) > 1e-9:
         links.append(Factor("peak", peak / own_peak, f"divided by {own_peak / 1e12:.1f} TFLOP/s"))
