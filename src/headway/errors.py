@@ -33,6 +33,10 @@ class UnknownConventionError(UsageError):
     """A counting convention has no such name."""
 
 
+class NotExpressibleError(UsageError):
+    """A convention has no number for a model; the text says why, and what the tool then prints."""
+
+
 class UnknownDeviceError(HeadwayError):
     """A device's peak is not known; no MFU is better than a guessed one."""
 

@@ -194,6 +194,13 @@ def test_a_model_with_recurrent_layers_is_left_to_the_conventions_that_read_the_
     assert without == {c.name for c in conventions()} - {"useful", "hardware", "6nd", "flop-counter"}
 
 
+def test_sizes_that_a_configuration_lacks_leave_what_the_cost_model_knows():
+    model = architecture({"model_type": "t5", "d_model": 512}, "encoder-decoder", load_cost_model("qwen3-8b"))
+    step = Step(Workload([128]), 128)
+    assert get_convention("useful").bill(model, step).flops == flops("useful", Workload([128]), 128)
+    assert "does not give hidden_size" in get_convention("palm").bill(model, step).reason
+
+
 def test_recomputation_is_the_hardwares_alone():
     step = Workload([1024])
     assert flops("hardware", step, 1024, recompute="full") > flops("hardware", step, 1024)

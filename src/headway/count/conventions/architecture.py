@@ -130,6 +130,7 @@ class Architecture:
         mla: multi-head latent attention, if any.
         vision: the vision tower, if any.
         cost_model: where parameter groups and exact costs come from, if any.
+        missing: a size that the configuration does not give, "" for none; formulas of sizes then have no number.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Architecture:
     mla: Mla | None = None
     vision: Vision | None = None
     cost_model: CostModel | None = None
+    missing: str = ""
 
     @property
     def attention_weights(self) -> int:
@@ -207,24 +209,29 @@ def architecture(config: Mapping[str, Any], name: str, cost_model: CostModel | N
         cost_model: the model's cost model, for parameter groups and exact counts.
 
     Raises:
-        UnknownModelError: the configuration does not describe a transformer with attention heads.
+        UnknownModelError: the configuration does not describe a transformer with attention heads, and no cost model
+            says what it costs.
 
     >>> from headway.count.models import presets
     >>> architecture(presets()["qwen3-8b"], "qwen3-8b").qk_dim
     128
     """
     text: Mapping[str, Any] = config.get("text_config") or config
+    model_type = str(config.get("model_type", text.get("model_type", "")))
     try:
         hidden = int(_first(text, "hidden_size", "n_embd"))
         layers = int(_first(text, "num_hidden_layers", "n_layer"))
         heads = int(_first(text, "num_attention_heads", "n_head"))
         vocab = int(_first(text, "vocab_size"))
     except KeyError as error:
+        if cost_model is not None:
+            return Architecture(
+                name, model_type, 0, 0, 0, 0, 0, 0, 0, False, 0, False, cost_model=cost_model, missing=error.args[0]
+            )
         raise UnknownModelError(
             f"The configuration of {name} does not give {error.args[0]}, so conventions that are formulas of a "
             "transformer's sizes cannot be evaluated on it."
         ) from error
-    model_type = str(config.get("model_type", text.get("model_type", "")))
     mla = _mla(text)
     head_dim = int(text.get("head_dim") or hidden // heads)
     experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)

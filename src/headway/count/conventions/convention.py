@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from headway.errors import UsageError
+from headway.errors import NotExpressibleError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,10 +55,6 @@ class Step:
         return sum(s * s for s in lengths.tolist())
 
 
-class NotExpressible(UsageError):  # noqa: N818  # not a mistake of the user: the tool has no number for this model
-    """A convention has no number for a model; the text says why, and what the tool then prints."""
-
-
 @dataclass(frozen=True, slots=True)
 class Bill:
     """What a convention charges for a step.
@@ -87,7 +83,7 @@ class Convention:
         version: of the rule: a number for our own, otherwise the date of the code that was read.
         tool: whose peak rule divides it (`tool_peaks`), "" for the datasheet.
         why: one line on what it counts differently from `useful/1`.
-        price: the rule itself, a pure function; raises `NotExpressible`.
+        price: the rule itself, a pure function; raises `NotExpressibleError`.
         tokens: which token positions it charges for: "real", "slots" or "rows" (of the configured length).
         scope: what its attention spans: "segments", or "rows" of the configured length; "none" without attention.
         reads: "sizes" for a formula of the configuration's sizes, "rows" where the cost model or its parameters decide.
@@ -119,9 +115,11 @@ class Convention:
     def bill(self, model: Architecture, step: Step) -> Bill:
         """Charge for a step; a model that the rule cannot express gives a bill without a number and the reason."""
         try:
+            if self.reads == "sizes" and model.missing:
+                raise NotExpressibleError(f"the configuration of {model.name} does not give {model.missing}")
             if self.reads == "sizes" and model.recurrent:
-                raise NotExpressible(f"{model.name} has recurrent layers, which this rule is not kept for here")
+                raise NotExpressibleError(f"{model.name} has recurrent layers, which this rule is not kept for here")
             parts = self.price(model, step)
-        except NotExpressible as refusal:
+        except NotExpressibleError as refusal:
             return Bill(self.name, None, reason=str(refusal))
         return Bill(self.name, sum(parts.values()), dict(parts), self.billed_tokens(step))

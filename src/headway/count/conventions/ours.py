@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.count import drivers
-from headway.count.conventions.convention import PARTS, NotExpressible
+from headway.count.conventions.convention import PARTS
 from headway.count.masks import full_pairs
 from headway.count.workload import Workload
+from headway.errors import NotExpressibleError
 
 if TYPE_CHECKING:
     from headway.count.conventions.architecture import Architecture
@@ -106,5 +107,5 @@ def _units(row: Row, workload: Workload, squares: int) -> int:
 
 def _cost_model(model: Architecture) -> CostModel:
     if model.cost_model is None:
-        raise NotExpressible(f"{model.name} was read from a configuration alone; this rule needs its cost model")
+        raise NotExpressibleError(f"{model.name} was read from a configuration alone; this rule needs its cost model")
     return model.cost_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.count.conventions.convention import NotExpressible
+from headway.errors import NotExpressibleError
 
 if TYPE_CHECKING:
     from headway.count.conventions.architecture import Architecture, Vision
@@ -96,7 +96,7 @@ def verl(model: Architecture, step: Step) -> Parts:
 
 def _listed(model: Architecture, types: frozenset[str], tool: str) -> None:
     if model.model_type not in types:
-        raise NotExpressible(f"{tool} does not list the model type {model.model_type!r}: it prints 0")
+        raise NotExpressibleError(f"{tool} does not list the model type {model.model_type!r}: it prints 0")
 
 
 def _both_heads(model: Architecture) -> int:

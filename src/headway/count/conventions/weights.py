@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.count.conventions.convention import NotExpressible
+from headway.errors import NotExpressibleError
 
 if TYPE_CHECKING:
     from headway.count.conventions.architecture import Architecture
@@ -57,7 +57,7 @@ def nanochat(model: Architecture, step: Step) -> Parts:
     Source: karpathy/nanochat, nanochat/gpt.py, estimate_flops (commit 025c432, and the window-aware one of 2026).
     """
     if model.vision is not None or model.groups.vision or model.num_experts:
-        raise NotExpressible("nanochat trains its own dense text models; it has no number for experts or vision towers")
+        raise NotExpressibleError("nanochat trains dense text models and has no number for experts or vision towers")
     groups, positions = model.groups, step.row_slots
     return {
         "linear": 6 * positions * (groups.other + groups.positions),
