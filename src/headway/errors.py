@@ -33,8 +33,20 @@ class UnknownConventionError(UsageError):
     """A counting convention has no such name."""
 
 
+class NotExpressibleError(UsageError):
+    """A convention has no number for a model; the text says why, and what the tool then prints."""
+
+
 class UnknownDeviceError(HeadwayError):
     """A device's peak is not known; no MFU is better than a guessed one."""
+
+
+class PlanError(UsageError):
+    """The quantities of a plan are too few, contradict each other, or are not positive."""
+
+
+class LogError(HeadwayError):
+    """A log holds no line that is recognised, or numbers that no convention explains."""
 
 
 class TraceError(HeadwayError):

@@ -136,6 +136,22 @@ def test_names_of_models_ignore_case_and_conventions_may_drop_the_version(headwa
     assert data["flops"]["total"] == LLAMA_3_1_8B_AT_8192
 
 
+def test_another_convention_is_printed_part_by_part(headway):
+    arguments = ("flops", "llama-3.1-8b", "--segments", "4096*2", "--convention", "maxtext-2025-06", "--seq-len", 4096)
+    data = record(headway(*arguments, "--json"))
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert {part["name"]: part["total"] for part in data["components"]} == {
+        "linear": 6 * 8192 * weights,
+        "head": 6 * 8192 * 4096 * 128256,
+        "attention": 12 * 32 * 4096 * 2 * 4096**2,
+    }
+    assert data["convention"] == "maxtext-2025-06/2025-06"
+    assert data["flops"]["total"] == sum(part["total"] for part in data["components"])
+    table = headway(*arguments).out
+    assert "8,192 token positions; row length 4,096" in table
+    assert f"bills {data['ratio_to_useful']:.3f} times that" in table
+
+
 BAD = [
     (["--segments", "0"], "--segments '0': a segment of 0 tokens"),
     (["--segments", "12,x"], "--segments '12,x': 'x' is not a segment length"),
@@ -150,7 +166,18 @@ BAD = [
     (["--segments", "64", "--lora", "8:no_such_layer"], "no_such_layer"),
     (["--segments", "64", "--freeze", "no_such_part"], "no_such_part"),
     (["--segments", "64", "--recompute", "no.such.block"], "no.such.block"),
-    (["--segments", "64", "--convention", "6nd"], "--convention '6nd' is not known"),
+    (
+        ["--segments", "64", "--convention", "torchtitn"],
+        "--convention 'torchtitn' is not known. Did you mean torchtitan",
+    ),
+    (
+        ["--segments", "64", "--convention", "lmms-engine"],
+        "lmms-engine has no number for qwen3-vl-8b",
+    ),
+    (["--segments", "64", "--convention", "6nd", "--forward-only"], "--forward-only cannot take effect"),
+    (["--segments", "64", "--convention", "6nd", "--by", "module"], "--by module cannot take effect"),
+    (["--segments", "64", "--convention", "6nd", "--recompute", "full"], "--recompute full cannot take effect"),
+    (["--segments", "64", "--seq-len", "64"], "--seq-len 64 cannot take effect with --convention useful"),
     (["--segments", "64", "--forward-only", "--recompute", "full"], "contradict each other"),
     (["--segments", "64", "--by", "layer"], "layer"),
 ]

@@ -272,3 +272,17 @@ def test_a_causal_convolution_costs_its_real_tokens():
     (row,) = [row for row in trace(Toy(Short())).rows if row.op == "convolution"]
     # each of 12 channels multiplies 4 inputs
     assert (row.driver, row.forward, [g.flops for g in row.gradients]) == ("tokens", 2 * 12 * 4, [2 * 12 * 4] * 2)
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sound = nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 12))
+        self.text = nn.Linear(12, 12)
+
+    def forward(self, x, sound=None):
+        return self.text(x) if sound is None else self.text(x) + self.sound(sound)
+
+
+def test_a_tower_that_never_ran_is_listed_as_unknown():
+    assert trace(Toy(TwoTowers())).unknown == ("middle.sound (it never ran)",)

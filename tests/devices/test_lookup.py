@@ -3,7 +3,7 @@ from importlib.resources import files
 
 import pytest
 
-from headway.devices import datasheet_peak, known_devices, peak_for
+from headway.devices import datasheet_peak, known_devices, named_peak, peak_for
 from headway.errors import UnknownDeviceError, UsageError
 
 ENTRIES = tomllib.loads((files("headway.devices") / "peaks.toml").read_text())
@@ -139,3 +139,21 @@ def test_this_gpu_has_a_peak():
     peak = peak_for("cuda", torch.bfloat16)
     assert peak.name == torch.cuda.get_device_name()
     assert peak.kind == "datasheet"
+
+
+@pytest.mark.parametrize(
+    ("spoken", "name"),
+    [("h200", "NVIDIA H200"), ("A800", "NVIDIA A800-SXM4-80GB"), ("h100-pcie", "NVIDIA H100 PCIe")],
+)
+def test_a_person_may_use_a_short_name(spoken, name):
+    assert named_peak(spoken).name == name
+
+
+def test_a_stated_rate_is_a_peak():
+    assert named_peak("989.4e12").flops_per_s == 989.4e12
+
+
+@pytest.mark.parametrize("text", ["0", "-1e12", "1e999", "3 TFLOPs"])
+def test_a_stated_rate_must_be_a_positive_number(text):
+    with pytest.raises(UsageError, match="is not a positive number"):
+        named_peak(text)

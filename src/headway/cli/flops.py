@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
-from headway.cli.parse import parse_grids, parse_lora, parse_segments
-from headway.cli.resolve import resolve_cost_model
-from headway.errors import UnknownConventionError, UsageError, WorkloadError
+from headway.cli.bill import print_bill
+from headway.cli.parse import parse_lora
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
+from headway.errors import UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
     from headway.count import CostModel, FlopCount, FlopRow, Workload
+    from headway.count.conventions import Convention
 
 SCHEMA_VERSION = 1
 
@@ -39,8 +42,9 @@ def flops(
         bool, typer.Option("--forward-only", help="Count the forward pass alone, as for evaluation or prefill.")
     ] = False,
     convention: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Rule for what is counted; `useful/1` if not given.")
-    ] = None,
+        str, typer.Option(metavar="NAME", help="Rule for what is counted; docs/conventions.md lists them.")
+    ] = "useful/1",
+    seq_len: options.SeqLenOption = None,
     by: Annotated[
         By, typer.Option(help="Rows per component (language.mlp) or per module (model.layers.*.mlp.up_proj).")
     ] = (By.component),
@@ -50,81 +54,56 @@ def flops(
 
     Example: headway flops qwen3-vl-8b --segments 4096*3,512 --images 1x32x48*2
     """
-    _check_options(convention, recompute, forward_only)
-    workload = _workload(segments, images, videos, slots)
+    from headway.count.conventions import Step, get_convention
+
+    rule = get_convention(convention)
+    _check_options(rule, recompute, forward_only, by, seq_len)
+    workload = build_workload(segments, images, videos, slots)
     cost_model = resolve_cost_model(model)
     if lora is not None:
         cost_model = cost_model.lora(*parse_lora(lora))
     if freeze:
         cost_model = cost_model.freeze(freeze)
-    _check_vision_tokens(cost_model, workload)
+    check_vision_tokens(cost_model, workload)
 
+    for unknown in cost_model.unknown:
+        print(f"Warning: {unknown} could not be explained; its FLOPs are missing from every number.", file=sys.stderr)
+    if rule.name != "useful":
+        step = Step(workload, seq_len or workload.slots, recompute)
+        print_bill(cost_model, workload, resolve_architecture(model, cost_model), rule, step, as_json)
+        return
     count = cost_model.count(workload, recompute=recompute, forward_only=forward_only)
     by_module = None
     if by is By.module:
         by_module = cost_model.count(workload, recompute=recompute, forward_only=forward_only, by="module")
-    for unknown in cost_model.unknown:
-        print(f"Warning: {unknown} could not be explained; its FLOPs are missing from every number.", file=sys.stderr)
     if as_json:
         print(json.dumps(_record(cost_model, workload, count, by_module)))
     else:
         print(_render(cost_model, workload, count, by_module))
 
 
-def _check_options(convention: str | None, recompute: str, forward_only: bool) -> None:
-    from headway.count.flop_count import USEFUL
-
-    if convention is not None and convention not in {USEFUL, USEFUL.partition("/")[0]}:
-        raise UnknownConventionError(
-            f"--convention {convention!r} is not known. This version counts by {USEFUL!r} (docs/counting.md says what "
-            "that includes); leave the option out."
-        )
+def _check_options(convention: "Convention", recompute: str, forward_only: bool, by: By, seq_len: int | None) -> None:
+    """Refuse options that contradict each other or cannot take effect."""
     if forward_only and recompute != "none":
         raise UsageError(
             f"--forward-only and --recompute {recompute} contradict each other: recomputation happens in the backward "
             "pass. Leave one of them out."
         )
-
-
-def _workload(segments: str | None, images: str | None, videos: str | None, slots: int | None) -> "Workload":
-    """Build the step's workload from the options.
-
-    Raises:
-        WorkloadError: an option cannot be read, or the slots cannot hold the tokens.
-    """
-    if segments is None:
-        raise WorkloadError(
-            "--segments is missing, so there is nothing to count. Give the lengths of the step's segments in tokens, "
-            "those of images and videos included, for example --segments 4096*3,512."
+    if convention.name != "useful" and (forward_only or by is By.module):
+        option = "--forward-only" if forward_only else "--by module"
+        raise UsageError(
+            f"{option} cannot take effect with --convention {convention.name}, which has one total per part of the "
+            "model and no phases or modules. Leave one of them out."
         )
-    from headway.count import Workload
-
-    lengths = parse_segments(segments)
-    tokens = sum(lengths)
-    if slots is not None and slots < tokens:
-        raise WorkloadError(
-            f"--slots {slots} cannot hold the {tokens} tokens of --segments {segments}: slots are all positions "
-            f"computed, tokens and padding. Give {tokens} or more, or leave --slots out where nothing is padded."
+    if recompute != "none" and convention.name not in {"useful", "hardware"}:
+        raise UsageError(
+            f"--recompute {recompute} cannot take effect with --convention {convention.name}, which does not count "
+            "recomputation. `hardware` does."
         )
-    return Workload(
-        segments=lengths,
-        images=[] if images is None else parse_grids("--images", images),
-        videos=[] if videos is None else parse_grids("--videos", videos),
-        slots=slots,
-    )
-
-
-def _check_vision_tokens(cost_model: "CostModel", workload: "Workload") -> None:
-    """Refuse grids that need more tokens than the segments have."""
-    if not cost_model.has_vision or not workload.patches:
-        return
-    group = cost_model.merge_group
-    needed = workload.patches // group
-    if needed > workload.tokens:
-        raise WorkloadError(
-            f"The images and videos hold {workload.patches} patches, which {cost_model.name} merges {group} to 1 into "
-            f"{needed} tokens, but the segments have only {workload.tokens} tokens. Segment lengths include the tokens "
-            f"of images and videos: give --segments {needed} or more, or smaller grids."
+    if seq_len is not None and not convention.uses_seq_len:
+        raise UsageError(
+            f"--seq-len {seq_len} cannot take effect with --convention {convention.name}, which counts what the "
+            "segments and slots say, whatever row length is configured. Leave it out."
         )
 
 
@@ -136,14 +115,7 @@ def _record(
         "schema_version": SCHEMA_VERSION,
         "model": cost_model.name,
         "convention": count.convention,
-        "workload": {
-            "segments": workload.num_segments,
-            "tokens": workload.tokens,
-            "slots": workload.slots,
-            "images": workload.num_images,
-            "videos": workload.num_videos,
-            "patches": workload.patches,
-        },
+        "workload": workload_record(workload),
         "flops": {
             "total": count.total,
             "forward": count.forward,
@@ -183,7 +155,7 @@ def _render(cost_model: "CostModel", workload: "Workload", count: "FlopCount", b
     params = cost_model.params
     pairs = [
         ("model", cost_model.name),
-        ("workload", _describe(workload)),
+        ("workload", describe(workload)),
         ("total", f"{format_count(count.total)} FLOP, {format_flops(count.total / workload.tokens)} per token"),
     ]
     if count.recompute:
@@ -201,22 +173,3 @@ def _render(cost_model: "CostModel", workload: "Workload", count: "FlopCount", b
 
 def _phases(part: "FlopRow | FlopCount") -> list[str]:
     return [format_flops(value) for value in (part.forward, part.dgrad, part.wgrad, part.total)]
-
-
-def _describe(workload: "Workload") -> str:
-    parts = [_plural(workload.num_segments, "segment"), _plural(workload.tokens, "token")]
-    if workload.slots > workload.tokens:
-        parts.append(
-            f"{format_count(workload.slots)} slots (padding {format_share(1 - workload.tokens / workload.slots)})"
-        )
-    if workload.num_images:
-        parts.append(_plural(workload.num_images, "image"))
-    if workload.num_videos:
-        parts.append(_plural(workload.num_videos, "video"))
-    if workload.patches:
-        parts.append(f"{format_count(workload.patches)} patches")
-    return ", ".join(parts)
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{format_count(number)} {noun}{'' if number == 1 else 's'}"

@@ -37,6 +37,15 @@ SlotsOption = Annotated[
     ),
 ]
 
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="S",
+        min=1,
+        help="Row length that a tool is configured with [tokens]; one row of all slots per rank if not given.",
+    ),
+]
+
 FreezeOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -62,3 +71,10 @@ RecomputeOption = Annotated[
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="H100, H200, A100, A800, an exact CUDA name, or a dense peak [FLOP/s]."),
+]
+
+RanksOption = Annotated[int, typer.Option(metavar="N", help="Devices that shared the step.")]

@@ -1,5 +1,6 @@
 """Find the cost model that MODEL names: shipped, a local config or folder, or a name on the Hugging Face Hub."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from headway.errors import HeadwayError, UnknownModelError
 
 if TYPE_CHECKING:
     from headway.count import CostModel
+    from headway.count.conventions import Architecture
 
 
 def resolve_cost_model(name: str) -> "CostModel":
@@ -32,6 +34,39 @@ def resolve_cost_model(name: str) -> "CostModel":
         from headway.count import trace
 
         return trace(resolve_config(name))
+
+
+def resolve_architecture(name: str, cost_model: "CostModel") -> "Architecture":
+    """Read the numbers of the model that a name stands for off its configuration.
+
+    Args:
+        name: as `resolve_cost_model` takes it.
+        cost_model: what `resolve_cost_model` made of it.
+
+    Returns:
+        The architecture; for a shipped name or a local file neither torch nor transformers is loaded.
+
+    Raises:
+        UnknownModelError: the configuration is no JSON object, or not that of a transformer.
+    """
+    from headway.count.conventions import architecture
+    from headway.count.models import presets
+
+    if name.lower() in presets():
+        return architecture(presets()[name.lower()], name.lower(), cost_model)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if path.exists():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UnknownModelError(f"{path} is not JSON: {error}. Give a model's config.json.") from error
+    else:
+        from headway.models.load import load_config
+
+        config = load_config(name).to_dict()
+    return architecture(config, cost_model.name, cost_model)
 
 
 def resolve_config(name: str) -> Any:

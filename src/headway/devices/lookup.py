@@ -117,6 +117,35 @@ def datasheet_peak(name: str, dtype_name: str) -> Peak:
     return Peak(name, round(tflops[dtype_name] * 1e12, 0), dtype_name, source)
 
 
+def named_peak(name: str, dtype_name: str = "bf16") -> Peak:
+    """Look a device's datasheet peak up by what a person calls it; needs no torch.
+
+    Args:
+        name: the exact name, the key of its table ("h100-sxm") or an alias ("H100"), any case; or FLOP/s of one device
+            as a number, such as "989.4e12".
+        dtype_name: as for `datasheet_peak`.
+
+    Raises:
+        UnknownDeviceError: none of these, or no figure for the dtype.
+        UsageError: a number that is not positive.
+
+    >>> named_peak("H200").name
+    'NVIDIA H200'
+    """
+    if name[:1].isdigit() or name[:1] in "+-.":
+        try:
+            value = float(name)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise UsageError(
+                f"--device {name!r} is not a positive number of FLOP/s. Give the dense rate of one device, for example "
+                "--device 989.4e12, or a device's name, such as H100."
+            )
+        return Peak(name, value, dtype_name, f"--device {name}", "override")
+    return datasheet_peak(_aliases().get(name.lower(), name), dtype_name)
+
+
 def known_devices() -> list[str]:
     """List the device names that have a datasheet peak, as `torch.cuda.get_device_name()` prints them."""
     return sorted(_table())
@@ -156,6 +185,17 @@ def _table() -> dict[str, dict[str, Any]]:
     """Map every exact device name to its entry of peaks.toml."""
     text = (files("headway.devices") / "peaks.toml").read_text(encoding="utf-8")
     return {name: entry for entry in tomllib.loads(text).values() for name in entry["names"]}
+
+
+@cache
+def _aliases() -> dict[str, str]:
+    """Map aliases, table keys and exact names, in lower case, to a device's first exact name."""
+    text = (files("headway.devices") / "peaks.toml").read_text(encoding="utf-8")
+    return {
+        alias.lower(): entry["names"][0]
+        for key, entry in tomllib.loads(text).items()
+        for alias in (key, *entry.get("aliases", ()), *entry["names"])
+    }
 
 
 def _parse_override(text: str) -> float:

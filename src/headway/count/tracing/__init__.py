@@ -73,6 +73,7 @@ def trace(model_or_config: Any, *, name: str | None = None) -> CostModel:
             for p, home in zip(parameters, homes, strict=True)
         ),
         _source(model),
+        tuple(f"{path} (it never ran)" for path in classify.idle_modules(model, operations, parameters)),
     )
 
 

@@ -108,6 +108,26 @@ def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]]) 
     return numel * visited // experts if shape and shape[0] == experts else numel
 
 
+def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
+    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given."""
+    used = 0
+    for op in operations:
+        for _, _, sources in op.products:
+            used |= sources
+    weights = {
+        path: [i for i, p in enumerate(parameters) if p == f"{path}.weight"]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
+    }
+    idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
+    found: list[str] = []
+    for path, _ in model.named_modules():
+        inside = [is_idle for leaf, is_idle in idle.items() if _inside(leaf, [path])]
+        if path and inside and all(inside) and not _inside(path, found):
+            found.append(path)
+    return found
+
+
 def checkpointable_blocks(model: nn.Module) -> set[str]:
     """Find the blocks that activation checkpointing wraps: transformers' own choice, else the items of module lists."""
     chosen = [

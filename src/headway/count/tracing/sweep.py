@@ -84,6 +84,8 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
             cost = trace(config)
     except Exception as error:  # noqa: BLE001  # as above
         return failed("refused", error)
+    if cost.unknown:
+        return Outcome(task, model_type, "refused", f"not counted: {', '.join(cost.unknown)}")
     drivers = sorted({row.driver for row in cost.rows})
     return Outcome(task, model_type, "complete", ", ".join(drivers))
 

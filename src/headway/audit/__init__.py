@@ -1,0 +1,12 @@
+"""What other tools print, and what it means: one step in every convention, and logs restated in `useful`.
+
+`compare` bills a step in each convention; `read_log` reads a tool's log, `audit` finds which rule and peak explain its
+numbers, restates them and attributes the difference factor by factor.
+"""
+
+from headway.audit.compare import Compared, compare
+from headway.audit.factors import Factor, factors
+from headway.audit.logs import Log, LogRow, read_log
+from headway.audit.restate import Audit, audit
+
+__all__ = ["Audit", "Compared", "Factor", "Log", "LogRow", "audit", "compare", "factors", "read_log"]

@@ -1,0 +1,92 @@
+"""The same step in every convention: FLOPs, rate, MFU against the peak each tool would use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.count.conventions import PARTS, conventions, get_convention, tool_peak
+from headway.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headway.count.conventions import Architecture, Bill, Convention, Step
+    from headway.devices import Peak
+
+_NOTED = 0.0005  # differences below this share of the useful FLOPs are left out of the explanation
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One convention's view of a step.
+
+    Attributes:
+        convention: the rule.
+        bill: what it charges, all devices together.
+        flops_per_s: FLOP/s of one device; None where it has no number.
+        peak_flops_per_s: what its tool divides by; infinite for a device that the tool does not know.
+        mfu: fraction; 0.0 against an infinite peak, None without a number.
+        ratio: bill over useful FLOPs; None without a number.
+        differences: part of the model -> (bill - useful) / useful total, for parts that differ.
+        note: what is odd about the peak, "" for nothing.
+    """
+
+    convention: Convention
+    bill: Bill
+    flops_per_s: float | None
+    peak_flops_per_s: float
+    mfu: float | None
+    ratio: float | None
+    differences: Mapping[str, float]
+    note: str
+
+    @property
+    def why(self) -> str:
+        """One line on what it counts, and by how much each part differs from useful."""
+        if self.bill.flops is None:
+            return self.bill.reason
+        parts = [f"{name} {share:+.1%}" for name, share in self.differences.items()]
+        text = f"{self.convention.why} ({', '.join(parts)})" if parts else self.convention.why
+        return f"{text}; {self.note}" if self.note and self.convention.tool else text
+
+
+def compare(model: Architecture, step: Step, step_s: float, peak: Peak, num_ranks: int = 1) -> list[Compared]:
+    """Bill one step in every convention.
+
+    Args:
+        model: the model's numbers, with its cost model.
+        step: what all devices computed together.
+        step_s: wall time of the step [s].
+        peak: datasheet peak of one device, and its exact name for the tools' own rules.
+        num_ranks: devices that shared the step.
+
+    Returns:
+        One entry per convention, `useful` first.
+
+    Raises:
+        UsageError: a time or a number of ranks that is not positive, or a step without work.
+    """
+    if not (math.isfinite(step_s) and step_s > 0):
+        raise UsageError(f"--step-time {step_s:g} is not a time: give the wall time of one step in seconds, above 0.")
+    if num_ranks < 1:
+        raise UsageError(f"--ranks {num_ranks}: at least 1 device computes the step.")
+    useful = get_convention("useful").bill(model, step)
+    if not useful.flops:
+        raise UsageError("the step computes nothing: its useful FLOPs are 0, so that no ratio exists.")
+    return [_row(convention, model, step, useful, step_s * num_ranks, peak) for convention in conventions()]
+
+
+def _row(
+    convention: Convention, model: Architecture, step: Step, useful: Bill, device_s: float, peak: Peak
+) -> Compared:
+    bill = convention.bill(model, step)
+    found = tool_peak(convention.tool, peak.name)
+    divisor = peak.flops_per_s if found.flops_per_s is None else found.flops_per_s
+    if bill.flops is None or useful.flops is None:
+        return Compared(convention, bill, None, divisor, None, None, {}, found.note)
+    shares = {name: (bill.parts.get(name, 0) - useful.parts.get(name, 0)) / useful.flops for name in PARTS}
+    differences = {name: share for name, share in shares.items() if abs(share) >= _NOTED}
+    rate = bill.flops / device_s
+    return Compared(convention, bill, rate, divisor, rate / divisor, bill.flops / useful.flops, differences, found.note)

@@ -1,0 +1,108 @@
+"""Attribute the difference between a tool's bill and useful FLOPs: one rule at a time, so that ratios multiply.
+
+The chain starts at the tool's bill and ends at the useful FLOPs. Each link replaces one thing that the tool does by
+what `useful` does; its factor is the sum before over the sum after, so that the product of all is the bill over useful.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.count.conventions import PARTS, get_convention
+from headway.count.masks import full_pairs
+
+if TYPE_CHECKING:
+    from headway.count.conventions import Architecture, Convention, Step
+
+_PARTS_IN_ORDER = (
+    ("causal", "attention"),
+    ("vision", "vision"),
+    ("head", "head"),
+    ("embedding", "embedding"),
+    ("experts", "experts"),
+    ("other weights", "linear"),
+    ("recompute", "recompute"),
+)
+_NONE = 2e-5  # a factor this close to 1 is left out
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One reason why a reported number differs from the useful one.
+
+    Attributes:
+        name: such as "document mask".
+        ratio: reported over useful that it explains.
+        meaning: one line.
+    """
+
+    name: str
+    ratio: float
+    meaning: str
+
+
+def factors(convention: Convention, model: Architecture, step: Step, trained: Architecture) -> list[Factor]:
+    """Attribute a bill's ratio to useful FLOPs.
+
+    Args:
+        convention: whose bill it is.
+        model: the model with every parameter trained, which is what the tools take it for.
+        step: the work.
+        trained: the model with its frozen parameters.
+
+    Returns:
+        Factors whose product is the bill over the useful FLOPs of `trained`; those that are 1 are left out.
+    """
+    bill = convention.bill(model, step)
+    parts = {name: float(bill.parts.get(name, 0)) for name in PARTS}
+    useful = {name: float(flops) for name, flops in get_convention("useful").bill(model, step).parts.items()}
+    workload = step.workload
+    found: list[Factor] = []
+
+    def link(name: str, after: dict[str, float], meaning: str) -> None:
+        nonlocal parts
+        ratio = sum(parts.values()) / sum(after.values())
+        if abs(ratio - 1) > _NONE:
+            found.append(Factor(name, ratio, meaning))
+        parts = after
+
+    def scaled(share: float) -> dict[str, float]:
+        by_token = {"linear", "experts", "head", "embedding"}
+        if convention.scope == "rows":
+            by_token.add("attention")
+        if convention.name in {"6nd", "palm", "torchtitan-2025-12-vlm"}:
+            by_token.add("vision")  # these bill the tower per text token
+        return {name: value * (share if name in by_token else 1.0) for name, value in parts.items()}
+
+    if convention.tokens == "rows":
+        meaning = f"{step.row_slots:,} positions of whole rows billed for {workload.slots:,} slots"
+        link("tokens billed", scaled(workload.slots / step.row_slots), meaning)
+    if convention.tokens in {"rows", "slots"}:
+        meaning = f"{workload.slots:,} slots billed for {workload.tokens:,} real tokens"
+        link("padding", scaled(workload.tokens / workload.slots), meaning)
+    if convention.scope == "rows":
+        share = full_pairs(workload.segments) / (workload.tokens * step.seq_len)
+        meaning = "attention billed over the configured row instead of within each segment"
+        link("document mask", {**parts, "attention": parts["attention"] * share}, meaning)
+    for name, part in _PARTS_IN_ORDER:
+        link(name, {**parts, part: useful.get(part, 0.0)}, _meaning(name))
+    frozen = get_convention("useful").bill(trained, step).parts
+    link(
+        "frozen",
+        {name: float(frozen.get(name, 0)) for name in PARTS},
+        "gradients that frozen weights do not need",
+    )
+    return found
+
+
+def _meaning(name: str) -> str:
+    return {
+        "causal": "attention billed for pairs that the causal mask or a window forbids",
+        "vision": "the vision tower left out, billed per text token, or with other mergers",
+        "head": "the language-model head: vocabulary padding, extra heads",
+        "embedding": "the embedding look-up billed as a matrix product",
+        "experts": "experts that a token does not use, or experts and routers left out",
+        "other weights": "norms and biases billed as matrices, or layers that are not trained",
+        "recompute": "forward passes that checkpointing runs again",
+    }[name]

@@ -1,0 +1,249 @@
+"""Find which rule, row length and peak explain a log's numbers, from the log's own arithmetic within its rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.audit.intervals import Interval, common, hull
+from headway.count.conventions import conventions, get_convention
+from headway.count.conventions.tool_peaks import plausible_peaks
+from headway.errors import LogError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from headway.audit.logs import Log
+    from headway.count.conventions import Architecture, Convention, Step
+
+_SAME = 1e-9  # rules whose numbers agree to this share are one rule on this model
+_SLACK = 1e-9  # for the arithmetic of floats
+_ROW_LENGTHS = sorted({*(256 * k for k in range(1, 65)), *(1024 * k for k in range(1, 257))})
+_JOB_SIZES = sorted({1, 2, 3, 4, 5, 6, 7, *(8 * k for k in range(1, 65)), *(2**k for k in range(9, 16))})
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A rule, with a configuration, that explains the log.
+
+    Attributes:
+        convention: the rule.
+        seq_len: row length [tokens].
+        flops_per_token: what it bills per token position that the log counts [FLOP].
+        num_ranks: devices of the job, where the log's numbers fix them.
+    """
+
+    convention: Convention
+    seq_len: int
+    flops_per_token: float
+    num_ranks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """What a log's numbers say about how they were made.
+
+    Attributes:
+        fit: the rule that explains them; None where several do and rounding does not decide.
+        fits: every rule that does, with different numbers, the tool's own first.
+        same: names of rules that give the same number as the first fit on this model.
+        flops_per_token: implied by tokens/s and FLOP/s over all rows [FLOP]; None where the log lacks one.
+        peak_flops_per_s: implied by MFU over all rows [FLOP/s of one device]; None where the log prints no MFU.
+        peak: the peak in that interval that some tool uses; None where none or several do.
+        consistent: whether one number of FLOPs per token explains all rows.
+    """
+
+    fit: Fit | None
+    fits: tuple[Fit, ...]
+    same: tuple[str, ...]
+    flops_per_token: Interval | None
+    peak_flops_per_s: Interval | None
+    peak: float | None
+    consistent: bool = True
+
+
+def bill_per_token(convention: Convention, model: Architecture, step: Step) -> float | None:
+    """FLOPs that a rule bills per token position that its tool counts; None where it has no number."""
+    bill = convention.bill(model, step)
+    return bill.flops / bill.tokens if bill.flops and bill.tokens else None
+
+
+def identify(
+    log: Log, model: Architecture, step_of: Callable[[int], Step], seq_len: int | None, num_ranks: int | None
+) -> Identified:
+    """Find the rule, the row length and the peak behind a log.
+
+    Args:
+        log: as `read_log` gives it.
+        model: what was trained.
+        step_of: builds the step for a row length.
+        seq_len: the configured row length [tokens]; searched for when None.
+        num_ranks: devices of the job, where known.
+
+    Raises:
+        LogError: no rule explains the numbers; the message says what they imply and which rules come nearest.
+    """
+    peak = common(_implied_peaks(log)) or hull(_implied_peaks(log))
+    implied = _implied_per_token(log, seq_len, num_ranks)
+    if not implied:
+        return _by_format(log, model, step_of, seq_len, num_ranks, peak)
+    exact = common(implied)
+    wanted = exact or hull(implied)
+    assert wanted is not None, "there is at least one interval"
+    wanted = wanted.widened(_SLACK)
+
+    def fits_of(rules: Iterable[Convention]) -> list[Fit]:
+        lengths = [seq_len] if seq_len else _ROW_LENGTHS
+        return [fit for rule in rules for fit in _fits(rule, model, step_of, lengths) if fit.flops_per_token in wanted]
+
+    own = [get_convention(name) for name in log.conventions]
+    found = fits_of(own) or fits_of(rule for rule in conventions() if rule not in own)
+    if not found and exact is not None:
+        raise LogError(_unexplained(log, model, step_of, seq_len, exact))
+    fits = _distinct(found)
+    same = tuple(
+        rule.name
+        for rule in conventions()
+        if fits
+        and rule is not fits[0].convention
+        and (value := bill_per_token(rule, model, step_of(fits[0].seq_len)))
+        and abs(value / fits[0].flops_per_token - 1) < _SAME
+    )
+    decided = fits[0] if len(fits) == 1 and exact is not None else None
+    return Identified(decided, fits, same, exact or hull(implied), peak, nominal_peak(peak), exact is not None)
+
+
+def nominal_peak(interval: Interval | None) -> float | None:
+    """Find the one peak of some tool's table that lies in an interval [FLOP/s]."""
+    inside = [peak for peak in plausible_peaks() if interval is not None and peak in interval.widened(_SLACK)]
+    return inside[0] if len(inside) == 1 else None
+
+
+def _implied_peaks(log: Log) -> list[Interval]:
+    return [
+        row.flops_per_s.range / row.mfu.range
+        for row in log.rows
+        if row.flops_per_s and row.mfu and row.mfu.range.low > 0
+    ]
+
+
+def _implied_per_token(log: Log, seq_len: int | None, num_ranks: int | None) -> list[Interval]:
+    """FLOPs per token position, row by row, where a row says enough."""
+    implied = []
+    for row in log.rows:
+        if row.flops_per_s is None or not row.flops_per_s.value:
+            continue
+        if row.tokens_per_s is not None and row.tokens_per_s.range.low > 0:
+            implied.append(row.flops_per_s.range / row.tokens_per_s.range)
+        elif row.step_s and row.sequences and seq_len and num_ranks:
+            implied.append(row.flops_per_s.range * row.step_s.range * num_ranks / (row.sequences * seq_len))
+    return implied
+
+
+def _by_format(
+    log: Log,
+    model: Architecture,
+    step_of: Callable[[int], Step],
+    seq_len: int | None,
+    num_ranks: int | None,
+    peak: Interval | None,
+) -> Identified:
+    """Take the tool's own rule where the log does not print FLOP/s beside tokens/s, and let whole numbers decide."""
+    lengths = [seq_len] if seq_len else []
+    candidates = [fit for name in log.conventions for fit in _fits(get_convention(name), model, step_of, lengths)]
+    work = [row.flops_per_s.range * row.step_s.range for row in log.rows if row.flops_per_s and row.step_s]
+    sequences = {row.sequences for row in log.rows}
+    batch = next(iter(sequences), None) if len(sequences) == 1 else None
+    if work and batch and (total := common(work) or hull(work)):
+        sized = [
+            Fit(fit.convention, fit.seq_len, fit.flops_per_token, ranks)
+            for fit in candidates
+            for ranks in _JOB_SIZES
+            if fit.flops_per_token * fit.seq_len * batch / ranks in total.widened(_SLACK)
+        ]
+        if candidates and not sized:
+            raise LogError(_no_job_size(log, model, candidates, batch, total))
+        fits = _distinct(sized, by_ranks=True)
+        decided = fits[0] if len(fits) == 1 else None
+        implied = total * (decided.num_ranks or 1) / (batch * decided.seq_len) if decided else None
+        return Identified(decided, fits, (), implied, peak, nominal_peak(peak))
+    if peak is None and candidates:
+        first = candidates[0]
+        peak, ranks = _peak_from_share(log, first, num_ranks)
+        fits = tuple(Fit(fit.convention, fit.seq_len, fit.flops_per_token, ranks) for fit in candidates)
+        nominal = nominal_peak(peak)
+        # what the tool bills, if it divides by the one peak of its table that fits
+        known = peak is not None and nominal is not None and log.tool != "nanoGPT"
+        implied = Interval(nominal or 0, nominal or 0) * first.flops_per_token / peak if peak and known else None
+        return Identified(fits[0] if peak and len(fits) == 1 else None, fits, (), implied, peak, nominal)
+    return Identified(None, tuple(candidates), (), None, peak, nominal_peak(peak))
+
+
+def _peak_from_share(log: Log, fit: Fit, num_ranks: int | None) -> tuple[Interval | None, int | None]:
+    """Find the peak that MFU and tokens/s imply under a rule; over the job's size too, where that is not known."""
+    if log.tool == "nanoGPT":
+        return Interval(312e12, 312e12), num_ranks  # its source divides by an A100, whatever the device
+    shares = [
+        row.tokens_per_s.range * fit.flops_per_token / row.mfu.range
+        for row in log.rows
+        if row.tokens_per_s and row.mfu and row.mfu.range.low > 0
+    ]
+    total = common(shares) or hull(shares)
+    if total is None:
+        return None, num_ranks
+    if num_ranks or not log.whole_job:
+        return total, num_ranks
+    sizes = [ranks for ranks in _JOB_SIZES if nominal_peak(total / ranks) is not None]
+    return (total / sizes[0], sizes[0]) if len(sizes) == 1 else (None, None)
+
+
+def _fits(rule: Convention, model: Architecture, step_of: Callable[[int], Step], lengths: Sequence[int]) -> list[Fit]:
+    fits = []
+    for length in lengths:
+        step = step_of(length)
+        value = bill_per_token(rule, model, step)
+        if value is not None and int(step.workload.segments.max()) <= length:
+            fits.append(Fit(rule, length, value))
+    return fits
+
+
+def _distinct(fits: Iterable[Fit], *, by_ranks: bool = False) -> tuple[Fit, ...]:
+    """Keep the first of the fits whose numbers are the same."""
+    kept: list[Fit] = []
+    for fit in fits:
+        new = all(
+            abs(fit.flops_per_token / other.flops_per_token - 1) > _SAME
+            or (by_ranks and fit.num_ranks != other.num_ranks)
+            for other in kept
+        )
+        if new:
+            kept.append(fit)
+    return tuple(kept)
+
+
+def _unexplained(
+    log: Log, model: Architecture, step_of: Callable[[int], Step], seq_len: int | None, implied: Interval
+) -> str:
+    length = seq_len or 4096
+    values = [(rule, bill_per_token(rule, model, step_of(length))) for rule in conventions()]
+    billed = [(rule.name, value) for rule, value in values if value is not None]
+    billed.sort(key=lambda pair: abs(pair[1] - implied.middle))
+    nearest = ", ".join(f"{name} {value / 1e9:.3f}" for name, value in billed[:3])
+    at = f"at a row length of {seq_len}" if seq_len else "at any row length up to 262,144"
+    return (
+        f"no convention explains this {log.tool} log: tokens/s and FLOP/s imply {implied.low / 1e9:.3f} to "
+        f"{implied.high / 1e9:.3f} GFLOP per token, and no rule bills {model.name} that {at}. Nearest "
+        f"{'' if seq_len else 'at 4,096 '}are {nearest} GFLOP. Check --model, --seq-len (the configured one, not the "
+        "samples'), --segments for rules that look at them, and that tokens/s and FLOP/s are both of one device."
+    )
+
+
+def _no_job_size(log: Log, model: Architecture, fits: Sequence[Fit], batch: int, total: Interval) -> str:
+    needed = ", ".join(
+        f"{fit.convention.name} {fit.flops_per_token * fit.seq_len * batch / total.middle:.2f}" for fit in fits
+    )
+    return (
+        f"no convention explains this {log.tool} log: a step took {total.low / 1e12:.2f} to {total.high / 1e12:.2f} "
+        f"TFLOP per device, and {model.name} in {batch} rows of {fits[0].seq_len} tokens would need so many devices, "
+        f"which are no whole numbers: {needed}. Check --model and --seq-len, or give --ranks."
+    )

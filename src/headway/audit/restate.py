@@ -1,0 +1,195 @@
+"""Restate a log in `useful`: row by row, as time-weighted means, with the difference attributed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING
+
+from headway.audit import findings
+from headway.audit.factors import Factor, factors
+from headway.audit.identify import Fit, Identified, identify
+from headway.audit.logs import Log, LogRow, per_device
+from headway.count.conventions import get_convention
+from headway.errors import LogError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.count.conventions import Architecture, Step
+    from headway.devices import Peak
+
+
+@dataclass(frozen=True, slots=True)
+class RestatedRow:
+    """One row of a log in `useful`.
+
+    Attributes:
+        row: what it reports, of one device.
+        flops_per_token: useful FLOPs per token position that the log counts.
+        mfu: useful MFU, a fraction; None without a peak.
+        seconds: time that it stands for [s], or any measure proportional to it; 0 where the log has none.
+    """
+
+    row: LogRow
+    flops_per_token: float
+    mfu: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """A log, identified and restated.
+
+    Attributes:
+        log: rows of one device.
+        identified: which rule and peak explain it.
+        step: the work that a row stands for.
+        rows: restated.
+        peak_flops_per_s: what useful MFU is measured against [FLOP/s of one device]; None where nothing says.
+        peak_source: where that peak comes from.
+        reported_mfu_mean: time-weighted mean as printed; None where the log prints none.
+        useful_mfu_mean: time-weighted mean in `useful`.
+        factors: reported over useful, attributed; they multiply to `ratio`.
+        ratio: of the two means; of FLOPs where the log prints no MFU; None where no rule is known.
+        warnings: what cannot be right, and why that may be.
+        notes: what else the numbers say.
+    """
+
+    log: Log
+    identified: Identified
+    step: Step
+    rows: tuple[RestatedRow, ...]
+    peak_flops_per_s: float | None
+    peak_source: str
+    reported_mfu_mean: float | None
+    useful_mfu_mean: float | None
+    factors: tuple[Factor, ...]
+    ratio: float | None
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fit(self) -> Fit | None:
+        """The rule that the factors belong to: the identified one, or the tool's own where rounding does not decide."""
+        return self.identified.fit or (self.identified.fits[0] if self.identified.fits else None)
+
+
+def audit(
+    log: Log,
+    model: Architecture,
+    step_of: Callable[[int], Step],
+    *,
+    seq_len: int | None = None,
+    device: Peak | None = None,
+    num_ranks: int | None = None,
+    trained: Architecture | None = None,
+    skip: int = 0,
+) -> Audit:
+    """Identify a log's counting rule and restate it in `useful`.
+
+    Args:
+        log: as `read_log` gives it.
+        model: what was trained, every parameter trainable.
+        step_of: builds the step that a row stands for, from a row length [tokens].
+        seq_len: the configured row length [tokens]; searched for when None.
+        device: peak of one device; the log's own where None and identified.
+        num_ranks: devices of the job, where the log does not fix them.
+        trained: the model with its frozen parameters, if any are.
+        skip: rows to leave out at the start (warm-up).
+
+    Raises:
+        LogError: no rule explains the numbers, or no row is left.
+        UsageError: the row length is neither given nor found.
+    """
+    if skip:
+        log = replace(log, rows=log.rows[skip:])
+    if not log.rows:
+        raise LogError("no row is left to audit: --skip leaves out as many rows as the log has, or more.")
+    found = identify(per_device(log, num_ranks) if num_ranks else log, model, step_of, seq_len, num_ranks)
+    fit = found.fit or (found.fits[0] if found.fits else None)
+    length = seq_len or (fit.seq_len if fit else None)
+    if length is None or (not seq_len and found.fit is None):
+        raise UsageError(
+            f"--seq-len is missing, and this {log.tool} log does not fix it: several row lengths or none explain its "
+            "numbers. Give the length of the rows that the run was configured with, in tokens."
+        )
+    ranks = num_ranks or (fit.num_ranks if fit else None)
+    log = per_device(log, ranks) if ranks else log
+    step = step_of(length)
+    trained = trained or model
+    peak, source = _peak(found, device)
+    useful = get_convention("useful").bill(trained, step).flops or 0
+    billed = fit.convention.billed_tokens(step) if fit else step.workload.slots
+    seconds = _durations(log)
+    rows = tuple(
+        RestatedRow(row, useful / billed, _useful_mfu(row, log, useful / billed, fit, found, peak), duration)
+        for row, duration in zip(log.rows, seconds, strict=True)
+    )
+    reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
+    mean = _mean([row.mfu for row in rows], seconds)
+    links = list(factors(fit.convention, model, step, trained)) if fit else []
+    own_peak = found.peak or (found.peak_flops_per_s.middle if found.peak_flops_per_s else None)
+    if reported and peak and own_peak and abs(peak / own_peak - 1) > 1e-9:
+        links.append(Factor("peak", peak / own_peak, f"divided by {own_peak / 1e12:.1f} TFLOP/s"))
+    ratio = reported / mean if reported and mean else (math.prod(link.ratio for link in links) if fit else None)
+    return Audit(
+        log, found, step, rows, peak, source, reported, mean, tuple(links), ratio,
+        findings.warnings(rows, found, device, links, ratio), findings.notes(log, seconds, length),
+    )  # fmt: skip
+
+
+def _peak(found: Identified, device: Peak | None) -> tuple[float | None, str]:
+    if device is not None:
+        return device.flops_per_s, f"{device.name}, {device.source}"
+    if found.peak is not None:
+        return found.peak, "the log's own, from its MFU; --device states the device"
+    if found.peak_flops_per_s is not None:
+        return found.peak_flops_per_s.middle, "the middle of what the log's MFU implies; --device states the device"
+    return None, "unknown: the log prints no MFU; --device states the device"
+
+
+def _useful_mfu(
+    row: LogRow, log: Log, per_token: float, fit: Fit | None, found: Identified, peak: float | None
+) -> float | None:
+    """Restate one row: from tokens/s where it is that of one device, otherwise from its own rate or MFU."""
+    if peak is None:
+        return None
+    if row.tokens_per_s is not None and not log.whole_job:
+        return row.tokens_per_s.value * per_token / peak
+    if fit is None:
+        return None
+    share = per_token / fit.flops_per_token
+    if row.flops_per_s is not None and not log.whole_job:
+        return row.flops_per_s.value * share / peak
+    if row.mfu is None:
+        return None
+    return row.mfu.value * share * (found.peak or peak) / peak
+
+
+def _durations(log: Log) -> list[float]:
+    """Time that each row stands for [s]: printed, from the lines' time stamps, or one over tokens/s."""
+    if all(row.step_s for row in log.rows):
+        return [row.step_s.value if row.step_s else 0.0 for row in log.rows]
+    rates = [row.tokens_per_s.value if row.tokens_per_s else 0.0 for row in log.rows]
+    stamps, steps = [row.stamp_s for row in log.rows], [row.step for row in log.rows]
+    strides = {after - before for before, after in pairwise(steps)}
+    if len(strides) == 1 and all(rates):
+        gaps = [b - a for a, b in pairwise(stamps) if a is not None and b is not None]
+        if len(gaps) == len(stamps) - 1 and min(gaps) > 0:
+            tokens = median(gap * rate for gap, rate in zip(gaps, rates[1:], strict=True))
+            return [
+                tokens / rates[0],
+                *gaps,
+            ]  # the first row's time is not stamped: its tokens are taken as the others'
+    if all(rates):
+        return [1 / rate for rate in rates]
+    return [1.0] * len(log.rows)
+
+
+def _mean(values: list[float | None], seconds: list[float]) -> float | None:
+    pairs = [(value, duration) for value, duration in zip(values, seconds, strict=True) if value is not None]
+    total = sum(duration for _, duration in pairs)
+    return sum(value * duration for value, duration in pairs) / total if total else None

@@ -1,0 +1,270 @@
+"""`headway audit`: a tool's log, restated in `useful`, and the difference explained."""
+
+import json
+import math
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli import options
+from headway.cli.parse import parse_grids, parse_segments
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.workload import check_vision_tokens, describe
+from headway.errors import LogError, UsageError
+from headway.report import Column, format_count, format_rate, format_share, render_pairs, render_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.audit import Audit
+    from headway.audit.intervals import Interval, Printed
+    from headway.audit.restate import RestatedRow
+    from headway.count import CostModel
+    from headway.count.conventions import Step
+
+SCHEMA_VERSION = 1
+_WIDTH = 120
+
+LogArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="LOG",
+        help="Log of torchtitan, MaxText, Megatron-LM/Bridge, nanoGPT, nanochat or LMMs-Engine, or trainer_state.json.",
+    ),
+]
+ModelOption = Annotated[str | None, typer.Option(metavar="MODEL", help="What was trained; as for `headway flops`.")]
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="S",
+        min=1,
+        help="Row length that the run was configured with [tokens]; searched for if not given.",
+    ),
+]
+MeanSegmentOption = Annotated[
+    int | None,
+    typer.Option(
+        "--mean-segment",
+        metavar="L",
+        min=1,
+        help="Instead of --segments: rows hold samples of L tokens each.",
+    ),
+]
+RanksOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Devices of the job, where the log does not tell.")
+]
+SkipOption = Annotated[int, typer.Option(metavar="N", min=0, help="Rows to leave out at the start (warm-up).")]
+
+
+def audit(
+    log: LogArgument,
+    model: ModelOption = None,
+    seq_len: SeqLenOption = None,
+    segments: options.SegmentsOption = None,
+    mean_segment: MeanSegmentOption = None,
+    images: options.ImagesOption = None,
+    videos: options.VideosOption = None,
+    slots: options.SlotsOption = None,
+    freeze: options.FreezeOption = None,
+    device: options.DeviceOption = None,
+    ranks: RanksOption = None,
+    skip: SkipOption = 0,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Find out how a log's MFU was counted, restate it in `useful`, and attribute the difference factor by factor.
+
+    --segments, --images and --slots describe a piece of the data, such as one row; without segments a row holds one
+    sample of --seq-len tokens.
+
+    Example: headway audit train.log --model qwen3-vl-30b-a3b --seq-len 12288 --device H200
+    """
+    from headway.audit import audit as audit_log
+    from headway.audit import read_log
+    from headway.devices import named_peak
+
+    if model is None:
+        raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
+    if segments is not None and mean_segment is not None:
+        raise UsageError(
+            "--segments and --mean-segment contradict each other: both say how long the samples are. Leave one out."
+        )
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise LogError(f"{log} cannot be read: {error.strerror}.") from error
+    read = read_log(text, str(log))
+    peak = named_peak(device) if device is not None else None
+    cost_model = resolve_cost_model(model)
+    trained = cost_model.freeze(freeze) if freeze else cost_model
+    result = audit_log(
+        read,
+        resolve_architecture(model, cost_model),
+        _steps(cost_model, seq_len, segments, mean_segment, images, videos, slots),
+        seq_len=seq_len,
+        device=peak,
+        num_ranks=ranks,
+        trained=resolve_architecture(model, trained) if freeze else None,
+        skip=skip,
+    )
+    print(json.dumps(_record(result, cost_model.name)) if as_json else _render(result, cost_model.name))
+    for warning in result.warnings:
+        print(f"Warning: {warning}", file=sys.stderr)
+
+
+def _steps(
+    cost_model: "CostModel",
+    seq_len: int | None,
+    segments: str | None,
+    mean_segment: int | None,
+    images: str | None,
+    videos: str | None,
+    slots: int | None,
+) -> "Callable[[int], Step]":
+    """Build the function from a row length to the step that a row of the log stands for.
+
+    Raises:
+        UsageError: a sample is longer than a row, or slots that cannot hold the tokens.
+    """
+    from headway.count import Workload
+    from headway.count.conventions import Step
+
+    given = parse_segments(segments) if segments is not None else None
+    image_grids = parse_grids("--images", images) if images is not None else []
+    video_grids = parse_grids("--videos", videos) if videos is not None else []
+    longest = max(given) if given else mean_segment
+    if seq_len is not None and longest is not None and longest > seq_len:
+        raise UsageError(
+            f"--seq-len {seq_len} contradicts samples of {longest} tokens, which do not fit into a row of that length. "
+            f"Give --seq-len {longest} or more, or shorter samples."
+        )
+
+    def step_of(length: int) -> Step:
+        lengths = given
+        if lengths is None and mean_segment is not None:
+            size = min(mean_segment, length)
+            lengths = [size] * (length // size) + ([length % size] if length % size else [])
+        workload = Workload(lengths or [length], image_grids, video_grids, slots)
+        if seq_len is not None:
+            check_vision_tokens(cost_model, workload)
+        return Step(workload, length)
+
+    return step_of
+
+
+def _record(result: "Audit", model: str) -> dict[str, Any]:
+    """Build the JSON object; its keys are a contract, `schema_version` names it."""
+    found, fit = result.identified, result.fit
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tool": result.log.tool,
+        "model": model,
+        "rows": [_row_record(row) for row in result.rows],
+        "identified": {
+            "convention": found.fit.convention.name if found.fit else None,
+            "seq_len": found.fit.seq_len if found.fit else None,
+            "candidates": [
+                {"convention": fit.convention.name, "seq_len": fit.seq_len, "flops_per_token": fit.flops_per_token}
+                for fit in found.fits
+            ],
+            "same_number": list(found.same),
+            "flops_per_token": _ends(found.flops_per_token),
+            "peak_flops_per_s": _ends(found.peak_flops_per_s),
+            "peak": found.peak,
+            "ranks": fit.num_ranks if fit else None,
+        },
+        "peak_flops_per_s": result.peak_flops_per_s,
+        "peak_source": result.peak_source,
+        "reported_mfu_mean": result.reported_mfu_mean,
+        "useful_mfu_mean": result.useful_mfu_mean,
+        "ratio": result.ratio,
+        "factors": [{"name": f.name, "ratio": f.ratio, "meaning": f.meaning} for f in result.factors],
+        "warnings": list(result.warnings),
+        "notes": list(result.notes),
+    }
+
+
+def _row_record(row: "RestatedRow") -> dict[str, Any]:
+    reported = row.row
+    return {
+        "step": reported.step,
+        "reported": {
+            "mfu": _value(reported.mfu),
+            "tflops": _value(reported.flops_per_s, 1e-12),
+            "tokens_per_s": _value(reported.tokens_per_s),
+        },
+        "useful": {"mfu": row.mfu, "flops_per_token": row.flops_per_token},
+    }
+
+
+def _value(reading: "Printed | None", scale: float = 1.0) -> float | None:
+    return None if reading is None else round(reading.value * scale, 9)
+
+
+def _ends(interval: "Interval | None") -> list[float] | None:
+    return None if interval is None else [interval.low, interval.high]
+
+
+def _render(result: "Audit", model: str) -> str:
+    columns = [Column("step"), Column("tokens/s"), Column("TFLOP/s"), Column("MFU printed"), Column("MFU useful")]
+    mean = ["mean", "", "", _percent(result.reported_mfu_mean), _percent(result.useful_mfu_mean)]
+    table = render_table(columns, [_cells(row) for row in result.rows], footer=mean)
+    parts = [table, render_pairs(_found(result, model))]
+    if result.factors:
+        factor_columns = [Column("factor", "left"), Column("printed / useful"), Column("why", "left")]
+        rows = [[factor.name, f"{factor.ratio:.4f}", factor.meaning] for factor in result.factors]
+        product = math.prod(factor.ratio for factor in result.factors)
+        ratio = "" if result.ratio is None else f"printed over useful: {result.ratio:.4f}"
+        parts.append(render_table(factor_columns, rows, footer=["product", f"{product:.4f}", ratio]))
+    parts += [textwrap.fill(f"Note: {note}.", width=_WIDTH, break_on_hyphens=False) for note in result.notes]
+    return "\n\n".join(parts)
+
+
+def _found(result: "Audit", model: str) -> list[tuple[str, str]]:
+    found, fit = result.identified, result.fit
+    pairs = [("log", f"{result.log.tool}, {len(result.rows)} rows"), ("model", model)]
+    pairs.append(("row stands for", f"{describe(result.step.workload)} in rows of {format_count(result.step.seq_len)}"))
+    if found.flops_per_token is not None:
+        low, high = found.flops_per_token.low / 1e9, found.flops_per_token.high / 1e9
+        pairs.append(("implied", f"{low:.4f} to {high:.4f} GFLOP per token, from tokens/s and TFLOP/s"))
+    if found.fit is not None:
+        name = f"{found.fit.convention.full_name}, {found.fit.flops_per_token / 1e9:.4f} GFLOP per token"
+        pairs.append(("identified", f"{name} at {format_count(found.fit.seq_len)}"))
+        pairs.append(("", found.fit.convention.why))
+        if found.same:
+            pairs.append(("", f"the same number on this model: {', '.join(found.same)}"))
+        if found.fit.num_ranks:
+            pairs.append(("devices", format_count(found.fit.num_ranks)))
+    elif found.fits:
+        names = [f"{fit.convention.name} at {fit.seq_len} ({fit.flops_per_token / 1e9:.4f})" for fit in found.fits]
+        pairs.append(("identified", f"not identifiable: {'; '.join(names[:6])}"))
+        if fit is not None:
+            pairs.append(("", f"{fit.convention.name} is taken below, as the rule of the tool that wrote the log"))
+    if found.peak_flops_per_s is not None:
+        low, high = found.peak_flops_per_s.low / 1e12, found.peak_flops_per_s.high / 1e12
+        nominal = f", {found.peak / 1e12:g} TFLOP/s" if found.peak else ""
+        pairs.append(("peak printed", f"{low:.2f} to {high:.2f} TFLOP/s{nominal}"))
+    if result.peak_flops_per_s is not None:
+        pairs.append(
+            ("peak useful", f"{format_rate(result.peak_flops_per_s)} ({result.peak_source.partition(' (')[0]})")
+        )
+    else:
+        pairs.append(("peak useful", result.peak_source))
+    per_token = result.rows[0].flops_per_token
+    pairs.append(("useful", f"{per_token / 1e9:.4f} GFLOP per token that the log counts"))
+    return pairs
+
+
+def _cells(row: "RestatedRow") -> list[str]:
+    reported = row.row
+    tokens = f"{reported.tokens_per_s.value:,.0f}" if reported.tokens_per_s else "-"
+    rate = f"{reported.flops_per_s.value / 1e12:,.2f}" if reported.flops_per_s else "-"
+    return [str(reported.step), tokens, rate, _percent(reported.mfu.value if reported.mfu else None), _percent(row.mfu)]
+
+
+def _percent(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return format_share(value) if value >= 0.1 else f"{100 * value:.2f} %"

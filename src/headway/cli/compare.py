@@ -1,0 +1,157 @@
+"""`headway compare`: one step as every tool would print it."""
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli import options
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
+from headway.errors import UsageError
+from headway.report import (
+    Column,
+    format_count,
+    format_duration,
+    format_flops,
+    format_rate,
+    format_share,
+    render_pairs,
+    render_table,
+)
+
+if TYPE_CHECKING:
+    from headway.audit import Compared
+    from headway.count.conventions import Step
+    from headway.devices import Peak
+
+SCHEMA_VERSION = 1
+
+StepTimeOption = Annotated[
+    float | None, typer.Option("--step-time", metavar="S", help="Wall time of the step, data wait included [s].")
+]
+
+
+def compare(
+    model: options.ModelArgument,
+    segments: options.SegmentsOption = None,
+    images: options.ImagesOption = None,
+    videos: options.VideosOption = None,
+    slots: options.SlotsOption = None,
+    seq_len: options.SeqLenOption = None,
+    freeze: options.FreezeOption = None,
+    recompute: options.RecomputeOption = "none",
+    device: options.DeviceOption = None,
+    step_time: StepTimeOption = None,
+    ranks: options.RanksOption = 1,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show one step in every convention: FLOPs, rate and MFU as each tool would print them, and why they differ.
+
+    The segments, images and slots are those of all ranks together.
+
+    Example: headway compare qwen3-vl-8b --segments 4096*3,512 --images 1x32x48*2 --device H100 --step-time 1.9
+    """
+    from headway.audit import compare as compare_step
+    from headway.count.conventions import Step
+    from headway.devices import named_peak
+
+    if device is None or step_time is None:
+        missing = "--device" if device is None else "--step-time"
+        raise UsageError(
+            f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
+            "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
+        )
+    workload = build_workload(segments, images, videos, slots)
+    row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
+    peak = named_peak(device)
+    cost_model = resolve_cost_model(model)
+    if freeze:
+        cost_model = cost_model.freeze(freeze)
+    check_vision_tokens(cost_model, workload)
+    step = Step(workload, row_length, recompute)
+    rows = compare_step(resolve_architecture(model, cost_model), step, step_time, peak, ranks)
+    for unknown in cost_model.unknown:
+        print(f"Warning: {unknown} could not be explained; its FLOPs are missing from every number.", file=sys.stderr)
+    if as_json:
+        print(json.dumps(_record(cost_model.name, step, step_time, ranks, peak, rows)))
+    else:
+        print(_render(cost_model.name, step, step_time, ranks, peak, rows))
+    impossible = [row.convention.name for row in rows if row.mfu is not None and row.mfu > 1]
+    if "useful" in impossible:
+        print(
+            f"Warning: a useful MFU above 100 % cannot be. Likely causes: the step time is not that of this workload "
+            f"({format_duration(step_time)} for {describe(workload)}), --ranks {ranks} is too low for it, or --device "
+            f"{device} is not the device.",
+            file=sys.stderr,
+        )
+
+
+def _seq_len(seq_len: int | None, slots: int, ranks: int, longest: int) -> int:
+    """Take the row length that tools are configured with: given, or one row of all slots per rank.
+
+    Raises:
+        UsageError: a segment is longer than a row.
+    """
+    length = seq_len or max(math.ceil(slots / max(ranks, 1)), longest)
+    if longest > length:
+        raise UsageError(
+            f"--seq-len {length} contradicts --segments: the longest segment has {longest} tokens and cannot lie in a "
+            f"row of {length}. Give --seq-len {longest} or more."
+        )
+    return length
+
+
+def _record(
+    model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]"
+) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": model,
+        "workload": workload_record(step.workload),
+        "seq_len": step.seq_len,
+        "step_s": step_s,
+        "ranks": ranks,
+        "device": {"name": peak.name, "peak_flops_per_s": peak.flops_per_s, "source": peak.source},
+        "conventions": [
+            {
+                "name": row.convention.name,
+                "version": row.convention.version,
+                "flops": row.bill.flops,
+                "flops_per_s": row.flops_per_s,
+                "peak_flops_per_s": row.peak_flops_per_s if math.isfinite(row.peak_flops_per_s) else None,
+                "mfu": row.mfu,
+                "ratio_to_useful": row.ratio,
+                "tokens_billed": row.bill.tokens,
+                "parts": dict(row.bill.parts),
+                "why": row.why,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _render(model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]") -> str:
+    columns = [Column("convention", "left"), Column("FLOPs"), Column("TFLOP/s"), Column("peak"), Column("MFU")]
+    columns += [Column("x useful")]
+    table = render_table(columns, [_cells(row) for row in rows])
+    devices = f"{peak.name} x {ranks}, {format_rate(peak.flops_per_s)} each ({peak.source.partition(' (')[0]})"
+    pairs = [
+        ("model", model),
+        ("workload", describe(step.workload)),
+        ("row length", f"{format_count(step.seq_len)} tokens, what tools that bill the configured length take"),
+        ("step time", format_duration(step_s)),
+        ("device", devices),
+    ]
+    why = render_pairs([(row.convention.name, row.why) for row in rows])
+    return f"{table}\n\n{why}\n\n{render_pairs(pairs)}"
+
+
+def _cells(row: "Compared") -> list[str]:
+    peak = f"{row.peak_flops_per_s / 1e12:.1f}" if math.isfinite(row.peak_flops_per_s) else "unknown"
+    if row.bill.flops is None or row.flops_per_s is None or row.mfu is None or row.ratio is None:
+        return [row.convention.name, "-", "-", peak, "-", "-"]
+    rate = f"{row.flops_per_s / 1e12:.1f}"
+    return [row.convention.name, format_flops(row.bill.flops), rate, peak, format_share(row.mfu), f"{row.ratio:.3f}"]

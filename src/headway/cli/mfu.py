@@ -1,0 +1,159 @@
+"""`headway mfu`: the arithmetic of step time, tokens/s, MFU, chips, training time and cost."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli import options
+from headway.cli.resolve import resolve_cost_model
+from headway.cli.workload import build_workload, check_vision_tokens
+from headway.errors import UsageError
+from headway.report import format_count, format_duration, format_flops, format_rate, format_share, render_pairs
+
+if TYPE_CHECKING:
+    from headway.plan import Plan
+
+SCHEMA_VERSION = 1
+_SECONDS_PER_DAY = 86400
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="What is trained, as for `headway flops`."),
+]
+
+
+def mfu(
+    model: ModelArgument = None,
+    segments: options.SegmentsOption = None,
+    images: options.ImagesOption = None,
+    videos: options.VideosOption = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(metavar="S", min=1, help="Instead of --segments: samples of this length [tokens]."),
+    ] = None,
+    freeze: options.FreezeOption = None,
+    flops_per_token: Annotated[
+        float | None, typer.Option(metavar="F", help="Instead of MODEL: useful FLOPs per token, all phases [FLOP].")
+    ] = None,
+    tokens_per_step: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Real tokens of a step, all chips; those of --segments otherwise."),
+    ] = None,
+    step_time: Annotated[float | None, typer.Option(metavar="S", help="Measured time of a step [s].")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(metavar="R", help="Tokens per second of all chips.")] = None,
+    tokens_per_s_per_chip: Annotated[
+        float | None, typer.Option(metavar="R", help="Tokens per second of a chip.")
+    ] = None,
+    mfu_fraction: Annotated[
+        float | None, typer.Option("--mfu", metavar="X", help="MFU, a fraction such as 0.4.")
+    ] = None,
+    chips: Annotated[float | None, typer.Option(metavar="N", help="Chips that train.")] = None,
+    device: options.DeviceOption = None,
+    total_tokens: Annotated[float | None, typer.Option(metavar="T", help="Tokens to train on, such as 15e12.")] = None,
+    price: Annotated[float | None, typer.Option(metavar="P", help="Price of a chip-hour, in any currency.")] = None,
+    within: Annotated[float | None, typer.Option(metavar="DAYS", help="Time that training may take [days].")] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Give what you know of a training run; get everything that follows: MFU, step time, days, chips, cost.
+
+    Example: headway mfu llama-3.1-8b --seq-len 8192 --device H100 --chips 256 --mfu 0.4 --total-tokens 1e12 --price 2.5
+    """
+    from headway.plan import solve
+
+    given = {
+        "tokens_per_step": tokens_per_step,
+        "step_s": step_time,
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_chip": tokens_per_s_per_chip,
+        "mfu": mfu_fraction,
+        "num_chips": chips,
+        "total_tokens": total_tokens,
+        "price_per_chip_hour": price,
+        "time_s": within * _SECONDS_PER_DAY if within is not None else None,
+        "flops_per_token": flops_per_token,
+    }
+    if device is not None:
+        from headway.devices import named_peak
+
+        given["peak_flops_per_s"] = named_peak(device).flops_per_s
+    given |= _work(model, segments, images, videos, seq_len, freeze, flops_per_token, tokens_per_step)
+    plan = solve({key: value for key, value in given.items() if value is not None})
+    if as_json:
+        record = {"schema_version": SCHEMA_VERSION, "model": model, "given": sorted(plan.given), **plan.values}
+        print(json.dumps({**record, "unknown": [quantity.key for quantity in plan.unknown]}))
+    else:
+        print(_render(plan))
+    for warning in plan.warnings:
+        print(f"Warning: {warning}", file=sys.stderr)
+
+
+def _work(
+    model: str | None,
+    segments: str | None,
+    images: str | None,
+    videos: str | None,
+    seq_len: int | None,
+    freeze: list[str] | None,
+    flops_per_token: float | None,
+    tokens_per_step: float | None,
+) -> dict[str, float]:
+    """Count FLOPs per token of a model on samples, and tokens per step where the segments are the step.
+
+    Raises:
+        UsageError: options that contradict each other or cannot take effect.
+    """
+    if segments is not None and seq_len is not None:
+        raise UsageError("--segments and --seq-len contradict each other: both say how long the samples are.")
+    if model is None:
+        idle = [("--segments", segments), ("--seq-len", seq_len), ("--images", images), ("--freeze", freeze)]
+        unused = [option for option, value in idle if value]
+        if unused:
+            raise UsageError(f"{unused[0]} cannot take effect without MODEL. Name the model, or leave it out.")
+        return {}
+    if flops_per_token is not None:
+        raise UsageError("--flops-per-token and MODEL contradict each other: both say what a token costs.")
+    if segments is None and seq_len is None:
+        raise UsageError(
+            f"{model} alone does not say what a token costs: attention depends on the samples' lengths. Give "
+            "--seq-len, the length of a sample in tokens, or --segments."
+        )
+    cost_model = resolve_cost_model(model)
+    if freeze:
+        cost_model = cost_model.freeze(freeze)
+    workload = build_workload(segments or str(seq_len), images, videos, None)
+    check_vision_tokens(cost_model, workload)
+    found = {"flops_per_token": cost_model.count(workload).total / workload.tokens}
+    if segments is not None and tokens_per_step is None:
+        found["tokens_per_step"] = float(workload.tokens)
+    return found
+
+
+def _render(plan: "Plan") -> str:
+    from headway.plan import QUANTITIES
+
+    pairs = []
+    for quantity in QUANTITIES:
+        if quantity.key in plan.values:
+            text = _format(quantity.key, quantity.unit, plan.values[quantity.key])
+            pairs.append((quantity.label, f"{text}{'  (given)' if quantity.key in plan.given else ''}"))
+    missing = ", ".join(quantity.label for quantity in plan.unknown)
+    return render_pairs(pairs) + (f"\n\nnot determined: {missing}" if missing else "")
+
+
+def _format(key: str, unit: str, value: float) -> str:
+    number = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.2f}"
+    text = f"{number} {unit}".rstrip()
+    if key == "mfu":
+        text = format_share(value)
+    elif key == "num_chips" and value != int(value):
+        text = f"{format_count(value)}, so {-int(-value // 1):,}"
+    elif key in {"cost", "price_per_chip_hour"}:
+        text = f"{value:,.2f}"
+    elif unit == "s":
+        days = f" ({value / _SECONDS_PER_DAY:,.1f} days)" if value > _SECONDS_PER_DAY else ""
+        text = format_duration(value) + days
+    elif unit in {"FLOP", "FLOP/s"}:
+        text = format_flops(value) if unit == "FLOP" else format_rate(value)
+    return text

@@ -1,0 +1,186 @@
+"""Derive every quantity that follows from the given ones, and refuse those that contradict each other.
+
+Each identity is a product of quantities that equals 1, such as tokens/s x step time / tokens per step. One with a
+single unknown gives it; one without must hold.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TOLERANCE = 0.005  # given values may be rounded this much before they contradict each other
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One quantity of a plan.
+
+    Attributes:
+        key: its name in `solve`.
+        label: as printed.
+        unit: such as "s"; "" for counts and fractions.
+        option: how the command line takes it, "" where it does not.
+    """
+
+    key: str
+    label: str
+    unit: str = ""
+    option: str = ""
+
+
+QUANTITIES = (
+    Quantity("flops_per_token", "FLOPs per token", "FLOP", "--flops-per-token"),
+    Quantity("tokens_per_step", "tokens per step", "tokens", "--tokens-per-step"),
+    Quantity("step_flops", "FLOPs per step", "FLOP"),
+    Quantity("num_chips", "chips", "", "--chips"),
+    Quantity("peak_flops_per_s", "peak of one chip", "FLOP/s", "--device"),
+    Quantity("optimal_step_s", "optimal step time", "s"),
+    Quantity("step_s", "step time", "s", "--step-time"),
+    Quantity("optimal_tokens_per_s", "optimal tokens/s", "tokens/s"),
+    Quantity("tokens_per_s", "tokens/s", "tokens/s", "--tokens-per-s"),
+    Quantity("tokens_per_s_per_chip", "tokens/s per chip", "tokens/s", "--tokens-per-s-per-chip"),
+    Quantity("flops_per_s_per_chip", "useful rate per chip", "FLOP/s"),
+    Quantity("mfu", "MFU", "", "--mfu"),
+    Quantity("total_tokens", "total tokens", "tokens", "--total-tokens"),
+    Quantity("total_flops", "total FLOPs", "FLOP"),
+    Quantity("num_steps", "steps"),
+    Quantity("time_s", "training time", "s", "--within"),
+    Quantity("chip_hours", "chip-hours", "h"),
+    Quantity("price_per_chip_hour", "price per chip-hour", "", "--price"),
+    Quantity("cost", "cost"),
+)
+_BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
+
+# A dictionary of exponents: the product of quantities to these powers, times `scale`, is 1. Some follow from others;
+# they are here so that going through single unknowns finds everything that is determined.
+_Identity = tuple[dict[str, int], float]
+_IDENTITIES: tuple[_Identity, ...] = (
+    ({"step_flops": 1, "tokens_per_step": -1, "flops_per_token": -1}, 1.0),
+    ({"optimal_step_s": 1, "num_chips": 1, "peak_flops_per_s": 1, "step_flops": -1}, 1.0),
+    ({"mfu": 1, "step_s": 1, "optimal_step_s": -1}, 1.0),
+    ({"tokens_per_s": 1, "step_s": 1, "tokens_per_step": -1}, 1.0),
+    ({"optimal_tokens_per_s": 1, "optimal_step_s": 1, "tokens_per_step": -1}, 1.0),
+    ({"tokens_per_s": 1, "optimal_tokens_per_s": -1, "mfu": -1}, 1.0),
+    ({"optimal_tokens_per_s": 1, "flops_per_token": 1, "num_chips": -1, "peak_flops_per_s": -1}, 1.0),
+    ({"tokens_per_s": 1, "tokens_per_s_per_chip": -1, "num_chips": -1}, 1.0),
+    ({"flops_per_s_per_chip": 1, "mfu": -1, "peak_flops_per_s": -1}, 1.0),
+    ({"flops_per_s_per_chip": 1, "tokens_per_s_per_chip": -1, "flops_per_token": -1}, 1.0),
+    ({"flops_per_s_per_chip": 1, "num_chips": 1, "step_s": 1, "step_flops": -1}, 1.0),
+    ({"total_flops": 1, "total_tokens": -1, "flops_per_token": -1}, 1.0),
+    ({"num_steps": 1, "tokens_per_step": 1, "total_tokens": -1}, 1.0),
+    ({"time_s": 1, "tokens_per_s": 1, "total_tokens": -1}, 1.0),
+    ({"time_s": 1, "step_s": -1, "num_steps": -1}, 1.0),
+    ({"time_s": 1, "num_chips": 1, "flops_per_s_per_chip": 1, "total_flops": -1}, 1.0),
+    ({"chip_hours": 1, "time_s": -1, "num_chips": -1}, 3600.0),
+    ({"chip_hours": 1, "tokens_per_s_per_chip": 1, "total_tokens": -1}, 3600.0),
+    ({"cost": 1, "chip_hours": -1, "price_per_chip_hour": -1}, 1.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that follows.
+
+    Attributes:
+        values: all known quantities by key.
+        given: keys of those that were given.
+        warnings: what cannot be right, and why that may be.
+    """
+
+    values: Mapping[str, float]
+    given: frozenset[str]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def unknown(self) -> tuple[Quantity, ...]:
+        """Quantities that nothing given determines."""
+        return tuple(quantity for quantity in QUANTITIES if quantity.key not in self.values)
+
+
+def solve(given: Mapping[str, float]) -> Plan:
+    """Derive every quantity that the given ones determine.
+
+    Args:
+        given: values by key of `QUANTITIES`; times in seconds, MFU a fraction, rates and FLOPs of all chips together
+            unless the key says per chip.
+
+    Returns:
+        The given and the derived values.
+
+    Raises:
+        PlanError: an unknown key, a value that is not positive, values that contradict each other, or so few that
+            nothing follows.
+
+    >>> plan = solve({"step_flops": 4e15, "step_s": 2.0, "num_chips": 4, "peak_flops_per_s": 1e15})
+    >>> plan.values["mfu"]
+    0.5
+    """
+    values: dict[str, float] = {}
+    for key, value in given.items():
+        if key not in _BY_KEY:
+            raise PlanError(f"{key!r} is no quantity of a plan; known are {', '.join(_BY_KEY)}.")
+        if not (math.isfinite(value) and value > 0):
+            raise PlanError(f"{_name(key)} is {value:g}: it must be a positive number.")
+        values[key] = float(value)
+    if given.get("mfu", 0.0) > 1:
+        raise PlanError(
+            f"--mfu {given['mfu']:g} is above 1, which no device reaches. Give a fraction: {given['mfu'] / 100:g} for "
+            f"{given['mfu']:g} %."
+        )
+    changed = True
+    while changed:
+        changed = False
+        for exponents, scale in _IDENTITIES:
+            unknown = [key for key in exponents if key not in values]
+            if len(unknown) == 1:
+                rest = scale * math.prod(values[key] ** power for key, power in exponents.items() if key in values)
+                values[unknown[0]] = rest ** (-1 / exponents[unknown[0]])
+                changed = True
+    for exponents, scale in _IDENTITIES:
+        if all(key in values for key in exponents):
+            _check(exponents, scale, values, given)
+    if len(values) == len(given):
+        raise PlanError(
+            f"nothing follows from {_list(given)}. An MFU needs FLOPs per token (a model with segments or --seq-len), "
+            "--chips, --device and --step-time with --tokens-per-step, or tokens/s; a training time needs "
+            "--total-tokens and tokens/s, or an MFU with chips, device and model; chips needed follow from --within."
+        )
+    return Plan(values, frozenset(given), _warnings(values))
+
+
+def _check(exponents: Mapping[str, int], scale: float, values: Mapping[str, float], given: Mapping[str, float]) -> None:
+    """Refuse values that break an identity by more than rounding."""
+    product = scale * math.prod(values[key] ** power for key, power in exponents.items())
+    if abs(product - 1) <= _TOLERANCE:
+        return
+    parts = ", ".join(f"{_name(key)} {values[key]:.6g}" for key in exponents)
+    raise PlanError(
+        f"the given values contradict each other: {parts} do not belong together (they differ by a factor of "
+        f"{max(product, 1 / product):.4g}). Given were {_list(given)}. Leave one of them out, and it is derived."
+    )
+
+
+def _warnings(values: Mapping[str, float]) -> tuple[str, ...]:
+    mfu = values.get("mfu", 0.0)
+    if mfu <= 1:
+        return ()
+    return (
+        f"an MFU of {mfu:.1%} is above 100 %, which no device reaches, so these numbers do not belong together. "
+        "Likely causes: tokens/s or step time of another number of chips (--chips), tokens per step of one chip, "
+        "another device, or another model.",
+    )
+
+
+def _name(key: str) -> str:
+    return _BY_KEY[key].label
+
+
+def _list(given: Mapping[str, float]) -> str:
+    return ", ".join(f"{_name(key)} {value:.6g}" for key, value in given.items()) or "nothing"

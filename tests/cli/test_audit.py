@@ -1,0 +1,343 @@
+import json
+import math
+
+import pytest
+
+# Lines of TorchTitan's Qwen3-VL-30B-A3B experiments on 8 H200, December 2025: C4 text at 4 x 12288, VQAv2 at 1 x 8192.
+PREFIX = "[rank0]:[titan] 2025-12-17 "
+TEXT = f"""
+{PREFIX}01:18:34,942 - root - INFO - step:  2  loss: 12.3984  grad_norm:  8.0045  memory: 116.16GiB(83.14%)  tps: 5,970  tflops: 301.33  mfu: 30.47%
+{PREFIX}01:18:42,407 - root - INFO - step:  3  loss: 12.3513  grad_norm:  7.9040  memory: 116.16GiB(83.14%)  tps: 6,585  tflops: 332.35  mfu: 33.60%
+{PREFIX}01:18:49,878 - root - INFO - step:  4  loss: 12.3057  grad_norm:  8.1505  memory: 116.41GiB(83.32%)  tps: 6,580  tflops: 332.11  mfu: 33.58%
+{PREFIX}01:18:57,341 - root - INFO - step:  5  loss: 12.2364  grad_norm:  8.0841  memory: 116.41GiB(83.32%)  tps: 6,586  tflops: 332.44  mfu: 33.61%
+"""  # noqa: E501
+IMAGES = f"""
+{PREFIX}18:17:00,445 - root - INFO - step:  3  loss: 11.5645  grad_norm: 20174.4258  memory: 102.83GiB(73.60%)  tps: 833  tflops: 33.98  mfu: 3.44%
+{PREFIX}18:17:10,540 - root - INFO - step:  4  loss: 16.1480  grad_norm: 4221.2612  memory: 102.83GiB(73.60%)  tps: 792  tflops: 32.33  mfu: 3.27%
+{PREFIX}18:18:20,413 - root - INFO - step:  9  loss:  8.3097  grad_norm: 55.0017  memory: 103.50GiB(74.08%)  tps: 443  tflops: 18.07  mfu: 1.83%
+{PREFIX}18:18:24,978 - root - INFO - step: 10  loss:  6.8966  grad_norm: 53.4530  memory: 103.50GiB(74.08%)  tps: 1,764  tflops: 71.98  mfu: 7.28%
+"""  # noqa: E501
+
+# Qwen3-30B-A3B's language model, which Qwen3-VL-30B-A3B shares: matrix elements that one token meets.
+LANGUAGE = 48 * (2048 * (4096 + 2 * 512) + 4096 * 2048 + 8 * 3 * 2048 * 768 + 2048 * 128) + 2048 * 151936
+
+
+def useful_per_token(seq_len):
+    return 6 * LANGUAGE + 12 * 48 * 4096 * (seq_len + 1) / 2
+
+
+@pytest.fixture
+def audit(headway, tmp_path):
+    """Write a log, audit it, return the JSON record: audit(text, *options) -> dict."""
+
+    def run(text, *options, code=0):
+        log = tmp_path / "train.log"
+        log.write_text(text, encoding="utf-8")
+        result = headway("audit", log, *options, "--json")
+        assert result.code == code, result.err
+        return json.loads(result.out) if code == 0 else " ".join(result.err.split())
+
+    return run
+
+
+TITAN = ("--model", "qwen3-vl-30b-a3b")
+
+
+def product(data):
+    return math.prod(factor["ratio"] for factor in data["factors"])
+
+
+def test_torchtitans_text_run(audit):
+    data = audit(TEXT, *TITAN, "--seq-len", 12288, "--device", "H200")
+    assert data["identified"]["convention"] == "torchtitan-2025-12-vlm"
+    # 332.44 / 6586 and its neighbours, within the last printed digits
+    low, high = data["identified"]["flops_per_token"]
+    assert 50.46e9 < low < 50.474e9 < high < 50.49e9
+    low, high = data["identified"]["peak_flops_per_s"]
+    assert low < 989e12 < high
+    assert high < 989.4e12  # 33.60 % of 332.35 excludes the datasheet's 989.4
+    assert data["identified"]["peak"] == 989e12
+    per_token = useful_per_token(12288)
+    for row in data["rows"]:
+        assert row["useful"]["flops_per_token"] == pytest.approx(per_token, rel=1e-9)
+        assert row["useful"]["mfu"] == pytest.approx(row["reported"]["tokens_per_s"] * per_token / 989.4e12)
+    assert data["rows"][1]["reported"] == {"mfu": 0.336, "tflops": 332.35, "tokens_per_s": 6585}
+    seconds = [4 * 12288 / row["reported"]["tokens_per_s"] for row in data["rows"]]
+    mean = 4 * 4 * 12288 / sum(seconds) * per_token / 989.4e12
+    assert data["useful_mfu_mean"] == pytest.approx(mean, rel=1e-3)
+    assert product(data) == pytest.approx(data["ratio"], rel=0.005)
+    assert product(data) == pytest.approx(50.474e9 / per_token * 989.4 / 989, rel=1e-4)
+    factors = {factor["name"]: factor["ratio"] for factor in data["factors"]}
+    assert set(factors) == {"causal", "vision", "other weights", "peak"}
+    assert factors["other weights"] == pytest.approx(1, abs=1e-4)  # the norms
+    # 6 FLOPs for each of the tower's 538.6 million parameters and each text token; none of them at work
+    assert factors["vision"] == pytest.approx(1 + 6 * 538_631_408 / per_token, rel=1e-3)
+
+
+def test_the_row_length_is_found_when_it_is_not_given(audit):
+    data = audit(TEXT, *TITAN)
+    assert data["identified"]["seq_len"] == 12288
+    assert data["peak_flops_per_s"] == 989e12
+
+
+def test_torchtitans_image_run(audit):
+    data = audit(IMAGES, *TITAN, "--seq-len", 8192, "--device", "H200")
+    assert data["identified"]["convention"] == "torchtitan-2025-12-vlm"
+    low, high = data["identified"]["flops_per_token"]
+    assert low < 40.8103e9 < high
+    assert data["useful_mfu_mean"] < data["reported_mfu_mean"] / 1.4
+    assert product(data) == pytest.approx(data["ratio"], rel=0.005)
+
+
+def test_samples_and_images_change_the_attribution(audit):
+    whole = audit(IMAGES, *TITAN, "--seq-len", 8192, "--device", "H200")
+    options = ("--seq-len", 8192, "--device", "H200", "--images", "1x26x40*8")
+    packed = audit(IMAGES, *TITAN, *options, "--mean-segment", 512)
+    listed = audit(IMAGES, *TITAN, *options, "--segments", "512*16")
+    assert packed["rows"] == listed["rows"]
+    factors = {factor["name"]: factor["ratio"] for factor in packed["factors"]}
+    assert factors["document mask"] > 1.5
+    assert factors["vision"] < {f["name"]: f["ratio"] for f in whole["factors"]}["vision"]
+    assert product(packed) == pytest.approx(packed["ratio"], rel=0.005)
+    assert packed["useful_mfu_mean"] < whole["useful_mfu_mean"]
+
+
+def test_padding_is_a_factor(audit):
+    data = audit(IMAGES, *TITAN, "--seq-len", 8192, "--segments", "6144", "--slots", 8192, "--device", "H200")
+    factors = {factor["name"]: factor["ratio"] for factor in data["factors"]}
+    assert factors["padding"] == pytest.approx(8192 / 6144)
+    total = 40.8103e9 * 6144  # billed for the real tokens, with attention over 8192 instead of 6144
+    billed_less = 12 * 48 * 4096 * 6144 * (8192 - 6144)
+    assert factors["document mask"] == pytest.approx(total / (total - billed_less), rel=1e-3)
+    assert product(data) == pytest.approx(data["ratio"], rel=0.005)
+
+
+def test_frozen_weights_are_a_factor(audit):
+    options = ("--seq-len", 12288, "--device", "H200")
+    data = audit(TEXT, *TITAN, *options, "--freeze", "language.experts")
+    factors = {factor["name"]: factor["ratio"] for factor in data["factors"]}
+    # the experts' weight gradients are 2 of their 6 FLOPs per element
+    experts = 48 * 8 * 3 * 2048 * 768
+    per_token = useful_per_token(12288)
+    assert factors["frozen"] == pytest.approx(per_token / (per_token - 2 * experts))
+    assert product(data) == pytest.approx(data["ratio"], rel=0.005)
+
+
+# Llama-3.1-8B, sequences of 8192: FLOPs per token by MaxText's rule since July 2025, and before.
+LLAMA = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+HALF = 6 * LLAMA + 6 * 32 * 4096 * 8192
+SQUARE = HALF + 6 * 32 * 4096 * 8192
+
+
+def maxtext(per_token, tokens_per_s=(4000.0, 4100.0)):
+    return "".join(
+        f"completed step: {step}, seconds: {4 * 8192 / rate:.3f}, TFLOP/s/device: {rate * per_token / 1e12:.3f}, "
+        f"Tokens/s/device: {rate:.3f}, total_weights: 32768, loss: 10.86\n"
+        for step, rate in enumerate(tokens_per_s)
+    )
+
+
+@pytest.mark.parametrize(
+    ("per_token", "name", "ratio"), [(HALF, "maxtext", 1.0), (SQUARE, "maxtext-2025-06", SQUARE / HALF)]
+)
+def test_maxtext(audit, per_token, name, ratio):
+    data = audit(maxtext(per_token), "--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "459e12")
+    assert data["identified"]["convention"] == name
+    assert data["identified"]["peak_flops_per_s"] is None
+    assert data["reported_mfu_mean"] is None
+    assert data["ratio"] == pytest.approx(ratio, rel=1e-4)  # but for the diagonal
+    mean = 8192 / (4096 / 4000 + 4096 / 4100) * HALF / 459e12
+    assert data["useful_mfu_mean"] == pytest.approx(mean, rel=1e-3)
+
+
+def megatron(ranks, per_token, batch=128, seconds=(10.0, 10.5)):
+    return "".join(
+        f" [2026-01-01 10:00:0{i}] iteration {i:8d}/     100 | consumed samples: {batch * i:12d} | elapsed time per "
+        f"iteration (ms): {1000 * s:.1f} | throughput per GPU (TFLOP/s/GPU): "
+        f"{batch * 8192 * per_token / s / ranks / 1e12:.1f} | learning rate: 1.0E-05 | "
+        f"global batch size: {batch:5d} | lm loss: 1.0E+01 |\n"
+        for i, s in enumerate(seconds, 1)
+    )
+
+
+def test_megatron_with_and_without_the_number_of_devices(audit):
+    # 128256 is a multiple of 128, so that the padded vocabulary is the vocabulary
+    options = ("--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "H100")
+    searched = audit(megatron(16, HALF), *options)
+    assert searched["identified"]["ranks"] == 16
+    low, high = searched["identified"]["flops_per_token"]
+    assert low < HALF < high
+    given = audit(megatron(16, HALF), *options, "--ranks", 16)
+    assert given["identified"]["convention"] == "megatron-bridge"
+    assert "megatron-bridge-2025" in given["identified"]["same_number"]
+    low, high = given["identified"]["flops_per_token"]
+    assert low < HALF < high
+    mean = 2 * 128 * 8192 * HALF / 20.5 / 16 / 989.4e12
+    assert given["useful_mfu_mean"] == pytest.approx(mean, rel=1e-3)
+    assert searched["useful_mfu_mean"] == pytest.approx(given["useful_mfu_mean"])
+
+
+def test_megatron_bridges_own_line(audit):
+    text = megatron(16, HALF).replace("throughput per GPU (TFLOP/s/GPU)", "ignored")
+    rate = 128 * 8192 * HALF / 10 / 16 / 1e12
+    text = f"Step Time : 10.00s GPU utilization: {rate:.1f}MODEL_TFLOP/s/GPU\n" + text.splitlines()[0]
+    data = audit(text, "--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "H100", "--ranks", 16)
+    assert len(data["rows"]) == 1
+    assert data["identified"]["convention"] == "megatron-bridge"
+
+
+def test_packs_that_megatron_bridge_billed_as_whole_rows(audit):
+    # Before the fix of May 2026: rows of 8192 billed whole, though they hold samples of 512 tokens.
+    options = ("--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "H100", "--ranks", 16, "--mean-segment", 512)
+    data = audit(megatron(16, HALF), *options)
+    assert data["identified"]["convention"] == "megatron-bridge-2025"
+    factors = {factor["name"]: factor["ratio"] for factor in data["factors"]}
+    attention = 6 * 32 * 4096 * 8192
+    assert factors["document mask"] == pytest.approx(HALF / (HALF - attention * 15 / 16), rel=1e-4)
+
+
+# GPT-2: 12 layers of 768, 1024 positions, vocabulary 50257; nanoGPT's 6 N + 12 L H Q T with N without positions.
+GPT2 = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+
+
+def test_nanogpt(audit):
+    rows = 480  # sequences of 1024 per iteration and device
+    text = "iter 0: loss 10.9, time 9000.00ms, mfu -100.00%\n" + "".join(
+        f"iter {10 * i}: loss 3.2, time 3000.00ms, mfu {rows * 1024 * GPT2 / 3 / 312e12:.2%}\n" for i in range(1, 4)
+    )
+    data = audit(text, "--model", "gpt2", "--seq-len", 1024, "--device", "H100")
+    assert data["identified"]["convention"] == "palm"
+    assert len(data["rows"]) == 3
+    linear = 12 * (4 * 768**2 + 2 * 4 * 768**2) + 768 * 50257
+    useful = 6 * linear + 12 * 12 * 768 * 1025 / 2
+    mean = rows * 1024 * useful / 3 / 989.4e12  # the tool took an H100 for an A100
+    assert data["useful_mfu_mean"] == pytest.approx(mean, rel=1e-3)
+    assert product(data) == pytest.approx(data["ratio"], rel=0.005)
+
+
+def test_nanochat_finds_the_number_of_devices(audit):
+    # Rows of 2048 on 8 devices of 989 TFLOP/s, by nanochat's own formula with gpt2's sizes
+    per_token = 6 * (124_439_808 - 1024 * 768 - 50257 * 768) + 6 * 50257 * 768 + 6 * 1024 * 768
+    per_token += 12 * 12 * 768 * 1024
+    rate = 5_000_000
+    text = "".join(
+        f"step {i:05d}/21400 ({i / 214:.2f}%) | loss: 3.1 | lrm: 1.00 | dt: {524288 / rate * 1000:.2f}ms | "
+        f"tok/sec: {rate:,} | mfu: {100 * rate * per_token / 8 / 989e12:.2f} | epoch: 1 | total time: 1.00m\n"
+        for i in range(3)
+    )
+    data = audit(text, "--model", "gpt2", "--seq-len", 1024, "--ranks", 8)
+    assert data["identified"]["convention"] == "nanochat"
+    low, high = data["identified"]["peak_flops_per_s"]
+    assert low < 989e12 < high
+    searched = audit(text, "--model", "gpt2", "--seq-len", 1024, "--device", "H100")
+    assert searched["identified"]["ranks"] == 8
+    low, high = searched["identified"]["flops_per_token"]
+    assert low < per_token < high
+
+
+def test_lmms_engine(audit):
+    # It prints nothing but a rounded MFU: the rule is taken by the format, and the step's samples decide the ratio.
+    text = "".join(f"step:{i} - train/loss:1.1 - perf/global_seq_len_avg:81920.0 - train/mfu:0.520\n" for i in range(3))
+    options = ("--model", "qwen2.5-7b", "--seq-len", 81920, "--device", "A800", "--mean-segment", 1024)
+    data = audit(text, *options)
+    linear = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    head, square = 3584 * 152064, 28 * 3584
+    tool = 6 * (linear + 2 * head) + 12 * square * 1024
+    useful = 6 * (linear + head) + 12 * square * 1025 / 2
+    assert data["identified"]["flops_per_token"] is None
+    assert data["useful_mfu_mean"] == pytest.approx(0.52 * useful / tool)
+    assert product(data) == pytest.approx(tool / useful, rel=1e-4)
+
+
+def test_trainer_state(audit):
+    # 6 N per input slot over all devices: Llama-3.1-8B without its embedding
+    parameters = LLAMA + 32 * 2 * 4096 + 4096
+    state = {
+        "global_step": 100,
+        "total_flos": 6.0 * parameters * 1_000_000,
+        "num_input_tokens_seen": 1_000_000,
+        "log_history": [{"loss": 1.0, "step": 50}, {"train_runtime": 100.0, "total_flos": 6.0 * parameters * 1e6}],
+    }
+    options = ("--model", "llama-3.1-8b", "--seq-len", 2048, "--device", "H100", "--ranks", 4)
+    data = audit(json.dumps(state), *options)
+    assert data["identified"]["convention"] == "6nd"
+    useful = 6 * LLAMA + 12 * 32 * 4096 * 2049 / 2
+    assert data["useful_mfu_mean"] == pytest.approx(1e6 * useful / 100 / 4 / 989.4e12)
+    assert {factor["name"] for factor in data["factors"]} >= {"causal"}
+
+
+def test_several_rules_that_rounding_does_not_tell_apart(audit):
+    # One row with two digits: 10 % of slack hold the rule with the vision tower and the one without.
+    text = "step:  1  loss: 1.0  grad_norm: 1.0  memory: 1GiB(1%)  tps: 10  tflops: 0.5  mfu: 0.05%\n"
+    both = audit(text, "--model", "qwen3-vl-30b-a3b", "--seq-len", 12288, "--device", "H100")
+    assert both["identified"]["convention"] is None
+    assert {c["convention"] for c in both["identified"]["candidates"]} == {"torchtitan", "torchtitan-2025-12-vlm"}
+    low, high = both["identified"]["flops_per_token"]
+    assert low < 47.24e9
+    assert high > 50.47e9
+
+
+def test_rows_that_disagree_are_not_identified(audit):
+    text = maxtext(HALF, (4000.0,)) + maxtext(SQUARE, (4000.0,)).replace("step: 0", "step: 1")
+    data = audit(text, "--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "459e12")
+    assert data["identified"]["convention"] is None
+    assert any("no single number of FLOPs per token" in warning for warning in data["warnings"])
+
+
+def test_samples_bound_the_row_lengths_that_are_searched(audit):
+    # In rows shorter than its samples no run can be; 12288 is found with samples of up to that length.
+    data = audit(TEXT, *TITAN, "--mean-segment", 1000)
+    assert data["identified"]["seq_len"] == 12288
+
+
+def test_an_mfu_above_1_is_reported_and_not_clipped(audit, headway, tmp_path):
+    text = maxtext(HALF, tokens_per_s=(40000.0, 41000.0))
+    (tmp_path / "fast.log").write_text(text, encoding="utf-8")
+    result = headway("audit", tmp_path / "fast.log", "--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "H100")
+    assert result.code == 0
+    assert "which no device can reach" in result.err
+    assert "Likely causes" in result.err
+    assert audit(text, "--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "H100")["useful_mfu_mean"] > 1
+
+
+def test_a_device_that_the_log_did_not_divide_by(audit):
+    data = audit(TEXT, *TITAN, "--seq-len", 12288, "--device", "A100")
+    assert any("but NVIDIA A100-SXM4-80GB has 312.0" in " ".join(w.split()) for w in data["warnings"])
+
+
+BAD = [
+    ("loss 1.0\nloss 0.9\n", ["--model", "qwen3-8b"], 1, "has no line that is recognised"),
+    (TEXT, ["--model", "qwen3-8b", "--seq-len", "4096"], 1, "no convention explains this torchtitan log"),
+    (TEXT, [], 2, "--model is missing"),
+    (TEXT, [*TITAN, "--segments", "8", "--mean-segment", "8"], 2, "contradict each other"),
+    (TEXT, [*TITAN, "--seq-len", "64", "--mean-segment", "65"], 2, "--seq-len 64 contradicts samples of 65"),
+    (TEXT, [*TITAN, "--seq-len", "12288", "--skip", "4"], 1, "no row is left"),
+    ('{"log_history": [], "global_step": 1}', ["--model", "qwen3-8b"], 1, "without train_runtime"),
+    ('{"log_history": [', ["--model", "qwen3-8b"], 1, "starts like JSON but is not"),
+    (
+        "iter 10: loss 3.2, time 3000.00ms, mfu 30.00%\n", ["--model", "gpt2"], 2, "--seq-len is missing",
+    ),
+    (megatron(16, 1.07 * HALF), ["--model", "llama-3.1-8b", "--seq-len", "8192"], 1, "no convention explains"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "options", "code", "quoted"), BAD, ids=range(len(BAD)))
+def test_a_mistake_is_quoted(audit, text, options, code, quoted):
+    assert quoted in audit(text, *options, code=code)
+
+
+def test_a_missing_file(headway, tmp_path):
+    result = headway("audit", tmp_path / "none.log", "--model", "qwen3-8b")
+    assert result.code == 1
+    assert "cannot be read" in result.err
+
+
+def test_the_table(headway, tmp_path):
+    (tmp_path / "train.log").write_text(TEXT, encoding="utf-8")
+    result = headway("audit", tmp_path / "train.log", *TITAN, "--device", "H200")
+    assert (result.code, result.err) == (0, "")
+    lines = [" ".join(line.split()) for line in result.out.splitlines()]
+    assert lines[0] == "step tokens/s TFLOP/s MFU printed MFU useful"
+    assert lines[2] == "2 5,970 301.33 30.5 % 19.8 %"
+    assert any(line.startswith("identified torchtitan-2025-12-vlm/2025-12, 50.4740 GFLOP") for line in lines)
+    assert any(line.startswith("product 1.54") for line in lines)

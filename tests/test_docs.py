@@ -1,0 +1,56 @@
+"""What the pages on other tools' numbers show is what happens; sessions on a log file are not run: it is not kept."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ["conventions.md", "what-the-numbers-mean.md"]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(
+        r"^```(\w+)\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+]
+SESSIONS = [
+    session.partition("\n")[::2]
+    for kind, body in BLOCKS
+    if kind == "console"
+    for session in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]
+    if ".log" not in session.partition("\n")[0]
+]
+
+
+@pytest.mark.parametrize(("command", "shown"), SESSIONS, ids=[command for command, _ in SESSIONS])
+def test_a_console_session_prints_what_the_page_shows(command, shown, monkeypatch, capsys):
+    from headway.cli.app import main
+
+    program, *arguments = shlex.split(command)
+    assert program == "headway"
+    monkeypatch.setattr(sys, "argv", ["headway", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0
+    pattern = "".join("(?:.*\n)*" if line == "..." else re.escape(line) + "\n" for line in shown.splitlines())
+    assert re.fullmatch(pattern, out), out
+
+
+@pytest.mark.parametrize("snippet", [body for kind, body in BLOCKS if kind == "python"])
+def test_a_python_snippet_runs(snippet, capsys):
+    exec(compile(snippet, "docs", "exec"), {})
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_there_are_sessions_to_run():
+    assert len(SESSIONS) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text(encoding="utf-8")):
+        assert (DOCS / target).exists()
