@@ -64,3 +64,12 @@ def test_counting_costs_far_less_than_a_counted_step(tmp_path):
     us = json.loads(path.read_text())["us"]
     assert us["workload_and_count"]["median"] < 1000  # 43 us on a quiet core; the suite shares its cores
     assert us["workload_and_count"]["median"] < us["tiny_step_under_flop_counter"]["median"] / 20
+
+
+@pytest.mark.slow
+def test_the_answering_benchmark_runs_and_measures_each_command(tmp_path):
+    run("answering.py", "--runs", 1, "--out", tmp_path)
+    (path,) = tmp_path.glob("answering_*.json")
+    commands = json.loads(path.read_text())["commands"]
+    assert len(commands) == 4
+    assert all(0 < entry["wall_s"]["median"] and entry["memory_bytes"] > 10_000_000 for entry in commands)

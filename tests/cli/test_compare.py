@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -113,7 +112,7 @@ def test_an_unknown_device_is_refused(headway):
     assert "The peak of 'H101' is not known" in " ".join(result.err.split())
 
 
-def test_compare_takes_half_a_second_without_torch():
+def test_compare_needs_no_torch():
     code = (
         "import sys; from headway.cli.app import main\n"
         "try: main()\n"
@@ -122,10 +121,5 @@ def test_compare_takes_half_a_second_without_torch():
     )
     arguments = ["compare", "qwen3-vl-8b", "--segments", "4096", "--images", "1x32x48", "--device", "H100"]
     command = [sys.executable, "-c", code, *arguments, "--step-time", "1"]
-    durations_s = []
-    for _ in range(5):  # the fastest counts: other tests run beside this one
-        begin_s = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        durations_s.append(time.perf_counter() - begin_s)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == "0\n"
-    assert min(durations_s) < 0.5

@@ -1,5 +1,4 @@
 import itertools
-import time
 
 import pytest
 from hypothesis import given
@@ -114,17 +113,3 @@ def test_an_unknown_strategy_is_refused_with_the_known_ones():
 def test_a_budget_that_holds_nothing_is_refused(tokens, patches):
     with pytest.raises(ConfigError, match="at least 1 token"):
         Budget(tokens, patches)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("budget", [Budget(8192), Budget(8192, 8192)])
-def test_doubling_the_samples_about_doubles_the_time(strategy, budget):
-    def seconds(count):
-        sizes = [Size(200 + i * 7919 % 5000, i * 104729 % 3000) for i in range(count)]
-        start = time.process_time()
-        pack(sizes, budget, strategy)
-        return time.process_time() - start
-
-    seconds(1000)
-    # Quadratic growth would give 16 for four times the samples; the slack is for a noisy machine.
-    assert seconds(20_000) < 9 * seconds(5_000)
