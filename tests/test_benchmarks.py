@@ -58,12 +58,12 @@ def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
 
 
 @pytest.mark.slow
-def test_counting_costs_far_less_than_a_counted_step(tmp_path):
+def test_the_counting_benchmark_runs_and_measures_both_sides(tmp_path):
     run("counting_cost.py", "--out", tmp_path)
     (path,) = tmp_path.glob("counting_cost_*.json")
     us = json.loads(path.read_text())["us"]
-    assert us["workload_and_count"]["median"] < 1000  # 43 us on a quiet core; the suite shares its cores
-    assert us["workload_and_count"]["median"] < us["tiny_step_under_flop_counter"]["median"] / 20
+    assert all(entry["median"] > 0 for entry in us.values())
+    assert us["workload_and_count"]["repeats"] > us["tiny_step_under_flop_counter"]["repeats"] > 0
 
 
 @pytest.mark.slow
@@ -72,4 +72,4 @@ def test_the_answering_benchmark_runs_and_measures_each_command(tmp_path):
     (path,) = tmp_path.glob("answering_*.json")
     commands = json.loads(path.read_text())["commands"]
     assert len(commands) == 4
-    assert all(0 < entry["wall_s"]["median"] and entry["memory_bytes"] > 10_000_000 for entry in commands)
+    assert all(entry["wall_s"]["median"] > 0 and entry["memory_bytes"] > 10_000_000 for entry in commands)
