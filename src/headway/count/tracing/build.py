@@ -70,9 +70,11 @@ def with_layers(config: Any, layers: int) -> Any:
         if depth <= layers:
             continue
         for key, value in list(vars(part).items()):
-            if isinstance(value, list) and len(value) == depth:
+            if not isinstance(value, list | tuple):
+                continue
+            if len(value) == depth:
                 setattr(part, key, value[:layers])
-            elif key.endswith("indexes") and isinstance(value, list):
+            elif key.endswith("indexes"):
                 setattr(part, key, [index for index in value if index < layers])
         for key in _DEPTHS:
             if getattr(part, key, None) == depth:
@@ -154,7 +156,7 @@ def vision_input(model: nn.Module) -> VisionInput | None:
             f"{type(model).__name__} takes images in another form than flat patches with image_grid_thw. "
             "Trace its language model alone, from the text configuration."
         )
-    channels: int = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
+    channels = next((getattr(vision, k) for k in ("in_channels", "in_chans", "num_channels") if hasattr(vision, k)), 3)
     features = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
     return VisionInput(features, vision.spatial_merge_size, config.image_token_id)
 

@@ -76,6 +76,9 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
     try:
         config = build.with_layers(CONFIG_MAPPING[model_type](), LAYERS)
         config.architectures = [class_name]
+        vision: Any = getattr(config, "vision_config", None)
+        if hasattr(vision, "out_hidden_size"):  # the two towers' own defaults need not fit each other
+            vision.out_hidden_size = config.get_text_config().hidden_size
         build.twin_of_config(config)
     except Exception as error:  # noqa: BLE001  # any failure of foreign code is a result here
         return failed("not built", error)
