@@ -122,6 +122,58 @@ def test_a_plain_module_is_read_through_pytorchs_own_attention(options, driver):
     assert (row.driver, row.forward, sum(g.flops for g in row.gradients)) == (driver, 2 * 2 * 12, 2 * 2 * 2 * 12)
 
 
+class ByHand(nn.Module):
+    """Attention of 3 heads without any library's help, each query seeing `window` keys at most."""
+
+    def __init__(self, window, hide):
+        super().__init__()
+        self.qkv, self.window, self.hide = nn.Linear(12, 36), window, hide
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        place = torch.arange(x.shape[1])
+        ahead = place[:, None] - place[None, :]
+        hidden = (ahead < 0) | (ahead >= self.window)
+        scores = self.hide(q @ k.transpose(2, 3) * 0.5, hidden)
+        return (scores.float().softmax(dim=-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
+
+
+WAYS_TO_HIDE = {
+    "fill": lambda scores, hidden: scores.masked_fill(hidden, -torch.inf),
+    "where": lambda scores, hidden: torch.where(hidden, torch.finfo(scores.dtype).min, scores),
+    "where not": lambda scores, hidden: torch.where(
+        ~hidden, scores, torch.full(hidden.shape, -1e9, dtype=scores.dtype)
+    ),
+    "add": lambda scores, hidden: scores + torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("hide", WAYS_TO_HIDE)
+@pytest.mark.parametrize(("window", "driver"), [(10_000, "pairs:causal"), (9, "pairs:sliding:9")])
+def test_attention_by_hand_is_billed_for_the_pairs_that_its_mask_allows(window, driver, hide):
+    rows = [row for row in trace(Toy(ByHand(window, WAYS_TO_HIDE[hide]))).rows if row.op == "attention"]
+    # scores and values: 3 heads of 4, forward once and backward twice
+    assert [(row.driver, row.forward, row.component) for row in rows] == [(driver, 2 * 3 * 4, "language.attention")] * 2
+    assert [[g.flops for g in row.gradients] for row in rows] == [[2 * 3 * 4] * 2] * 2
+
+
+def test_masks_that_a_model_made_at_construction_are_read_off_a_real_one_only():
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    config = GPTNeoConfig(
+        vocab_size=50,
+        hidden_size=12,
+        num_layers=2,
+        num_heads=3,
+        window_size=9,
+        attention_types=[[["global", "local"], 1]],
+    )
+    windows = [row.driver for row in trace(GPTNeoForCausalLM(config)).rows if row.op == "attention"]
+    assert windows == ["pairs:causal"] * 2 + ["pairs:sliding:9"] * 2
+    with pytest.raises(TraceError, match="Trace a real model instead of its configuration"):
+        trace(config)
+
+
 class Detached(nn.Module):
     def __init__(self):
         super().__init__()
@@ -173,9 +225,7 @@ def loop(x, w):
 
 
 def attention_by_hand(x, w):
-    scores = (x @ x.transpose(1, 2)) * 0.3
-    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-    return scores.masked_fill(hidden, -1e9).float().softmax(dim=-1) @ x
+    return (x @ x.transpose(1, 2) * 0.3).softmax(dim=-1) @ x
 
 
 def root(x, w):

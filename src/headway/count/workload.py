@@ -56,8 +56,8 @@ class Workload:
     """What one step was asked to compute; immutable, additive.
 
     Args:
-        segments: segment lengths [tokens], shape (N,), each >= 1. They include the tokens that images and videos
-        occupy. images: image grids t, h, w [patches, before merging], shape (M, 3).
+        segments: segment lengths [tokens], shape (N,), each >= 1, the tokens of images and videos included.
+        images: image grids t, h, w [patches, before merging], shape (M, 3).
         videos: video grids t, h, w [patches, before merging], shape (V, 3).
         slots: token positions that the kernels compute, real and padding; the number of tokens when None.
 

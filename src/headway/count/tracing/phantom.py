@@ -4,7 +4,7 @@ Their operations run on PyTorch's meta kernels. Integer and boolean tensors stay
 indices and boolean masks drive the model's Python as they would in training. Each phantom knows three things about its
 past: `sources`, the parameters that autograd could send its gradient to (bit i for parameter i); `fed`, whether it
 depends on the batch at all (an activation) or on parameters alone (a weight, a cast or view of one); and `scores`,
-whether it is a product of two activations, scaled, shifted or masked since.
+the product of two activations that it came from, scaled, shifted, masked or normalised since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from headway.errors import TraceError
 
 aten = torch.ops.aten
 
-OnDispatch = Callable[[Any, tuple[Any, ...], Any], bool]  # returns whether it was a product of two activations
+# (operation, arguments, meta result) -> the product of two activations that it was; False for any other product, whose
+# result is no score whatever its operands were; None for what is no product
+OnDispatch = Callable[[Any, tuple[Any, ...], Any], Any]
 _on_dispatch: OnDispatch | None = None
 _results: dict[Any, Any] = {}  # (operation, shapes) -> meta result; layers repeat each other, and meta kernels are slow
 
@@ -34,7 +36,7 @@ class Phantom(torch.Tensor):
     sources: int
     fed: bool
     base: Phantom | None
-    scores: bool
+    scores: Any
 
     @staticmethod
     def __new__(cls: type[Phantom], meta: torch.Tensor, *_past: Any, **_more: Any) -> Phantom:
@@ -53,7 +55,7 @@ class Phantom(torch.Tensor):
         self.sources = sources
         self.fed = fed
         self.base = base
-        self.scores = False
+        self.scores = None
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]  # torch's keyword only steers its printing
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
@@ -181,8 +183,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
     # a real integer tensor is an index made from the batch: rows picked by it are activations
     fed = any(p.fed for p in phantoms) or any(not isinstance(t, Phantom) and t.dim() > 0 for t in flat)
-    is_product = _on_dispatch(func, args, out) if _on_dispatch is not None else False
-    scored = {p.numel() for p in phantoms if p.scores}
+    product = _on_dispatch(func, args, out) if _on_dispatch is not None else None
+    scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
     if func._schema.is_mutable:
         return _mutated(func, args, kwargs, sources, fed)
     view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
@@ -193,7 +195,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value
         if value.is_floating_point() or value.is_complex():
             made = Phantom(value, sources, fed, base)
-            made.scores = is_product or value.numel() in scored
+            made.scores = scores.get(value.numel()) if product is None else (product or None)
             return made
         return torch.zeros(value.shape, dtype=value.dtype)
 

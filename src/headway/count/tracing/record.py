@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from headway.count import masks
 from headway.count.tracing.phantom import Phantom, Recording, aten
+from headway.count.tracing.scores import MASKING, covers
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -45,13 +47,15 @@ class Operation:
     Attributes:
         module: path of the innermost module running.
         kind: `matmul`, `convolution`, `experts` or `attention`.
-        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution,
-        allowed pairs. unit_flops: FLOPs per unit.
-        products: the backward's products as (operand whose gradient it is or None, FLOPs per unit, sources).
+        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs.
+        unit_flops: FLOPs per unit.
+        products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
         driver: known driver, where the seam says it; else it is found by comparing workloads.
         weight: shape of the weight, () where there is none.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
+        mask: of attention written by hand: the scores that count, broadcast over [..., queries, keys].
+        executed_flops: FLOPs that forward dispatched, where these are more than count.
     """
 
     module: str
@@ -65,6 +69,8 @@ class Operation:
     from_input: bool = False
     backward_flops: int = 0
     saves_after: bool = False
+    mask: torch.Tensor | None = None
+    executed_flops: int = 0
 
     @property
     def forward_flops(self) -> int:
@@ -74,7 +80,15 @@ class Operation:
     @property
     def expected_backward_flops(self) -> int:
         """FLOPs that backward should dispatch, from the operands' pasts."""
-        return self.units * sum(flops for _, flops, sources in self.products if sources)
+        needed = sum(flops for _, flops, sources in self.products if sources)
+        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops
+
+    def count_pairs(self, pairs: int, scores: int) -> None:
+        """Count only the pairs that the mask allows, of the scores that each head really computes."""
+        self.kind, self.executed_flops = "attention", self.forward_flops
+        per_pair = self.forward_flops // scores
+        self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
+        self.units, self.unit_flops = pairs, per_pair
 
 
 # operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is
@@ -184,8 +198,8 @@ class Recorder:
         self.operations.append(operation)
         return operation
 
-    def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
-        """Record one operation; says whether it is a forward product of two activations."""
+    def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
+        """Record one operation; returns it if its result may be scores, False if it is another product, else None."""
         packet = func._overloadpacket
         if func.namespace != "aten" or packet.__name__ in OPAQUE:
             raise TraceError(
@@ -193,25 +207,74 @@ class Recorder:
                 "Its FLOPs would be missing, so the model is not counted."
             )
         node: Any = torch._C._current_autograd_node()
-        if packet is aten._softmax and node is None and isinstance(args[0], Phantom) and args[0].scores:
-            raise TraceError(
-                f"module {self.module or '(the model)'} multiplies and normalises attention scores by hand, where the "
-                "pairs that its mask allows cannot be seen. Let it call its library's attention function or "
-                "F.scaled_dot_product_attention."
-            )
+        if node is None:
+            self._follow_scores(packet, args)
         read = _READERS.get(packet)
         if read is None:
-            return False
+            return None
         if node is not None:
             self._on_backward(node, func, _backward_flops(packet, args))
-            return False
+            return None
         operation = read(self, args, out)
         if operation is None:
-            return False
+            return None
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
-        return operation.kind == "matmul" and not operation.weight
+        if operation.kind != "matmul" or operation.weight:
+            return False
+        for operand in args:  # the values of attention written by hand: weighted by masked scores
+            if isinstance(operand, Phantom) and operand.scores is not None and operand.scores.kind == "attention":
+                self._mask_by_hand(operation, operand.scores.mask)
+                return False
+        return operation
+
+    def _follow_scores(self, packet: Any, args: tuple[Any, ...]) -> None:
+        """Watch attention written by hand: a mask laid over scores, and the softmax that ends them."""
+        scored = next((a for a in args if isinstance(a, Phantom) and a.scores is not None), None)
+        if scored is None:
+            return
+        operation = scored.scores
+        if packet in MASKING:
+            for other in args:
+                if other is scored or not covers(other, scored):
+                    continue
+                if isinstance(other, Phantom):
+                    if other.fed or other.sources:
+                        continue  # a bias that is computed or learnt
+                    raise TraceError(
+                        f"module {self.module} lays a mask of floats over scores, whose data is not known."
+                    )
+                allowed = MASKING[packet](other, args)
+                operation.mask = allowed if operation.mask is None else operation.mask & allowed
+                if not operation.mask.any():
+                    raise TraceError(
+                        f"module {self.module} masks all of its attention scores: the mask was made when the model was "
+                        "built, on shapes alone. Trace a real model instead of its configuration."
+                    )
+        elif packet is aten._softmax and operation.kind != "attention":
+            if operation.mask is None:
+                raise TraceError(
+                    f"module {self.module or '(the model)'} multiplies and normalises attention scores by hand, under "
+                    "no boolean mask that says which pairs count. Let it call its library's attention function or "
+                    "F.scaled_dot_product_attention."
+                )
+            self._mask_by_hand(operation, operation.mask)
+
+    def _mask_by_hand(self, operation: Operation, mask: torch.Tensor) -> None:
+        """Bill a product of attention written by hand for the pairs that its mask allows in a batch of one."""
+        queries, keys = mask.shape[-2:]
+        pairs = self.allowed(mask, 1, queries, keys)
+        operation.mask = mask
+        operation.count_pairs(pairs, queries * keys)
+        if queries == keys:
+            window = int(mask.sum(-1).max())
+            for driver, count in (
+                ("pairs:causal", masks.causal_pairs([queries])),
+                (f"pairs:sliding:{window}", masks.sliding_pairs([queries], window)),
+            ):
+                if not operation.driver and pairs == count:
+                    operation.driver = driver
 
     def _on_backward(self, node: Any, func: Any, flops: int) -> None:
         operation = self._by_node.get(node._sequence_nr())
