@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import BloomConfig, GPTNeoConfig
 
 from headway.count import Workload, trace
 from headway.count.tracing import verify as module
@@ -26,6 +27,23 @@ def test_every_module_is_equal_or_explained(family):
     assert [line for line in lines if line.explanation is None] == []
     assert {line.op for line in lines if line.explanation} <= {"attention", "-"}
     assert sum(line.ledger[0] for line in lines) > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=50, hidden_size=12, n_layer=2, n_head=3),
+        GPTNeoConfig(
+            vocab_size=50, hidden_size=12, num_layers=2, num_heads=3, window_size=9,
+            attention_types=[[["global", "local"], 1]],
+        ),
+    ],
+    ids=["bloom", "gpt_neo"],
+)  # fmt: skip
+def test_attention_by_hand_is_equal_or_explained(config):
+    lines, _ = verify(model_class(config)._from_config(config, dtype=torch.float32), Workload([67]))
+    assert [line for line in lines if line.explanation is None] == []
+    assert sum("the mask allows" in line.explanation for line in lines) == 2
 
 
 def test_a_model_is_left_as_it_was():

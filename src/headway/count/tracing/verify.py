@@ -156,7 +156,8 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
         backward[row.module] += units * needed
         ops.setdefault(row.module, row.op)
         if row.op == "attention" and not drivers.is_vision(row.driver):
-            scores[row.module] = (row.forward, needed)
+            ahead, back = scores.get(row.module, (0, 0))  # attention by hand has a row for scores and one for values
+            scores[row.module] = (ahead + row.forward, back + needed)
     lines = []
     for module in dict.fromkeys([*forward, *counted.forward, *counted.outer]):
         ours = (forward[module], backward[module])
