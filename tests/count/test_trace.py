@@ -149,7 +149,9 @@ WAYS_TO_HIDE = {
 
 
 @pytest.mark.parametrize("hide", WAYS_TO_HIDE)
-@pytest.mark.parametrize(("window", "driver"), [(10_000, "pairs:causal"), (9, "pairs:sliding:9")])
+@pytest.mark.parametrize(
+    ("window", "driver"), [(10_000, "pairs:causal"), (9, "pairs:sliding:9"), (600, "pairs:sliding:600")]
+)
 def test_attention_by_hand_is_billed_for_the_pairs_that_its_mask_allows(window, driver, hide):
     rows = [row for row in trace(Toy(ByHand(window, WAYS_TO_HIDE[hide]))).rows if row.op == "attention"]
     # scores and values: 3 heads of 4, forward once and backward twice
@@ -228,6 +230,13 @@ def attention_by_hand(x, w):
     return (x @ x.transpose(1, 2) * 0.3).softmax(dim=-1) @ x
 
 
+def heads_apart(x, w):
+    everything = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+    q = x[:, None].expand(-1, 2, -1, -1)
+    scores = (q @ q.transpose(2, 3)).masked_fill(~torch.stack([everything, everything.tril()])[None], -1e9)
+    return (scores.softmax(dim=-1) @ q).sum(1)
+
+
 def root(x, w):
     n = int(x.shape[1] ** 0.5)
     return torch.cat([x[:, :n] @ torch.diag(w), x[:, n:]], dim=1)
@@ -239,6 +248,7 @@ def root(x, w):
         (lambda x, w: x * torch.dot(w, w), r"module middle runs aten\.dot"),
         (float_mask, "module middle attends under a mask of floats"),
         (attention_by_hand, "module middle multiplies and normalises attention scores by hand"),
+        (heads_apart, "module middle masks its (attention )?heads differently"),
         (loop, "counted operations on one workload"),
         (root, "no driver explains matmul in module middle"),
     ],

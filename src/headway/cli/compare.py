@@ -74,7 +74,7 @@ def compare(
     step = Step(workload, row_length, recompute)
     rows = compare_step(resolve_architecture(model, cost_model), step, step_time, peak, ranks)
     for unknown in cost_model.unknown:
-        print(f"Warning: {unknown} could not be explained; its FLOPs are missing from every number.", file=sys.stderr)
+        print(f"Warning: {unknown} is not counted: its FLOPs are missing from every number.", file=sys.stderr)
     if as_json:
         print(json.dumps(_record(cost_model.name, step, step_time, ranks, peak, rows)))
     else:

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption
-from headway.cli.train import ResumeOption, SetOption, needs_training_extra, print_summary
+from headway.cli.train import ResumeOption, SetOption, print_summary
 
 FolderOption = Annotated[
     Path, typer.Option(metavar="DIR", help="Where data, model folder and run go; made where it is missing.")
@@ -48,7 +49,7 @@ def demo(
     with as_file(files("headway.demo") / "digits.yaml") as recipe:
         config = load_config(recipe, (*overrides, *(settings or ())))
 
-    with needs_training_extra():
+    with needs_extra("training"):
         from headway.demo.digits import write_digits
         from headway.demo.reader import write_reader
         from headway.train.loop import train

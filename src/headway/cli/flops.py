@@ -67,7 +67,7 @@ def flops(
     check_vision_tokens(cost_model, workload)
 
     for unknown in cost_model.unknown:
-        print(f"Warning: {unknown} could not be explained; its FLOPs are missing from every number.", file=sys.stderr)
+        print(f"Warning: {unknown} is not counted: its FLOPs are missing from every number.", file=sys.stderr)
     if rule.name != "useful":
         step = Step(workload, seq_len or workload.slots, recompute)
         print_bill(cost_model, workload, resolve_architecture(model, cost_model), rule, step, as_json)

@@ -1,12 +1,11 @@
 """Find the cost model that MODEL names: shipped, a local config or folder, or a name on the Hugging Face Hub."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import HeadwayError, UnknownModelError
+from headway.cli.extras import needs_extra
+from headway.errors import UnknownModelError
 
 if TYPE_CHECKING:
     from headway.count import CostModel
@@ -30,7 +29,7 @@ def resolve_cost_model(name: str) -> "CostModel":
 
     if name.lower() in shipped_models():
         return load_cost_model(name.lower())
-    with _needs_extra(name):
+    with needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"):
         from headway.count import trace
 
         return trace(resolve_config(name))
@@ -87,26 +86,13 @@ def resolve_config(name: str) -> Any:
             f"{name!r} is neither a shipped model, nor a config's JSON file or a folder with a config.json here, nor a "
             f"Hub id (OWNER/MODEL). {nearest(name)}"
         )
-    with _needs_extra(name):
+    with needs_extra(f"building the configuration of {name!r}"):
         from headway.count.tracing.build import preset_config
         from headway.models.load import load_config
 
         if name.lower() in presets():
             return preset_config(name.lower())
         return load_config(str(path) if path.exists() else name)
-
-
-@contextmanager
-def _needs_extra(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("headway"):
-            raise
-        raise HeadwayError(
-            f"{name!r} is not a shipped model, so its own code must be traced, and that needs {error.name}, "
-            "which is not installed. Install the extra: pip install 'headway[train]'."
-        ) from error
 
 
 def _is_hub_id(name: str) -> bool:

@@ -2,15 +2,13 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption
-from headway.errors import HeadwayError
 
 if TYPE_CHECKING:
     from headway.train.summary import RunSummary
@@ -45,27 +43,10 @@ def train(
 
     resolved = load_config(config, tuple(settings or ()))  # a typo is told before torch is loaded
 
-    with needs_training_extra():
+    with needs_extra("training"):
         from headway.train.loop import train as run
 
     print_summary(run(resolved, resume=resume), as_json=as_json)
-
-
-@contextmanager
-def needs_training_extra() -> Iterator[None]:
-    """Turn a missing library into a word on how to install it.
-
-    Raises:
-        HeadwayError: a library that training needs is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("headway"):
-            raise
-        raise HeadwayError(
-            f"training needs {error.name}, which is not installed. Install the extra: pip install 'headway[train]'."
-        ) from error
 
 
 def print_summary(summary: "RunSummary", *, as_json: bool) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
+from headway.cli.extras import needs_extra
 from headway.cli.resolve import resolve_config
-from headway.cli.train import needs_training_extra
 from headway.errors import HeadwayError, UsageError
 from headway.report import Column, format_count, render_pairs, render_table
 
@@ -33,7 +33,7 @@ def verify(
 
     Exit code 1 if any difference is not explained.
     """
-    with needs_training_extra():
+    with needs_extra("running a model"):
         lines, unseen, name = _run(model, layers, device)
     folded = _fold(lines)
     differences = [line for line in folded if line["explanation"] is None]

@@ -110,7 +110,8 @@ class CostModel:
         rows: one per operation and module, in the order in which forward runs them.
         parameters: the model's parameters; `Gradient.needs` numbers them in this order.
         source: where the rows were read: model class and versions.
-        unknown: operations that could not be explained, when the trace was told to go on; their FLOPs are missing.
+        unknown: modules with weights that never ran in the trace, since their inputs were not given; their FLOPs are
+            missing.
     """
 
     name: str

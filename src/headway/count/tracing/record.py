@@ -153,6 +153,10 @@ class Recorder:
         """
         if id(mask) not in self._mask_pairs:
             four = mask[(None,) * (4 - mask.dim())]
+            if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
+                raise TraceError(
+                    f"module {self.module} masks its attention heads differently; pairs are counted for all."
+                )
             pairs = int(four.expand(batch, -1, queries, keys)[:, 0].sum())
             self._mask_pairs[id(mask)] = (mask, pairs)  # holding the mask keeps its id its own
         return self._mask_pairs[id(mask)][1]
