@@ -15,10 +15,11 @@ from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit, workloads_for
-from headway.count.tracing.record import Operation, Recorder
+from headway.count.tracing.record import Recorder
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
+    from headway.count.tracing.operation import Operation
     from headway.count.workload import Workload
 
 __all__ = ["trace"]

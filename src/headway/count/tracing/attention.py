@@ -7,7 +7,7 @@ kind of mask that the model names.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,9 +15,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
+from headway.count.tracing.operation import Operand, Operation
 from headway.count.tracing.phantom import Phantom, phantom
-from headway.count.tracing.record import Operand, Operation, Recorder
 from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from headway.count.tracing.record import Recorder
 
 NAME = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a name that contains "flash"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from headway.count.tracing.fit import Fitted
-    from headway.count.tracing.record import Operation
+    from headway.count.tracing.operation import Operation
 
 
 def _inside(path: str, roots: Iterable[str]) -> bool:

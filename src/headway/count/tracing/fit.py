@@ -13,7 +13,7 @@ from headway.errors import TraceError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headway.count.tracing.record import Operation
+    from headway.count.tracing.operation import Operation
 
 WINDOW_SIDES = range(2, 65)  # window sizes of vision attention that are tried [patches]
 _LENGTHS = (131, 197, 263)  # primes: no product of a model's sizes equals a multiple of two of them

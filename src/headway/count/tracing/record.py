@@ -7,7 +7,6 @@ what the operands' pasts predict, or the trace fails.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from headway.count import masks
 from headway.count.tracing.phantom import Phantom, Recording, aten
+from headway.count.tracing.readers import OPAQUE, READERS, backward_flops
 from headway.count.tracing.scores import MASKING, covers
 from headway.errors import TraceError
 
@@ -24,102 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-
-@dataclass(frozen=True)
-class Operand:
-    """What a product's input depends on: the batch (`fed`), and parameters (`sources`, bit i for parameter i)."""
-
-    fed: bool
-    sources: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Operand:
-        """Read an operand's past; a real tensor has none."""
-        if not isinstance(tensor, Phantom):
-            return cls(True, 0)
-        return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
-
-
-@dataclass
-class Operation:
-    """One product that forward ran.
-
-    Attributes:
-        module: path of the innermost module running.
-        kind: `matmul`, `convolution`, `experts` or `attention`.
-        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs.
-        unit_flops: FLOPs per unit.
-        products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
-        driver: known driver, where the seam says it; else it is found by comparing workloads.
-        weight: shape of the weight, () where there is none.
-        backward_flops: FLOPs that backward really dispatched.
-        saves_after: whether a tensor was saved for backward after it, inside its block.
-        mask: of attention written by hand: the scores that count, broadcast over [..., queries, keys].
-        executed_flops: FLOPs that forward dispatched, where these are more than count.
-    """
-
-    module: str
-    kind: str
-    units: int
-    unit_flops: int
-    products: tuple[tuple[str, int, int], ...]
-    block: str
-    driver: str = ""
-    weight: tuple[int, ...] = ()
-    from_input: bool = False
-    backward_flops: int = 0
-    saves_after: bool = False
-    mask: torch.Tensor | None = None
-    executed_flops: int = 0
-
-    @property
-    def forward_flops(self) -> int:
-        """FLOPs of this call's forward."""
-        return self.units * self.unit_flops
-
-    @property
-    def expected_backward_flops(self) -> int:
-        """FLOPs that backward should dispatch, from the operands' pasts."""
-        needed = sum(flops for _, flops, sources in self.products if sources)
-        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops
-
-    def count_pairs(self, pairs: int, scores: int) -> None:
-        """Count only the pairs that the mask allows, of the scores that each head really computes."""
-        self.kind, self.executed_flops = "attention", self.forward_flops
-        per_pair = self.forward_flops // scores
-        self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
-        self.units, self.unit_flops = pairs, per_pair
-
-
-# operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is
-# refused
-OPAQUE = {
-    "_cdist_forward",
-    "_native_multi_head_attention",
-    "_scaled_dot_product_attention_math",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_scaled_grouped_mm",
-    "_scaled_mm",
-    "_thnn_fused_gru_cell",
-    "_thnn_fused_lstm_cell",
-    "_transformer_encoder_layer_fwd",
-    "_int_mm",
-    "addbmm",
-    "addmv",
-    "addr",
-    "dot",
-    "gru",
-    "lstm",
-    "mkldnn_rnn_layer",
-    "mv",
-    "rnn_relu",
-    "rnn_tanh",
-    "vdot",
-}
+    from headway.count.tracing.operation import Operation
 
 
 @dataclass
@@ -213,11 +118,11 @@ class Recorder:
         node: Any = torch._C._current_autograd_node()
         if node is None:
             self._follow_scores(packet, args)
-        read = _READERS.get(packet)
+        read = READERS.get(packet)
         if read is None:
             return None
         if node is not None:
-            self._on_backward(node, func, _backward_flops(packet, args))
+            self._on_backward(node, func, backward_flops(packet, args))
             return None
         operation = read(self, args, out)
         if operation is None:
@@ -300,85 +205,3 @@ class Recorder:
                     f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {seen} FLOPs "
                     f"where its operands explain {expected}: a custom gradient or a detached operand hides the rest."
                 )
-
-
-def _product(
-    recorder: Recorder, kind: str, units: int, unit_flops: int, left: Operand, right: Operand, weight: tuple[int, ...]
-) -> Operation:
-    """Describe a product of two operands; the gradient of a weight is wgrad, that of an activation dgrad."""
-    left_is_weight = not left.fed and right.fed
-    products = (
-        ("wgrad" if left_is_weight else "dgrad", unit_flops, left.sources),
-        ("dgrad" if right.fed else "wgrad", unit_flops, right.sources),
-    )
-    activation = right if left_is_weight else left
-    return Operation(
-        recorder.module,
-        kind,
-        units,
-        unit_flops,
-        products,
-        recorder.block_of(recorder.module),
-        weight=weight if left.fed != right.fed else (),
-        from_input=activation.fed and activation.sources == 0,
-    )
-
-
-def _matmul(recorder: Recorder, left: torch.Tensor, right: torch.Tensor) -> Operation | None:
-    """Read left [..., m, k] @ right [..., k, n]; a unit is one row of activations."""
-    *batch, m, k = left.shape
-    n = right.shape[-1]
-    a, b = Operand.of(left), Operand.of(right)
-    if k == 1 and not a.sources and not b.sources:
-        return None  # an outer product without parameters, such as rotary angles: elementwise work written as a product
-    if not a.fed and b.fed:
-        return _product(recorder, "matmul", n, 2 * math.prod(batch) * m * k, a, b, (k, m))
-    return _product(recorder, "matmul", math.prod(batch) * m, 2 * k * n, a, b, (k, n))
-
-
-def _convolution(recorder: Recorder, args: tuple[Any, ...], out: Any) -> Operation:
-    """Read a convolution; a unit is one output position (input position when transposed)."""
-    x, weight, transposed = args[0], args[1], args[6]
-    positions = x if transposed else out
-    units = positions.shape[0] * math.prod(positions.shape[2:])
-    # weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) when transposed: the work per position
-    a, b = Operand.of(x), Operand.of(weight)
-    return _product(recorder, "convolution", units, 2 * weight.numel(), a, b, tuple(weight.shape))
-
-
-def _experts(recorder: Recorder, args: tuple[Any, ...], _out: Any) -> Operation:
-    """Read rows [s, k] times their expert's matrix from [experts, k, n]; a unit is one row: one token in one expert."""
-    rows, weight = args[0], args[1]
-    unit_flops = 2 * rows.shape[-1] * weight.shape[-1]
-    a, b = Operand.of(rows), Operand.of(weight)
-    return _product(recorder, "experts", rows.shape[0], unit_flops, a, b, tuple(weight.shape))
-
-
-def _mm(recorder: Recorder, args: tuple[Any, ...], _out: Any) -> Operation | None:
-    return _matmul(recorder, args[0], args[1])
-
-
-def _addmm(recorder: Recorder, args: tuple[Any, ...], _out: Any) -> Operation | None:
-    return _matmul(recorder, args[1], args[2])
-
-
-_READERS: dict[Any, Callable[[Recorder, tuple[Any, ...], Any], Operation | None]] = {
-    aten.mm: _mm,
-    aten.bmm: _mm,
-    aten.addmm: _addmm,
-    aten.baddbmm: _addmm,
-    aten.convolution: _convolution,
-    aten.convolution_backward: _convolution,  # only ever reached in backward
-    aten._grouped_mm: _experts,
-}
-
-
-def _backward_flops(packet: Any, args: tuple[Any, ...]) -> int:
-    """Count what one operation of the backward dispatches."""
-    if packet is aten.convolution_backward:
-        grad, x, weight, transposed, needed = args[0], args[1], args[2], args[7], args[10]
-        positions = x if transposed else grad
-        one = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()
-        return int(one * (bool(needed[0]) + bool(needed[1])))
-    left, right = (args[1], args[2]) if packet in (aten.addmm, aten.baddbmm) else (args[0], args[1])
-    return int(2 * left.numel() * right.shape[-1])

@@ -1,0 +1,77 @@
+"""One product that a model ran: how much work it did, and what its backward must compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.count.tracing.phantom import Phantom
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a product's input depends on: the batch (`fed`), and parameters (`sources`, bit i for parameter i)."""
+
+    fed: bool
+    sources: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Operand:
+        """Read an operand's past; a real tensor has none."""
+        if not isinstance(tensor, Phantom):
+            return cls(True, 0)
+        return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
+
+
+@dataclass
+class Operation:
+    """One product that forward ran.
+
+    Attributes:
+        module: path of the innermost module running.
+        kind: `matmul`, `convolution`, `experts` or `attention`.
+        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs.
+        unit_flops: FLOPs per unit.
+        products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
+        driver: known driver, where the seam says it; else it is found by comparing workloads.
+        weight: shape of the weight, () where there is none.
+        backward_flops: FLOPs that backward really dispatched.
+        saves_after: whether a tensor was saved for backward after it, inside its block.
+        mask: of attention written by hand: the scores that count, broadcast over [..., queries, keys].
+        executed_flops: FLOPs that forward dispatched, where these are more than count.
+    """
+
+    module: str
+    kind: str
+    units: int
+    unit_flops: int
+    products: tuple[tuple[str, int, int], ...]
+    block: str
+    driver: str = ""
+    weight: tuple[int, ...] = ()
+    from_input: bool = False
+    backward_flops: int = 0
+    saves_after: bool = False
+    mask: torch.Tensor | None = None
+    executed_flops: int = 0
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of this call's forward."""
+        return self.units * self.unit_flops
+
+    @property
+    def expected_backward_flops(self) -> int:
+        """FLOPs that backward should dispatch, from the operands' pasts."""
+        needed = sum(flops for _, flops, sources in self.products if sources)
+        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops
+
+    def count_pairs(self, pairs: int, scores: int) -> None:
+        """Count only the pairs that the mask allows, of the scores that each head really computes."""
+        self.kind, self.executed_flops = "attention", self.forward_flops
+        per_pair = self.forward_flops // scores
+        self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
+        self.units, self.unit_flops = pairs, per_pair
