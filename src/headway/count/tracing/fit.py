@@ -65,8 +65,9 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if first.kind == "convolution" and len(padding) == 1 and min(padding) > 0:
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
-    if named and [drivers.parse(named)(w) for w in workloads] == units:
-        return [_fitted(first, named, Fraction(1), unit_flops)]
+    parts = named.split("+") if named else []
+    if parts and [sum(drivers.parse(part)(w) for part in parts) for w in workloads] == units:
+        return [_fitted(first, part, Fraction(1), unit_flops) for part in parts]
     matches: list[tuple[str, Fraction]] = []
     for driver, values in known.items():
         ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}

@@ -36,7 +36,7 @@ class Operation:
         units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs.
         unit_flops: FLOPs per unit.
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
-        driver: known driver, where the seam says it; else it is found by comparing workloads.
+        driver: known driver, or several joined by a plus, where the mask says it; else found by comparing workloads.
         weight: shape of the weight, () where there is none.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
