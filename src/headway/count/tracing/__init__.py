@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["trace"]
 
-# attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
-_LONGEST_UNNAMED_WINDOW = 4096
-
 
 def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
     """Read the cost model of a module, or of the transformers model that a configuration describes.
@@ -66,10 +63,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
-    if any(op.mask is not None for op in runs[0]):
-        places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
-        windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0)))  # 300: what workloads add, to the next prime
+    windows = build.window_lengths(model, any(op.by_hand for op in runs[0]))
+    windows += [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
     workloads = made.workloads(max(windows, default=0))
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     _check_alike(runs)
