@@ -129,6 +129,7 @@ def use_seams(model: nn.Module) -> None:
     for config in configs(model):
         config._attn_implementation = attention.NAME
         config._experts_implementation = "grouped_mm"
+        config.use_cache = False  # some forwards do not take it as an argument
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Hold a ledger against PyTorch's own counter, on a real step of a real model, module by module.
 
-The step runs with eager attention and eager experts, whose products PyTorch's formulas see one by one. Two differences
-are then expected and derived: eager attention computes the whole square of scores whatever the mask allows, and rotary
-angles are an outer product without parameters, which is no model FLOP.
+The step runs with eager attention and eager experts, whose products PyTorch's formulas see one by one. Three differences
+are then expected: eager attention computes the whole square of scores whatever the mask allows, rotary angles are an
+outer product without parameters, which is no model FLOP, and a recurrence is counted in its recurrent form, whatever
+chunks or loops it runs in. What runs inside one is told apart from the rest of its module, which must agree.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch.utils.flop_counter import flop_registry
 
 from headway.count import drivers
 from headway.count.tracing import build, trace
+from headway.count.tracing.replacing import watched
 
 if TYPE_CHECKING:
     from headway.count.cost_model import CostModel
     from headway.count.workload import Workload
 
 aten = torch.ops.aten
+_RECURRENCE = " (recurrence)"  # after a module's path: what it runs inside its recurrence
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 
 
@@ -82,27 +85,40 @@ class Counted(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
 
+    def recurrence(self, function: Any) -> Any:
+        """Wrap a function so that what it runs is told apart from the rest of the running module."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            path = self._stack[-1].removesuffix(_RECURRENCE)
+            self._stack.append(path + _RECURRENCE)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._stack.pop()
+
+        return wrapped
+
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         node: Any = torch._C._current_autograd_node()
         path = self._stack[-1]
+        operands = [a for a in args if isinstance(a, torch.Tensor)]
         if node is not None:
             path = self._module_of_node.get(node._sequence_nr(), path)
+        elif any(a.requires_grad for a in operands):
+            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = path
         if packet not in flop_registry:
             if func.namespace != "aten":
                 self.unseen.add(f"{func} in {path or 'the model'}")
             return out
         flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
-        operands = [a for a in args if isinstance(a, torch.Tensor)]
         if node is not None:
             self.backward[path] += flops
         elif packet in _PRODUCTS and operands[-2].shape[-1] == 1 and not any(a.requires_grad for a in operands):
             self.outer[path] += flops
         else:
             self.forward[path] += flops
-            if any(a.requires_grad for a in operands):
-                self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = path
         return out
 
 
@@ -131,7 +147,7 @@ def verify(model: nn.Module, workload: Workload) -> tuple[list[Line], set[str]]:
     counted = Counted(model)
     try:
         batch = build.inputs(model, workload, device=next(model.parameters()).device)
-        with counted:
+        with counted, watched(model, counted.recurrence):
             output = model(**batch)
             loss = output.logits if hasattr(output, "logits") else output[0]
             loss.sum().backward()
@@ -152,9 +168,10 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
     for row in cost.rows:
         units = drivers.parse(row.driver)(workload)
         needed = sum(g.flops for g in row.gradients if g.needs & trained)
-        forward[row.module] += units * row.forward
-        backward[row.module] += units * needed
-        ops.setdefault(row.module, row.op)
+        path = row.module + _RECURRENCE if row.op == "recurrence" else row.module
+        forward[path] += units * row.forward
+        backward[path] += units * needed
+        ops.setdefault(path, row.op)
         if row.op == "attention" and not drivers.is_vision(row.driver):
             ahead, back = scores.get(row.module, (0, 0))  # attention by hand has a row for scores and one for values
             scores[row.module] = (ahead + row.forward, back + needed)
@@ -179,6 +196,8 @@ def _explain(
     why = "rotary angles: an outer product without parameters is no model FLOP" if counted.outer[module] else ""
     if seen == ledger:
         return why
+    if module.endswith(_RECURRENCE):
+        return "a recurrence is counted in its recurrent form; it ran in chunks, or in a loop of elementwise products"
     if module in scores:
         per_score, per_score_back = scores[module]
         square = int((workload.segments**2).sum())
