@@ -4,7 +4,12 @@ import pytest
 
 from headway.count.tracing.sweep import Outcome, architectures, main, render, sweep
 
-COMPLETE = {"llama": "pairs:causal, tokens", "mistral": "pairs:sliding:4096, tokens", "olmoe": "pairs:causal, tokens", "mamba2": "tokens"}
+COMPLETE = {
+    "llama": "pairs:causal, tokens",
+    "mistral": "pairs:sliding:4096, tokens",
+    "olmoe": "pairs:causal, tokens",
+    "mamba2": "tokens",
+}
 
 
 def test_every_registered_task_has_architectures():

@@ -27,7 +27,6 @@ _WRITTEN_OUT = ("causal_conv1d_fn", "mamba_inner_fn", "mamba2_split_conv1d_scan_
 @contextmanager
 def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Record every recurrence of `model` with `recorder`, and run short convolutions in PyTorch."""
-
     changes = [*_recurrences(model, lambda _original, stand_in: partial(stand_in, recorder))]
     for held, name in _holders(model, _WRITTEN_OUT):
         written_out = inspect.unwrap(getattr(held[name], "forward", held[name]))

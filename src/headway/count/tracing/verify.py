@@ -1,13 +1,15 @@
 """Hold a ledger against PyTorch's own counter, on a real step of a real model, module by module.
 
-The step runs with eager attention and eager experts, whose products PyTorch's formulas see one by one. Three differences
-are then expected: eager attention computes the whole square of scores whatever the mask allows, rotary angles are an
-outer product without parameters, which is no model FLOP, and a recurrence is counted in its recurrent form, whatever
-chunks or loops it runs in. What runs inside one is told apart from the rest of its module, which must agree.
+The step runs with eager attention and eager experts, whose products PyTorch's formulas see singly. Some differences
+are then expected: eager attention computes the whole square of scores whatever the mask allows; rotary angles are an
+outer product without parameters, which is no model FLOP; a causal convolution runs over its padding; and a recurrence
+is counted in its recurrent form, whatever chunks or loops it runs in. What runs inside a recurrence is told apart from
+the rest of its module, which must agree.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _RECURRENCE = " (recurrence)"  # after a module's path: what it runs inside its recurrence
+_CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 
 
@@ -57,6 +60,7 @@ class Counted(TorchDispatchMode):
         forward: FLOPs by module path.
         backward: FLOPs by module path.
         outer: FLOPs of outer products without parameters, by module path.
+        too_much: FLOPs of convolutions that PyTorch counts and no token has, by module path and whether it is backward.
         unseen: operations outside aten, which PyTorch's counter has no formula for.
     """
 
@@ -68,6 +72,7 @@ class Counted(TorchDispatchMode):
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
         self.outer: Counter[str] = Counter()
+        self.too_much: Counter[tuple[str, bool]] = Counter()
         self.unseen: set[str] = set()
 
     def __enter__(self) -> Any:
@@ -113,6 +118,8 @@ class Counted(TorchDispatchMode):
                 self.unseen.add(f"{func} in {path or 'the model'}")
             return out
         flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+        if packet in _CONVOLUTIONS:
+            self.too_much[path, node is not None] += flops - _convolved(packet, args, out)
         if node is not None:
             self.backward[path] += flops
         elif packet in _PRODUCTS and operands[-2].shape[-1] == 1 and not any(a.requires_grad for a in operands):
@@ -120,6 +127,20 @@ class Counted(TorchDispatchMode):
         else:
             self.forward[path] += flops
         return out
+
+
+def _convolved(packet: Any, args: Any, out: Any) -> int:
+    """Count a convolution's FLOPs: 2 per weight and output position, once forward and once per gradient it gives.
+
+    A causal convolution pads its front and has more outputs than inputs; those outputs belong to no token. PyTorch's
+    formula of the backward (2.13) takes a grouped convolution for a dense one.
+    """
+    if packet is aten.convolution:
+        x, weight, y, transposed, times = args[0], args[1], out, args[6], 1
+    else:
+        y, x, weight, transposed, times = args[0], args[1], args[2], args[7], sum(args[10][:2])
+    positions = min(math.prod(x.shape[2:]), math.prod(y.shape[2:])) if not transposed else math.prod(x.shape[2:])
+    return int(2 * x.shape[0] * positions * weight.numel() * times)
 
 
 def verify(model: nn.Module, workload: Workload) -> tuple[list[Line], set[str]]:
@@ -196,6 +217,10 @@ def _explain(
     why = "rotary angles: an outer product without parameters is no model FLOP" if counted.outer[module] else ""
     if seen == ledger:
         return why
+    if seen == (ledger[0] + counted.too_much[module, False], ledger[1] + counted.too_much[module, True]):
+        return (
+            "a causal convolution's padding is no token's, and PyTorch takes a grouped one's backward for a dense one's"
+        )
     if module.endswith(_RECURRENCE):
         return "a recurrence is counted in its recurrent form; it ran in chunks, or in a loop of elementwise products"
     if module in scores:
