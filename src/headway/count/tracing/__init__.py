@@ -1,7 +1,7 @@
 """Read a model's cost rows off its own forward and backward, run once on tensors without data.
 
-`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin, `inputs`
-what it is run on, `fit` finds each operation's driver, `classify` names its component.
+`phantom` holds those tensors, `record`, `attention` and `recurrences` what is dispatched, `build` the model's phantom
+twin, `inputs` what it is run on, `fit` finds each operation's driver, `classify` names its component.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.replacing import stand_ins
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -101,7 +102,12 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             path = path.rpartition(".")[0]
         return path
 
-    with Recorder(model, block_of) as recorder, Seams(recorder), torch.set_grad_enabled(backward):
+    with (
+        Recorder(model, block_of) as recorder,
+        Seams(recorder),
+        stand_ins(model, recorder),
+        torch.set_grad_enabled(backward),
+    ):
         output = call(model, arguments)
         if backward:
             backward_from(output)

@@ -179,6 +179,7 @@ def use_seams(model: nn.Module) -> None:
     for config in configs(model):
         config._attn_implementation = attention.TEXT if hasattr(config, "vocab_size") else attention.TOWER
         config._experts_implementation = "grouped_mm"
+        config.use_cache = False  # some forwards do not take it as an argument
     for module in model.modules():
         if getattr(module, "_supports_sdpa", True) is False:  # its own code expects masks of floats
             module.config._attn_implementation = attention.BY_HAND  # type: ignore[union-attr]  # a PreTrainedModel
