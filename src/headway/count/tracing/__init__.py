@@ -43,12 +43,9 @@ def trace(model_or_config: Any, *, name: str | None = None) -> CostModel:
 
     Source: DESIGN section 2; what is counted is in docs/counting.md.
     """
-    if isinstance(model_or_config, nn.Module):
-        model = build.twin_of_model(model_or_config)
-        trainable = {n for n, p in model_or_config.named_parameters() if p.requires_grad}
-    else:
-        model = build.twin_of_config(model_or_config)
-        trainable = {n for n, _ in model.named_parameters()}
+    is_model = isinstance(model_or_config, nn.Module)
+    model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.number_parameters(model)
     build.use_seams(model)
     model.train().requires_grad_(True)

@@ -45,7 +45,7 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
         if op.kind == "attention":
             part = "attention"
-        elif op.module == head:
+        elif head is not None and _inside(op.module, [head]):
             part = "head"
         elif tower == "vision" and fit.driver.startswith("patches/"):
             part = "merger"
@@ -109,7 +109,16 @@ def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]]) 
 
 
 def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
-    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given."""
+    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given.
+
+    A layer of adapters counts as one with the layer that it wraps: peft leaves inactive adapters, and the frozen
+    original of a module that is trained whole, out on purpose.
+    """
+    wrappers = [
+        path
+        for path, module in model.named_modules()
+        if type(module).__module__.startswith("peft.") and {"base_layer", "original_module"} & set(module._modules)
+    ]
     used = 0
     for op in operations:
         for _, _, sources in op.products:
@@ -120,6 +129,9 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
     }
     idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
+    for wrapper in wrappers:
+        leaves = [path for path in idle if _inside(path, [wrapper])]
+        idle.update(dict.fromkeys(leaves, all(idle[leaf] for leaf in leaves)))
     found: list[str] = []
     for path, _ in model.named_modules():
         inside = [is_idle for leaf, is_idle in idle.items() if _inside(leaf, [path])]
