@@ -55,6 +55,9 @@ def test_the_record_has_the_documented_keys_in_order(headway):
         "images": 2,
         "videos": 0,
         "patches": 3072,
+        "source_tokens": 0,
+        "audio_clips": 0,
+        "audio_frames": 0,
     }
     assert list(data["components"][0])[:6] == ["name", "driver", "forward", "dgrad", "wgrad", "total"]
     assert list(data["params"]) == ["total", "active", "trainable"]
@@ -152,9 +155,13 @@ def test_another_convention_is_printed_part_by_part(headway):
 
 
 BAD = [
-    (["--segments", "0"], "--segments '0': a segment of 0 tokens"),
-    (["--segments", "12,x"], "--segments '12,x': 'x' is not a segment length"),
-    (["--segments=-4"], "--segments '-4': '-4' is not a segment length"),
+    (["--segments", "0"], "--segments '0': a length of 0 tokens"),
+    (["--segments", "12,x"], "--segments '12,x': 'x' is not a length"),
+    (["--segments=-4"], "--segments '-4': '-4' is not a length"),
+    (["--segments", "64", "--sources", "9"], "qwen3-vl-8b has no encoder beside its text"),
+    (["--segments", "64,3", "--sources", "9"], "one length per segment: got 1 for 2 segments"),
+    (["--segments", "64", "--audio", "3000*2"], "qwen3-vl-8b has no audio tower, but the workload holds 2 clips"),
+    (["--segments", "64", "--audio", "3 s"], "--audio '3 s': '3 s' is not a length"),
     ([], "--segments is missing"),
     (["--segments", "64", "--slots", "63"], "--slots 63 cannot hold the 64 tokens"),
     (["--segments", "64", "--images", "1x4"], "--images '1x4': '1x4' is not a grid"),

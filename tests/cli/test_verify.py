@@ -15,7 +15,7 @@ def test_a_clean_ledger_exits_0_and_explains_each_difference(headway, folder):
     done = headway("verify", str(folder), "--layers", "1")
     assert done.code == 0
     assert "0 not" in done.out
-    assert "eager attention runs all 4,489 scores, the mask allows 2,278" in done.out
+    assert "eager attention runs all 38,809 scores, the mask allows 19,503" in done.out
     assert "UNEXPLAINED" not in done.out
 
 
@@ -28,7 +28,7 @@ def test_json_holds_both_sides_of_every_module(headway, folder):
     experts = modules["model.layers.*.mlp.experts"]
     assert experts["times"] == 2
     assert experts["ledger"] == experts["counted"]
-    assert experts["ledger"]["forward"] == 2 * 67 * 2 * (32 * 32 + 16 * 32)
+    assert experts["ledger"]["forward"] == 2 * 197 * 2 * (32 * 32 + 16 * 32)
 
 
 @pytest.mark.parametrize(

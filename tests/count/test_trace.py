@@ -258,9 +258,80 @@ def test_what_cannot_be_explained_is_refused_by_name(what, message):
         trace(Toy(Odd(what)))
 
 
-def test_a_model_without_token_ids_is_refused():
-    with pytest.raises(TraceError, match="takes input_ids"):
+def test_a_model_without_token_ids_is_refused_unless_its_arguments_are_given():
+    with pytest.raises(TraceError, match=r"takes input_ids. Give its arguments with trace\(model, inputs=...\)"):
         trace(nn.Linear(3, 3))
+
+
+class Pictures(nn.Module):
+    """Patches and a class token that see each other, and a read-out of that token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(12, 8)
+        self.token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.qkv = nn.Linear(8, 24)
+        self.read = nn.Linear(8, 5)
+
+    def forward(self, patches_NPF):
+        x = torch.cat([self.token.expand(len(patches_NPF), -1, -1), self.embed(patches_NPF)], dim=1)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
+        return {"classes": self.read(x[:, 0, 0])}
+
+
+def test_any_module_is_traced_on_arguments_made_from_a_workload():
+    def pictures(workload):  # every frame of every image is one picture of 4 x 6 patches
+        return {"patches_NPF": torch.zeros(len(workload.grids), 24, 12)}
+
+    cost = trace(Pictures(), inputs=pictures)
+    # 24 patches and a class token; the pairs are 25 squared
+    assert [(r.module, r.driver, r.forward) for r in cost.rows] == [
+        ("embed", "grids", 24 * 2 * 12 * 8),
+        ("qkv", "grids", 25 * 2 * 8 * 24),
+        ("", "grids", 25**2 * 2 * (8 + 8)),
+        ("read", "grids", 2 * 8 * 5),
+    ]
+
+
+def test_a_cost_may_be_the_sum_of_two_drivers():
+    class ClassToken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, images):
+            return torch.cat([self.mix(torch.cat([image[:1], image])) for image in images])
+
+    def images(workload):
+        return ([torch.zeros(int(t * h * w), 8) for t, h, w in workload.grids],)
+
+    with pytest.raises(TraceError, match="it loops over the data"):
+        trace(ClassToken(), inputs=images)
+
+    class Together(ClassToken):
+        def forward(self, images):
+            return self.mix(torch.cat([row for image in images for row in (image[:1], image)]))
+
+    cost = trace(Together(), inputs=images)
+    assert [(r.driver, r.forward) for r in cost.rows] == [("patches", 128), ("grids", 128)]
+    assert [g.flops for r in cost.rows for g in r.gradients] == [128, 128]
+    assert cost.count(Workload(images=[(1, 4, 6), (1, 2, 2)])).total == 2 * 128 * (24 + 1 + 4 + 1)
+
+
+def test_one_example_is_billed_per_segment():
+    cost = trace(nn.Linear(3, 5), inputs=torch.zeros(7, 3))
+    assert [(r.driver, r.forward) for r in cost.rows] == [("segments", 7 * 2 * 3 * 5)]
+    assert cost.count(Workload([1, 1])).wgrad == 2 * 7 * 2 * 3 * 5
+
+
+def test_an_output_without_floats_cannot_start_backward():
+    class Index(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+
+    with pytest.raises(TraceError, match="returns Tensor without a tensor of floats"):
+        trace(Index(3, 5), inputs=torch.zeros(7, 3))
 
 
 def test_a_configuration_that_is_no_language_model_is_refused():

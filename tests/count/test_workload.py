@@ -118,3 +118,26 @@ def test_a_workload_travels_between_processes_and_into_sets():
 def test_impossible_workloads_are_refused(call, message):
     with pytest.raises(WorkloadError, match=message):
         call()
+
+
+def test_sources_follow_their_segments_through_sums():
+    with_sources = Workload([3, 2], sources=[7, 0])
+    assert (with_sources + Workload([5])).sources.tolist() == [7, 0, 0]
+    assert (Workload([5]) + with_sources).sources.tolist() == [0, 7, 0]
+    assert Workload([5], sources=[0]) == Workload([5])
+    assert pickle.loads(pickle.dumps(with_sources)) == with_sources
+    assert "7 source tokens" in repr(with_sources)
+    assert "2 clips of 9 frames" in repr(Workload([9], audio=[4, 5]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"segments": [4], "sources": [1, 2]}, "one length per segment: got 2 for 1 segments"),
+        ({"segments": [4], "sources": [-1]}, r"sources\[0\] is -1"),
+        ({"audio": [0]}, r"audio\[0\] is 0: a clip holds at least 1 frame"),
+    ],
+)
+def test_wrong_sources_and_clips_are_refused(arguments, message):
+    with pytest.raises(WorkloadError, match=message):
+        Workload(**arguments)

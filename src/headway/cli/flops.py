@@ -34,6 +34,8 @@ def flops(
     segments: options.SegmentsOption = None,
     images: options.ImagesOption = None,
     videos: options.VideosOption = None,
+    sources: options.SourcesOption = None,
+    audio: options.AudioOption = None,
     slots: options.SlotsOption = None,
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
@@ -58,7 +60,7 @@ def flops(
 
     rule = get_convention(convention)
     _check_options(rule, recompute, forward_only, by, seq_len)
-    workload = build_workload(segments, images, videos, slots)
+    workload = build_workload(segments, images, videos, slots, sources, audio)
     cost_model = resolve_cost_model(model)
     if lora is not None:
         cost_model = cost_model.lora(*parse_lora(lora))

@@ -30,6 +30,19 @@ VideosOption = Annotated[
     typer.Option(metavar="TxHxW*N,...", help="Video grids [patches, before merging]; *N repeats a grid N times."),
 ]
 
+SourcesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="L*N,L,...",
+        help="What the encoder reads for each segment [tokens, or frames of speech]; models with cross attention.",
+    ),
+]
+
+AudioOption = Annotated[
+    str | None,
+    typer.Option(metavar="L*N,L,...", help="Audio clips that lie in the segments [feature frames]; *N repeats one."),
+]
+
 SlotsOption = Annotated[
     int | None,
     typer.Option(

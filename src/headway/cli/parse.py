@@ -10,7 +10,13 @@ from headway.errors import UsageError, WorkloadError
 
 _MAX_ITEMS = 10_000_000
 _SEGMENT = re.compile(r"([0-9]+)(?:\*([0-9]+))?")
-_EXAMPLES = {"--segments": "--segments 4096*3,512", "--images": "--images 1x32x48*2", "--videos": "--videos 8x32x48"}
+_EXAMPLES = {
+    "--segments": "--segments 4096*3,512",
+    "--images": "--images 1x32x48*2",
+    "--videos": "--videos 8x32x48",
+    "--sources": "--sources 512*3,64",
+    "--audio": "--audio 3000*2",
+}
 _GRID = re.compile(r"([0-9]+)x([0-9]+)x([0-9]+)(?:\*([0-9]+))?")
 
 
@@ -21,8 +27,12 @@ class Lora(NamedTuple):
     targets: list[str] | None
 
 
-def parse_segments(text: str) -> list[int]:
-    """Read segment lengths [tokens].
+def parse_segments(text: str, option: str = "--segments") -> list[int]:
+    """Read lengths of segments, sources [tokens] or audio clips [feature frames].
+
+    Args:
+        text: what was typed.
+        option: the option's name, for the error.
 
     Raises:
         WorkloadError: the text is not a list of lengths, or a length or repetition is 0.
@@ -31,20 +41,21 @@ def parse_segments(text: str) -> list[int]:
     [4096, 4096, 4096, 512]
     """
     lengths: list[int] = []
-    for item in _items("--segments", text):
+    unit = "frames" if option == "--audio" else "tokens"
+    for item in _items(option, text):
         match = _SEGMENT.fullmatch(item)
         if match is None:
             raise WorkloadError(
-                f"--segments {text!r}: {item!r} is not a segment length. Give whole numbers of tokens separated by "
-                f"commas, L*N for N segments of L tokens, for example {_EXAMPLES['--segments']}."
+                f"{option} {text!r}: {item!r} is not a length. Give whole numbers of {unit} separated by commas, L*N "
+                f"for N of length L, for example {_EXAMPLES[option]}."
             )
         length, repeat = int(match[1]), int(match[2] or 1)
         if length < 1:
             raise WorkloadError(
-                f"--segments {text!r}: a segment of {length} tokens computes nothing; lengths are 1 token or more, for "
-                f"example {_EXAMPLES['--segments']}."
+                f"{option} {text!r}: a length of {length} {unit} computes nothing; lengths are 1 or more, for example "
+                f"{_EXAMPLES[option]}."
             )
-        lengths += [length] * _repeats("--segments", text, item, repeat, len(lengths))
+        lengths += [length] * _repeats(option, text, item, repeat, len(lengths))
     return lengths
 
 

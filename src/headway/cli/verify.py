@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from headway.count.tracing.verify import Line
 
 SCHEMA_VERSION = 1
-_TOKENS = 67  # text tokens of the step; a prime
-_GRIDS = [(1, 4, 6), (2, 8, 4)]  # in units of merged patches
 
 
 def verify(
@@ -52,8 +50,9 @@ def verify(
 def _run(name: str, layers: int, device: str) -> tuple[list["Line"], set[str], str]:
     import torch
 
-    from headway.count import Workload, trace
-    from headway.count.tracing.build import model_class, vision_input, with_layers
+    from headway.count import trace
+    from headway.count.tracing.build import model_class, with_layers
+    from headway.count.tracing.inputs import Inputs
     from headway.count.tracing.verify import verify as compare
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -63,10 +62,7 @@ def _run(name: str, layers: int, device: str) -> tuple[list["Line"], set[str], s
     config = with_layers(resolve_config(name), layers)
     _check_memory(name, trace(config).params.total, device)
     model = model_class(config)._from_config(config, dtype=torch.float32).to(device).train()
-    vision = vision_input(model)
-    grids = [(t, h * vision.merge, w * vision.merge) for t, h, w in _GRIDS] if vision else []
-    image_tokens = sum(t * h * w for t, h, w in _GRIDS) if vision else 0
-    lines, unseen = compare(model, Workload([_TOKENS + image_tokens], images=grids))
+    lines, unseen = compare(model, Inputs(model).workloads()[1])
     return lines, unseen, name
 
 

@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from headway.count import CostModel, Workload
 
 
-def build_workload(segments: str | None, images: str | None, videos: str | None, slots: int | None) -> "Workload":
+def build_workload(
+    segments: str | None,
+    images: str | None,
+    videos: str | None,
+    slots: int | None,
+    sources: str | None = None,
+    audio: str | None = None,
+) -> "Workload":
     """Build the step's workload from the options.
 
     Raises:
@@ -35,6 +42,8 @@ def build_workload(segments: str | None, images: str | None, videos: str | None,
         images=[] if images is None else parse_grids("--images", images),
         videos=[] if videos is None else parse_grids("--videos", videos),
         slots=slots,
+        sources=[] if sources is None else parse_segments(sources, "--sources"),
+        audio=[] if audio is None else parse_segments(audio, "--audio"),
     )
 
 
@@ -65,6 +74,9 @@ def workload_record(workload: "Workload") -> dict[str, Any]:
         "images": workload.num_images,
         "videos": workload.num_videos,
         "patches": workload.patches,
+        "source_tokens": int(workload.sources.sum()),
+        "audio_clips": len(workload.audio),
+        "audio_frames": int(workload.audio.sum()),
     }
 
 
@@ -81,6 +93,10 @@ def describe(workload: "Workload") -> str:
         parts.append(_plural(workload.num_videos, "video"))
     if workload.patches:
         parts.append(f"{format_count(workload.patches)} patches")
+    if len(workload.sources):
+        parts.append(_plural(int(workload.sources.sum()), "source token"))
+    if len(workload.audio):
+        parts += [_plural(len(workload.audio), "audio clip"), f"{format_count(int(workload.audio.sum()))} frames"]
     return ", ".join(parts)
 
 

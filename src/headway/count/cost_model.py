@@ -132,7 +132,12 @@ class CostModel:
     @cached_property
     def has_vision(self) -> bool:
         """Whether any row counts patches."""
-        return any(drivers.is_vision(row.driver) for row in self.rows)
+        return "vision" in self.towers
+
+    @cached_property
+    def towers(self) -> frozenset[str]:
+        """Whose work the rows count: `language`, `vision`, `audio`, and `source` where an encoder is read."""
+        return frozenset(drivers.tower(row.driver) for row in self.rows)
 
     @cached_property
     def merge_group(self) -> int:
@@ -167,14 +172,11 @@ class CostModel:
             FLOPs by name and driver; exact.
 
         Raises:
-            WorkloadError: images for a model without a vision tower, or a grid that it cannot merge.
+            WorkloadError: images or audio for a model without a tower for them, a grid that it cannot merge, or no
+                sources for a model that reads an encoder.
             UsageError: the recompute pattern matches no block.
         """
-        if len(workload.grids) and not self.has_vision:
-            raise WorkloadError(
-                f"{self.name} has no vision tower, but the workload holds {workload.num_images} images and "
-                f"{workload.num_videos} videos. Leave them out, or name a vision-language model."
-            )
+        self._check_towers(workload)
         table = self._tables.get((by, recompute, forward_only))
         if table is None:
             table = self._tables[by, recompute, forward_only] = self._coefficients(by, recompute, forward_only)
@@ -186,6 +188,30 @@ class CostModel:
                 if (n := units[driver])
             )
         )
+
+    def _check_towers(self, workload: Workload) -> None:
+        """Refuse a workload that holds what the model has no tower for, or that lacks what its encoder reads."""
+        if len(workload.grids) and not self.has_vision:
+            raise WorkloadError(
+                f"{self.name} has no vision tower, but the workload holds {workload.num_images} images and "
+                f"{workload.num_videos} videos. Leave them out, or name a vision-language model."
+            )
+        if len(workload.audio) and "audio" not in self.towers:
+            raise WorkloadError(
+                f"{self.name} has no audio tower, but the workload holds {len(workload.audio)} clips. Leave them out, "
+                "or name a model that takes audio."
+            )
+        reads = "source" in self.towers
+        if len(workload.sources) and not reads:
+            raise WorkloadError(
+                f"{self.name} has no encoder beside its text, but the workload names {len(workload.sources)} sources. "
+                "Leave them out, or name a model with cross attention."
+            )
+        if reads and workload.num_segments and not len(workload.sources):
+            raise WorkloadError(
+                f"{self.name} reads an encoder, and the workload does not say how much of it: give one source length "
+                f"[tokens or feature frames] for each of the {workload.num_segments} segments."
+            )
 
     def _coefficients(self, by: By, recompute: str, forward_only: bool) -> _Coefficients:
         blocks = self._checkpointed(recompute) if not forward_only else set()

@@ -7,6 +7,7 @@ four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patc
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,35 @@ def _window_pairs(workload: Workload, side: int) -> int:
     return int((t * squares(h) * squares(w)).sum())
 
 
+def _fixed_frames(workload: Workload, height: int, width: int) -> int:
+    """Count the frames of a tower that takes one size only."""
+    other = (workload.grids[:, 1:] != (height, width)).any(axis=1)
+    if other.any():
+        bad = workload.grids[int(np.argmax(other))]
+        raise WorkloadError(
+            f"The grid {'x'.join(map(str, bad.tolist()))} does not fit this model, whose images and tiles are resized "
+            f"to {height} x {width} patches each: give 1x{height}x{width}, with *N for N images or tiles."
+        )
+    return int(workload.grids[:, 0].sum())
+
+
+def _fixed_clips(workload: Workload, frames: int) -> int:
+    """Count the clips of a tower that takes one length only."""
+    other = workload.audio != frames
+    if other.any():
+        raise WorkloadError(
+            f"An audio clip of {int(workload.audio[np.argmax(other)])} frames does not fit this model, which pads "
+            f"every clip to {frames} feature frames and computes them all: give {frames}, with *N for N clips."
+        )
+    return len(workload.audio)
+
+
+def _groups(lengths: Ints, size: int) -> int:
+    """Count groups of `size`, the last one of each length perhaps partly filled."""
+    return int((-(-lengths // size)).sum())
+
+
+# name, with its separator before a parameter -> (number of parameters, evaluation)
 _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "tokens": (0, lambda w: w.tokens),
     "segments": (0, lambda w: w.num_segments),
@@ -65,15 +95,30 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "patches/": (1, _merged_patches),
     "grids": (0, lambda w: len(w.grids)),
     "frames": (0, lambda w: int(w.grids[:, 0].sum())),
+    "frames:": (2, _fixed_frames),
     "pairs:full": (0, lambda w: masks.full_pairs(w.segments)),
     "pairs:causal": (0, lambda w: masks.causal_pairs(w.segments)),
-    "pairs:sliding": (1, lambda w, window: masks.sliding_pairs(w.segments, window)),
-    "pairs:chunked": (1, lambda w, chunk: masks.chunked_pairs(w.segments, chunk)),
+    "pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.segments, window)),
+    "pairs:chunked:": (1, lambda w, chunk: masks.chunked_pairs(w.segments, chunk)),
+    "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "patch_pairs:frame": (0, _frame_pairs),
     "patch_pairs:grid": (0, _grid_pairs),
-    "patch_pairs:window": (1, _window_pairs),
+    "patch_pairs:window:": (1, _window_pairs),
+    "sources": (0, lambda w: int(w.sources.sum())),
+    "sources/": (1, lambda w, size: _groups(w.sources, size)),
+    "source_pairs:full": (0, lambda w: masks.full_pairs(w.sources[w.sources > 0])),
+    "audio": (0, lambda w: int(w.audio.sum())),
+    "audio/": (1, lambda w, size: _groups(w.audio, size)),
+    "audio_pairs:full": (0, lambda w: masks.full_pairs(w.audio)),
+    "clips": (0, lambda w: len(w.audio)),
+    "clips:": (1, _fixed_clips),
 }
-VISION_DRIVERS = ("patches", "patch_pairs", "grids", "frames")
+_TOWERS = {
+    "vision": ("patches", "patch_pairs", "grids", "frames"),
+    "audio": ("audio", "clips"),
+    "source": ("source", "pairs:cross"),
+}
+_PARAMETERS = re.compile(r"(.*?)((?<=[:/])\d+(?::\d+)*)?")
 
 
 def parse(driver: str) -> Callable[[Workload], int]:
@@ -88,20 +133,21 @@ def parse(driver: str) -> Callable[[Workload], int]:
     >>> parse("patches/4")(Workload([9], images=[(1, 4, 6)]))
     6
     """
-    if driver in _DRIVERS and _DRIVERS[driver][0] == 0:
-        return _DRIVERS[driver][1]
-    if driver.startswith("patches/"):
-        name, text = "patches/", driver.removeprefix("patches/")
-    else:
-        name, _, text = driver.rpartition(":")
-    if _DRIVERS.get(name, (0, None))[0] != 1 or not text.isdigit() or int(text) < 1:
+    name, digits = _PARAMETERS.fullmatch(driver).groups()  # type: ignore[union-attr]  # anything matches
+    parameters = [int(n) for n in digits.split(":")] if digits else []
+    number, function = _DRIVERS.get(name, (-1, None))
+    if function is None or number != len(parameters) or 0 in parameters:
         raise CostModelError(
-            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (with a number after / or :)."
+            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (a number follows each final / or :)."
         )
-    function, parameter = _DRIVERS[name][1], int(text)
-    return lambda workload: function(workload, parameter)
+    return lambda workload: function(workload, *parameters)
+
+
+def tower(driver: str) -> str:
+    """Say whose work a driver counts: `vision` (patches), `audio` (frames), `source` (an encoder's) or `language`."""
+    return next((name for name, starts in _TOWERS.items() if driver.startswith(starts)), "language")
 
 
 def is_vision(driver: str) -> bool:
     """Say whether a driver counts work on patches rather than on tokens."""
-    return driver.startswith(VISION_DRIVERS)
+    return tower(driver) == "vision"

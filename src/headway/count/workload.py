@@ -1,4 +1,4 @@
-"""What one step was asked to compute: segment lengths, vision grids and slots, independent of any model.
+"""What one step was asked to compute: segment lengths, vision grids, clips and slots, independent of any model.
 
 A workload is built on the CPU, in the collator, from whatever the batch carries: lengths, `cu_seqlens`, an attention
 mask or restarting positions. Workloads add up, so micro-batches and ranks are summed with `+`.
@@ -39,6 +39,15 @@ def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
+def _lengths(values: IntsLike, what: str, rule: str, least: int = 1) -> Ints:
+    """Check an (N,) array of lengths."""
+    lengths = as_ints(values, what).reshape(-1)
+    if lengths.size and lengths.min() < least:
+        bad = int(np.argmin(lengths))
+        raise WorkloadError(f"{what}[{bad}] is {int(lengths[bad])}: {rule}.")
+    return lengths
+
+
 def _grids(values: IntsLike, what: str) -> Ints:
     """Check an (M, 3) array of t, h, w."""
     grids = as_ints(values, what)
@@ -60,38 +69,56 @@ class Workload:
         images: image grids t, h, w [patches, before merging], shape (M, 3).
         videos: video grids t, h, w [patches, before merging], shape (V, 3).
         slots: token positions that the kernels compute, real and padding; the number of tokens when None.
+        sources: what the encoder reads for each segment, where the model cross-attends: source tokens, or feature
+            frames of speech; shape (N,), each >= 0.
+        audio: lengths of audio clips whose tokens lie in the segments [feature frames], shape (A,), each >= 1.
 
     Raises:
-        WorkloadError: a length or grid below 1, fewer slots than tokens, or values that are not whole numbers.
+        WorkloadError: a length or grid below 1, fewer slots than tokens, sources that are not one per segment, or
+            values that are not whole numbers.
 
     >>> step = Workload([4096, 512], images=[(1, 32, 48)]) + Workload([100], slots=128)
     >>> step.tokens, step.slots, step.patches, step.num_segments
     (4708, 4736, 1536, 3)
     """
 
-    __slots__ = ("_images", "_segments", "_slots", "_tokens", "_videos")
+    __slots__ = ("_audio", "_images", "_segments", "_slots", "_sources", "_tokens", "_videos")
     _segments: Ints
     _images: Ints
     _videos: Ints
+    _sources: Ints
+    _audio: Ints
     _tokens: int
     _slots: int
 
     def __init__(
-        self, segments: IntsLike = (), images: IntsLike = (), videos: IntsLike = (), slots: int | None = None
+        self,
+        segments: IntsLike = (),
+        images: IntsLike = (),
+        videos: IntsLike = (),
+        slots: int | None = None,
+        sources: IntsLike = (),
+        audio: IntsLike = (),
     ) -> None:
-        lengths = as_ints(segments, "segments").reshape(-1)
-        if lengths.size and lengths.min() < 1:
-            bad = int(np.argmin(lengths))
-            raise WorkloadError(f"segments[{bad}] is {int(lengths[bad])}: a segment holds at least 1 token.")
+        lengths = _lengths(segments, "segments", "a segment holds at least 1 token")
         tokens = int(lengths.sum())
         if slots is not None and slots < tokens:
             raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
+        read = _lengths(sources, "sources", "a segment reads 0 tokens or more", least=0)
+        if read.size not in (0, lengths.size):
+            raise WorkloadError(f"sources must be one length per segment: got {read.size} for {lengths.size} segments.")
         self._set(
-            lengths, _grids(images, "images"), _grids(videos, "videos"), tokens, tokens if slots is None else slots
+            tokens,
+            tokens if slots is None else slots,
+            _segments=lengths,
+            _images=_grids(images, "images"),
+            _videos=_grids(videos, "videos"),
+            _sources=read if read.any() else read[:0],
+            _audio=_lengths(audio, "audio", "a clip holds at least 1 frame"),
         )
 
-    def _set(self, segments: Ints, images: Ints, videos: Ints, tokens: int, slots: int) -> None:
-        for name, value in (("_segments", segments), ("_images", images), ("_videos", videos)):
+    def _set(self, tokens: int, slots: int, **arrays: Ints) -> None:
+        for name, value in arrays.items():
             own = value if value.base is None and not value.flags.writeable else value.copy()
             own.flags.writeable = False
             object.__setattr__(self, name, own)
@@ -120,6 +147,16 @@ class Workload:
     def grids(self) -> Ints:
         """Image grids, then video grids [patches], shape (M + V, 3)."""
         return self._images if not self._videos.size else np.concatenate([self._images, self._videos])
+
+    @property
+    def sources(self) -> Ints:
+        """What the encoder reads for each segment [tokens or feature frames], shape (N,); (0,) where nothing is."""
+        return self._sources
+
+    @property
+    def audio(self) -> Ints:
+        """Lengths of audio clips [feature frames], shape (A,)."""
+        return self._audio
 
     @property
     def slots(self) -> int:
@@ -155,12 +192,18 @@ class Workload:
         if not isinstance(other, Workload):
             return NotImplemented
         total = object.__new__(Workload)
+        sources = (self._sources, other._sources)
+        if sources[0].size or sources[1].size:  # zeros for the side that reads nothing: one length per segment
+            sides = zip(sources, (self, other), strict=True)
+            sources = tuple(s if s.size else np.zeros(w.num_segments, dtype=np.int64) for s, w in sides)  # type: ignore[assignment]  # two
         total._set(
-            np.concatenate([self._segments, other._segments]),
-            np.concatenate([self._images, other._images]),
-            np.concatenate([self._videos, other._videos]),
             self._tokens + other._tokens,
             self._slots + other._slots,
+            _segments=np.concatenate([self._segments, other._segments]),
+            _images=np.concatenate([self._images, other._images]),
+            _videos=np.concatenate([self._videos, other._videos]),
+            _sources=np.concatenate(sources),
+            _audio=np.concatenate([self._audio, other._audio]),
         )
         return total
 
@@ -168,8 +211,11 @@ class Workload:
         """Let `sum(workloads)` start from 0."""
         return self if other == 0 else NotImplemented
 
-    def _key(self) -> tuple[bytes, bytes, bytes, int]:
-        return self._segments.tobytes(), self._images.tobytes(), self._videos.tobytes(), self._slots
+    def _state(self) -> tuple[Any, ...]:
+        return self._segments, self._images, self._videos, self._slots, self._sources, self._audio
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(part if isinstance(part, int) else part.tobytes() for part in self._state())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Workload) and self._key() == other._key()
@@ -178,12 +224,16 @@ class Workload:
         return hash(self._key())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Workload, (self._segments, self._images, self._videos, self._slots)
+        return Workload, self._state()
 
     def __repr__(self) -> str:
         parts = [f"{self.num_segments} segments", f"{self._tokens} tokens", f"{self._slots} slots"]
         if self.num_images or self.num_videos:
             parts += [f"{self.num_images} images", f"{self.num_videos} videos", f"{self.patches} patches"]
+        if self._sources.size:
+            parts.append(f"{int(self._sources.sum())} source tokens")
+        if self._audio.size:
+            parts.append(f"{len(self._audio)} clips of {int(self._audio.sum())} frames")
         return f"Workload({', '.join(parts)})"
 
     @classmethod

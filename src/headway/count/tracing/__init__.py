@@ -1,7 +1,7 @@
 """Read a model's cost rows off its own forward and backward, run once on tensors without data.
 
-`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin and its
-inputs, `fit` finds each operation's driver, `classify` names its component.
+`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin, `inputs`
+what it is run on, `fit` finds each operation's driver, `classify` names its component.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import nn
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.attention import Seams
-from headway.count.tracing.fit import Fitted, candidates, fit, workloads_for
+from headway.count.tracing.fit import Fitted, candidates, fit
+from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.record import Recorder
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
     from headway.count.tracing.operation import Operation
-    from headway.count.workload import Workload
 
 __all__ = ["trace"]
 
@@ -28,20 +28,30 @@ __all__ = ["trace"]
 _LONGEST_UNNAMED_WINDOW = 4096
 
 
-def trace(model_or_config: Any, *, name: str | None = None) -> CostModel:
-    """Read the cost model of a transformers model, or of the model that a configuration describes.
+def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
+    """Read the cost model of a module, or of the transformers model that a configuration describes.
 
     The model runs forward and backward on shapes alone: seconds and a few hundred megabytes at any size. Which
     parameters a real model trains (`requires_grad`) is kept; `CostModel.freeze` and `lora` change it later.
 
     Args:
-        model_or_config: an `nn.Module` whose forward takes `input_ids`, or a transformers configuration.
+        model_or_config: an `nn.Module`, or a transformers configuration.
+        inputs: not needed where forward takes `input_ids` and what transformers' towers take. Otherwise a function that
+            makes the forward's arguments (a dictionary, or a tuple) from a `Workload`, so that each row finds the
+            driver that it grows with; or one example of arguments, whose cost is then billed per segment. Its floats
+            need no true values.
         name: of the cost model; the class's name when None.
 
     Raises:
         TraceError: an operation, mask or driver cannot be explained; the message names the module and the operation.
 
     Source: DESIGN section 2; what is counted is in docs/counting.md.
+
+    >>> from torch import nn, zeros
+    >>> perceptron = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    >>> cost = trace(perceptron, inputs=lambda workload: (zeros(1, workload.tokens, 8),))
+    >>> [(row.module, row.driver, row.forward) for row in cost.rows]
+    [('0', 'tokens', 512), ('2', 'tokens', 512)]
     """
     is_model = isinstance(model_or_config, nn.Module)
     model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
@@ -49,22 +59,21 @@ def trace(model_or_config: Any, *, name: str | None = None) -> CostModel:
     parameters = build.number_parameters(model)
     build.use_seams(model)
     model.train().requires_grad_(True)
-    vision = build.vision_input(model)
-    merge = vision.merge if vision else None
+    made = inputs_for(model, inputs)
 
-    workloads = workloads_for(merge)
-    runs = [_run(model, workloads[0], backward=True)]
+    workloads = made.workloads()
+    runs = [_run(model, made.arguments(workloads[0]), backward=True)]
     windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
     if any(op.mask is not None for op in runs[0]):
         places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
         windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0)))  # 300: what workloads add, to the next prime
-    workloads = workloads_for(merge, max(windows, default=0))
-    runs += [_run(model, workload, backward=False) for workload in workloads[1:]]
+    workloads = made.workloads(max(windows, default=0))
+    runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     _check_alike(runs)
 
-    known = candidates(workloads, merge)
-    operations = runs[0]
-    fitted = [fit([run[i] for run in runs], workloads, known) for i in range(len(operations))]
+    known = candidates(workloads, made.drivers)
+    explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
+    operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
     homes = classify.parameter_components(operations, names, parameters)
@@ -85,8 +94,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _run(model: nn.Module, workload: Workload, *, backward: bool) -> list[Operation]:
-    """Run one workload and return its operations."""
+def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]:
+    """Run a model once and return its operations."""
     blocks = classify.checkpointable_blocks(model)
 
     def block_of(path: str) -> str:
@@ -95,10 +104,9 @@ def _run(model: nn.Module, workload: Workload, *, backward: bool) -> list[Operat
         return path
 
     with Recorder(model, block_of) as recorder, Seams(recorder), torch.set_grad_enabled(backward):
-        output = model(**build.inputs(model, workload))
+        output = call(model, arguments)
         if backward:
-            loss = output.logits if hasattr(output, "logits") else output[0]
-            loss.sum().backward()
+            backward_from(output)
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
     return recorder.operations
@@ -148,7 +156,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _source(model: Any) -> dict[str, str]:
     source = {"class": type(model).__name__, "torch": torch.__version__.partition("+")[0]}
-    if hasattr(model, "config"):
+    if hasattr(getattr(model, "config", None), "model_type"):
         import transformers
 
         source |= {"model_type": model.config.model_type, "transformers": transformers.__version__}

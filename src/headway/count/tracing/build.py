@@ -1,22 +1,17 @@
-"""Phantom twins of models: the same modules over parameters that are only shapes, and inputs to run them on."""
+"""Phantom twins of models: the same modules over parameters that are only shapes."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from headway.count.models import presets
 from headway.count.tracing import attention, unwrap
-from headway.count.tracing.phantom import Phantom, phantom
+from headway.count.tracing.phantom import phantom
 from headway.errors import TraceError
-
-if TYPE_CHECKING:
-    from headway.count.workload import Workload
 
 
 def twin_of_model(model: nn.Module) -> nn.Module:
@@ -132,80 +127,3 @@ def use_seams(model: nn.Module) -> None:
     for config in configs(model):
         config._attn_implementation = attention.NAME
         config._experts_implementation = "grouped_mm"
-
-
-@dataclass(frozen=True)
-class VisionInput:
-    """How a model takes images: patches of `features` floats, `merge` x `merge` of them to a token."""
-
-    features: int
-    merge: int
-    token: int
-
-
-def vision_input(model: nn.Module) -> VisionInput | None:
-    """Read how a model takes images from its signature and configuration; None for a text model.
-
-    Raises:
-        TraceError: it takes images in another form than flat patches with grids.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    if "pixel_values" not in accepted:
-        return None
-    config: Any = model.config
-    vision: Any = getattr(config, "vision_config", None)
-    if "image_grid_thw" not in accepted or vision is None:
-        raise TraceError(
-            f"{type(model).__name__} takes images in another form than flat patches with image_grid_thw. "
-            "Trace its language model alone, from the text configuration."
-        )
-    channels = next((getattr(vision, k) for k in ("in_channels", "in_chans", "num_channels") if hasattr(vision, k)), 3)
-    features = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
-    return VisionInput(features, vision.spatial_merge_size, config.image_token_id)
-
-
-def inputs(model: nn.Module, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
-    """Make the inputs of one forward: a single segment whose first tokens are the images'.
-
-    Args:
-        model: a phantom twin, or a real model.
-        workload: one segment, and the grids that lie in it.
-        device: of a real model, which gets random pixels; None for a phantom twin, which gets phantoms.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    if "input_ids" not in accepted:
-        raise TraceError(
-            f"{type(model).__name__}.forward takes {', '.join(accepted) or 'nothing'}; "
-            "a model to trace takes input_ids."
-        )
-    vision = vision_input(model)
-    ids = torch.full((1, workload.tokens), _plain_token(getattr(model, "config", None)))
-    batch: dict[str, Any] = {"input_ids": ids}
-    if "position_ids" in accepted:
-        batch["position_ids"] = torch.arange(workload.tokens)[None]
-    if "use_cache" in accepted:
-        batch["use_cache"] = False
-    if len(workload.grids):
-        if vision is None:
-            raise TraceError(f"{type(model).__name__} takes no images.")
-        image_tokens = workload.patches // vision.merge**2
-        ids[:, :image_tokens] = vision.token
-        size = (workload.patches, vision.features)
-        batch["pixel_values"] = (
-            Phantom(torch.empty(size, device="meta", dtype=torch.bfloat16), fed=True)
-            if device is None
-            else torch.randn(size)
-        )
-        batch["image_grid_thw"] = torch.from_numpy(workload.grids.copy())
-        if "mm_token_type_ids" in accepted:
-            batch["mm_token_type_ids"] = (ids == vision.token).int()
-    if device is not None:
-        batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    return batch
-
-
-def _plain_token(config: Any) -> int:
-    """Pick a token number that means nothing special to the model."""
-    values = vars(config).items() if config is not None else ()
-    special = {value for key, value in values if key.endswith("_token_id") and isinstance(value, int)}
-    return next(token for token in range(len(special) + 1) if token not in special)

@@ -41,15 +41,16 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     head = _head_path(model)
     names = []
     for op, fit in zip(operations, fitted, strict=True):
-        tower = "vision" if drivers.is_vision(fit.driver) else "language"
+        tower = drivers.tower(fit.driver)
+        tower = "language" if tower == "source" else tower
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
         if op.kind == "attention":
             part = "attention"
         elif head is not None and _inside(op.module, [head]):
             part = "head"
-        elif tower == "vision" and fit.driver.startswith("patches/"):
+        elif fit.driver.startswith("patches/"):
             part = "merger"
-        elif tower == "vision" and op.from_input:
+        elif tower != "language" and op.from_input:
             part = "embed"
         elif _inside(op.module, attending):
             part = "projections"

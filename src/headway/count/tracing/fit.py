@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from headway.count import drivers
-from headway.count.workload import Workload
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.count.tracing.operation import Operation
+    from headway.count.workload import Workload
 
-WINDOW_SIDES = range(2, 65)  # window sizes of vision attention that are tried [patches]
-_LENGTHS = (131, 197, 263)  # primes: no product of a model's sizes equals a multiple of two of them
+# what may be added to a cost that grows with something else: so much for each of these
+_ADDED = ("grids", "frames", "clips", "segments", "tokens", "patches", "sources")
 
 
 @dataclass(frozen=True)
@@ -36,48 +37,17 @@ class Fitted:
     per_unit: Fraction
 
 
-def workloads_for(merge: int | None, longest_window: int = 0) -> list[Workload]:
-    """Plan three single-segment workloads that no two drivers treat alike.
-
-    Args:
-        merge: patches along a side that merge into one token, None for a text model.
-        longest_window: the largest attention window seen [tokens]; later segments exceed it, so that its edge is
-            exercised.
-    """
-    grids: Sequence[list[tuple[int, int, int]]] = ([], [], [])
-    if merge is not None:
-        m = merge
-        grids = (
-            [(1, 6 * m, 10 * m)],
-            [(1, 14 * m, 4 * m), (1, 6 * m, 10 * m)],
-            [(3, 10 * m, 6 * m), (1, 4 * m, 4 * m)],
-        )
-    extra = longest_window if longest_window <= 1 << 14 else 0
-    lengths = [_LENGTHS[0], *(_next_prime(n + extra) for n in _LENGTHS[1:])]
-    return [Workload([n], images=g) for n, g in zip(lengths, grids, strict=True)]
-
-
-def _next_prime(n: int) -> int:
-    while any(n % d == 0 for d in range(2, int(n**0.5) + 1)):
-        n += 1
-    return n
-
-
-def candidates(workloads: Sequence[Workload], merge: int | None) -> dict[str, list[int]]:
-    """Evaluate every driver that could explain an operation on every workload; those zero somewhere are left out."""
-    names = ["tokens", "pairs:causal", "pairs:full"]
-    if merge is not None:
-        names += ["patches", "patch_pairs:frame", "patch_pairs:grid"]
-        names += [f"patches/{merge**2}"] if merge > 1 else []
-        names += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
-        names += ["grids", "frames"]
-    names.append("segments")
+def candidates(workloads: Sequence[Workload], names: Sequence[str]) -> dict[str, list[int]]:
+    """Evaluate drivers that could explain an operation on every workload; those zero somewhere are left out."""
     values = {name: [drivers.parse(name)(w) for w in workloads] for name in names}
     return {name: value for name, value in values.items() if all(value)}
 
 
-def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[str, list[int]]) -> Fitted:
-    """Explain one operation from its record in each run.
+def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[str, list[int]]) -> list[Fitted]:
+    """Explain one operation from its record in each run, by one driver or by the sum of two.
+
+    A sum is a class token beside the patches of an image, or a picture whose tokens see each other inside a causal
+    text; it is tried with four runs, whose two equations to spare leave nothing to chance.
 
     Args:
         runs: the same operation on each workload.
@@ -96,21 +66,34 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
     if named and [drivers.parse(named)(w) for w in workloads] == units:
-        return _fitted(first, named, Fraction(1), unit_flops)
+        return [_fitted(first, named, Fraction(1), unit_flops)]
     matches: list[tuple[str, Fraction]] = []
     for driver, values in known.items():
         ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}
         if len(ratios) == 1:
             matches.append((driver, ratios.pop()))
-    if not matches:
-        seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
-        raise TraceError(
-            f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
-            f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d)}."
-        )
-    # one that counts these very units, where there is one
-    driver, ratio = min(matches, key=lambda match: match[1] != 1)
-    return _fitted(first, driver, ratio, unit_flops)
+    if matches:  # one that counts these very units, where there is one
+        driver, ratio = min(matches, key=lambda match: match[1] != 1)
+        return [_fitted(first, driver, ratio, unit_flops)]
+    for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
+        if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
+            return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
+    seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
+    raise TraceError(
+        f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
+        f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d)}."
+    )
+
+
+def _sum_of(units: Sequence[int], xs: Sequence[int], ys: Sequence[int]) -> tuple[Fraction, Fraction] | None:
+    """Find positive factors with units = a x + b y in every run, if there are such."""
+    determinant = xs[0] * ys[1] - xs[1] * ys[0]
+    if not determinant:
+        return None
+    a = Fraction(units[0] * ys[1] - units[1] * ys[0], determinant)
+    b = Fraction(xs[0] * units[1] - xs[1] * units[0], determinant)
+    fits = all(a * x + b * y == u for u, x, y in zip(units, xs, ys, strict=True))
+    return (a, b) if fits and a > 0 and b > 0 else None
 
 
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:

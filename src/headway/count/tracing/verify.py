@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from headway.count import drivers
-from headway.count.tracing import build, trace
+from headway.count.tracing import trace
+from headway.count.tracing.inputs import backward_from, call, inputs_for
 
 if TYPE_CHECKING:
     from headway.count.cost_model import CostModel
@@ -106,13 +107,14 @@ class Counted(TorchDispatchMode):
         return out
 
 
-def verify(model: nn.Module, workload: Workload) -> tuple[list[Line], set[str]]:
+def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple[list[Line], set[str]]:
     """Run one real step of a model under PyTorch's formulas and compare it with the model's ledger.
 
     Args:
         model: a real model with weights, on any device; its attention and experts are run eagerly, and its gradients
             are left as they were.
         workload: one segment, with the grids that lie in it.
+        inputs: as for `trace`.
 
     Returns:
         A line per module that either side bills, in the ledger's order, and the operations that PyTorch cannot see.
@@ -120,7 +122,7 @@ def verify(model: nn.Module, workload: Workload) -> tuple[list[Line], set[str]]:
     Raises:
         TraceError: the model has no complete ledger.
     """
-    cost = trace(model)
+    cost = trace(model, inputs=inputs)
     eager: list[Any] = [
         m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
     ]
@@ -130,11 +132,9 @@ def verify(model: nn.Module, workload: Workload) -> tuple[list[Line], set[str]]:
     held = [parameter.grad for parameter in model.parameters()]
     counted = Counted(model)
     try:
-        batch = build.inputs(model, workload, device=next(model.parameters()).device)
+        arguments = inputs_for(model, inputs).arguments(workload, next(model.parameters()).device)
         with counted:
-            output = model(**batch)
-            loss = output.logits if hasattr(output, "logits") else output[0]
-            loss.sum().backward()
+            backward_from(call(model, arguments))
     finally:
         for config, (attention, experts) in zip(eager, before, strict=True):
             config._attn_implementation, config._experts_implementation = attention, experts
@@ -155,7 +155,7 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
         forward[row.module] += units * row.forward
         backward[row.module] += units * needed
         ops.setdefault(row.module, row.op)
-        if row.op == "attention" and not drivers.is_vision(row.driver):
+        if row.op == "attention" and drivers.tower(row.driver) == "language":
             ahead, back = scores.get(row.module, (0, 0))  # attention by hand has a row for scores and one for values
             scores[row.module] = (ahead + row.forward, back + needed)
     lines = []

@@ -1,0 +1,247 @@
+"""What a model is run on while it is traced: workloads of unlike proportions, and the forward arguments that hold them.
+
+A model's inputs are text (`input_ids`) and the parts that its towers take (`parts`). For a model of another kind the
+user gives a function from workloads to arguments, or an example.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part
+from headway.count.tracing.phantom import Phantom
+from headway.count.workload import Workload
+from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
+_LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
+
+
+PARTS: tuple[type[Part], ...] = (Grids,)  # a model takes the first that fits for each argument
+
+
+class Inputs:
+    """The inputs of a model that takes `input_ids`, with what its towers take.
+
+    Args:
+        model: a phantom twin, or a real model.
+
+    Raises:
+        TraceError: its forward takes no `input_ids`, or images in a form that no part knows.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.accepted = inspect.signature(model.forward).parameters
+        self.parts: list[Part] = []
+        for kind in PARTS:
+            if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
+                self.parts.append(part)
+        if "input_ids" not in self.accepted:
+            raise TraceError(
+                f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
+                "input_ids. Give its arguments with trace(model, inputs=...)."
+            )
+        self._takes_images = any(part.takes == "pixel_values" for part in self.parts)
+        if "pixel_values" in self.accepted and not self._takes_images:
+            raise TraceError(
+                f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
+                "trace(model, inputs=...), or trace its language model alone, from the text configuration."
+            )
+        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers), "segments"]
+        self._plain_token = _plain_token(getattr(model, "config", None))
+
+    def workloads(self, longest_window: int = 0) -> list[Workload]:
+        """Plan single-segment workloads that no two drivers treat alike; four where towers mix their drivers.
+
+        Args:
+            longest_window: the largest attention window seen [tokens]; segments after the first exceed it, so that
+                its edge is exercised.
+        """
+        extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
+        found = []
+        for run in range(4 if self.parts else 3):
+            sizes: dict[str, Any] = {}
+            for part in self.parts:
+                sizes |= part.sizes(run)
+            length = self.positions(Workload([1], **sizes)) + _LENGTHS[run] + (extra if run else 0)
+            found.append(Workload([_next_prime(length)], **sizes))
+        return found
+
+    def positions(self, workload: Workload) -> int:
+        """Count the text positions that the towers' inputs take."""
+        return sum(part.positions(workload) for part in self.parts)
+
+    def arguments(self, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
+        """Make the arguments of one forward: a single segment whose first tokens are the towers'.
+
+        Args:
+            workload: one segment, and the images and clips that lie in it.
+            device: of a real model, which gets random floats; None for a phantom twin, which gets phantoms.
+
+        Raises:
+            TraceError: the model takes no images, and the workload holds some.
+        """
+        if len(workload.grids) and not self._takes_images:
+            raise TraceError("the model takes no images, and the workload holds some.")
+
+        def floats(shape: Sequence[int]) -> torch.Tensor:
+            if device is not None:
+                return torch.randn(tuple(shape))
+            return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
+
+        batch: dict[str, Any] = {
+            "input_ids": torch.full((1, workload.tokens), self._plain_token),
+            "position_ids": torch.arange(workload.tokens)[None],
+            "use_cache": False,
+        }
+        start = 0
+        for part in self.parts:
+            part.fill(batch, start, workload, floats)
+            start += part.positions(workload)
+        batch = {name: value for name, value in batch.items() if name in self.accepted}
+        return on_device(batch, device) if device is not None else batch
+
+
+class GivenInputs:
+    """Inputs that the user's own function makes from a workload.
+
+    Args:
+        function: maps a workload to the forward's arguments: a dictionary by name, or a tuple by position.
+    """
+
+    def __init__(self, function: Callable[[Workload], Any]) -> None:
+        self._function = function
+        self.drivers = ["tokens", "pairs:causal", "pairs:full"]
+        self.drivers += ["patches", "patch_pairs:frame", "patch_pairs:grid", "patches/4", "patches/16", "frames"]
+        self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
+        self.drivers += ["sources", "source_pairs:full", "pairs:cross", "audio", "audio_pairs:full", "clips"]
+        self.drivers += ["grids", "segments"]
+
+    def workloads(self, longest_window: int = 0) -> list[Workload]:
+        """Plan single-segment workloads with sources, images and a clip of sizes that grow in unlike proportions."""
+        extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
+        grids: list[list[tuple[int, int, int]]] = [
+            [(1, 12, 20)],
+            [(1, 28, 8), (1, 12, 20)],
+            [(3, 20, 12), (1, 8, 8)],
+            [(1, 8, 16), (2, 16, 12), (1, 12, 12)],
+        ]
+        clips = [[400], [200, 640], [1040, 80, 360], [120, 280, 560, 240]]
+        return [
+            Workload(
+                [_next_prime(_LENGTHS[run] + (extra if run else 0))],
+                images=grids[run],
+                sources=[(149, 179, 283, 211)[run]],
+                audio=clips[run],
+            )
+            for run in range(4)
+        ]
+
+    def arguments(self, workload: Workload, device: torch.device | None = None) -> Any:
+        """Call the function, and put its tensors on the device, or make phantoms of its floats."""
+        given = self._function(workload)
+        return on_device(given, device) if device is not None else as_phantoms(given)
+
+
+class ExampleInputs:
+    """One example of a forward's arguments; what it costs is billed per segment of a workload.
+
+    Args:
+        example: a dictionary by name, or a tuple by position.
+    """
+
+    drivers = ("segments",)
+
+    def __init__(self, example: Any) -> None:
+        self._example = example
+
+    def workloads(self, _longest_window: int = 0) -> list[Workload]:
+        """Plan the one workload that there is: a segment of unknown length."""
+        return [Workload([1])]
+
+    def arguments(self, _workload: Workload, device: torch.device | None = None) -> Any:
+        """Put the example on a device, or make phantoms of its floats."""
+        return on_device(self._example, device) if device is not None else as_phantoms(self._example)
+
+
+def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | ExampleInputs:
+    """Choose how a model's inputs are made.
+
+    Args:
+        model: a phantom twin, or a real model.
+        given: a function from a workload to arguments, one example of arguments, or None for what the model's own
+            signature says.
+    """
+    if given is None:
+        return Inputs(model)
+    return GivenInputs(given) if callable(given) else ExampleInputs(given)
+
+
+def call(model: nn.Module, arguments: Any) -> Any:
+    """Run a model on arguments by name (a dictionary), by position (a tuple or list), or on a single one."""
+    if isinstance(arguments, dict):
+        return model(**arguments)
+    return model(*arguments) if isinstance(arguments, tuple | list) else model(arguments)
+
+
+def backward_from(output: Any) -> None:
+    """Run backward from the sum of the logits, else of the first floats that an output holds.
+
+    Raises:
+        TraceError: the output holds no tensor of floats.
+    """
+    pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            return
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, tuple | list):
+            pending = [*value, *pending]
+    raise TraceError(f"the model returns {type(output).__name__} without a tensor of floats to start backward from.")
+
+
+def as_phantoms(value: Any) -> Any:
+    """Replace the floats among arguments by phantoms that depend on the batch."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, Phantom):
+        return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
+    if isinstance(value, dict):
+        return {name: as_phantoms(part) for name, part in value.items()}
+    return type(value)(as_phantoms(part) for part in value) if isinstance(value, tuple | list) else value
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors among arguments to a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: on_device(part, device) for name, part in value.items()}
+    return type(value)(on_device(part, device) for part in value) if isinstance(value, tuple | list) else value
+
+
+def _next_prime(n: int) -> int:
+    while any(n % d == 0 for d in range(2, int(n**0.5) + 1)):
+        n += 1
+    return n
+
+
+def _plain_token(config: Any) -> int:
+    """Pick a token number that means nothing special to the model, nor to any tower of it."""
+    parts: list[Any] = [config] if config is not None else []
+    special: set[int] = set()
+    while parts:
+        part = parts.pop()
+        special |= {
+            v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
+        }
+        parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    return next(token for token in range(len(special) + 1) if token not in special)

@@ -1,0 +1,72 @@
+"""Drivers: what their texts mean, that they add up, and what they refuse."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.count import Workload
+from headway.count.drivers import parse, tower
+from headway.errors import CostModelError, WorkloadError
+
+# two segments that read 4 and 0 source tokens, two images of one size, clips of 8 and 5 frames
+STEP = Workload([3, 2], images=[(1, 4, 6), (2, 4, 6)], sources=[4, 0], audio=[8, 5])
+VALUES = [
+    ("tokens", 5, "language"),
+    ("segments", 2, "language"),
+    ("pairs:causal", 3 + 2 + 1 + 2 + 1, "language"),
+    ("pairs:sliding:2", 1 + 2 + 2 + 1 + 2, "language"),
+    ("pairs:chunked:2", 1 + 2 + 1 + 1 + 2, "language"),
+    ("pairs:cross", 3 * 4 + 2 * 0, "source"),
+    ("patches", 24 + 48, "vision"),
+    ("patches/4", 6 + 12, "vision"),
+    ("patch_pairs:frame", 3 * 24**2, "vision"),
+    ("patch_pairs:grid", 24**2 + 48**2, "vision"),
+    ("grids", 2, "vision"),
+    ("frames", 3, "vision"),
+    ("frames:4:6", 3, "vision"),
+    ("sources", 4, "source"),
+    ("sources/3", 2, "source"),
+    ("source_pairs:full", 16, "source"),
+    ("audio", 13, "audio"),
+    ("audio/4", 2 + 2, "audio"),
+    ("audio_pairs:full", 64 + 25, "audio"),
+    ("clips", 2, "audio"),
+]
+
+
+@pytest.mark.parametrize(("driver", "value", "whose"), VALUES, ids=[v[0] for v in VALUES])
+def test_a_driver_counts_what_its_name_says(driver, value, whose):
+    assert parse(driver)(STEP) == value
+    assert tower(driver) == whose
+
+
+steps = st.builds(
+    lambda segments, sources, grids, audio: Workload(
+        segments, images=grids, sources=sources[: len(segments)] if sources else (), audio=audio
+    ),
+    st.lists(st.integers(1, 40), max_size=5),
+    st.one_of(st.none(), st.lists(st.integers(0, 30), min_size=5, max_size=5)),
+    st.lists(st.just((2, 4, 6)), max_size=3),
+    st.lists(st.just(8), max_size=3),
+)
+
+
+@given(steps, steps)
+def test_every_driver_adds_over_workloads(one, other):
+    for driver in [v[0] for v in VALUES] + ["clips:8"]:
+        assert parse(driver)(one + other) == parse(driver)(one) + parse(driver)(other)
+
+
+@pytest.mark.parametrize(
+    "driver", ["speed", "patches:4", "pairs:sliding", "pairs:sliding:0", "pairs:causal:3", "frames:4", "frames:4:6:1"]
+)
+def test_an_unknown_driver_is_refused(driver):
+    with pytest.raises(CostModelError, match=f"unknown driver '{driver}'"):
+        parse(driver)
+
+
+def test_towers_of_one_size_refuse_another():
+    with pytest.raises(WorkloadError, match=r"grid 1x4x6 does not fit this model.*24 x 24 patches.*give 1x24x24"):
+        parse("frames:24:24")(STEP)
+    with pytest.raises(WorkloadError, match=r"clip of 8 frames.*every clip to 3000 feature frames"):
+        parse("clips:3000")(STEP)
