@@ -72,3 +72,16 @@ def test_pefts_wrapper_changes_neither_names_nor_counts():
     assert trace(wrapped).unknown == ()
     assert {row.component for row in cost.rows if row.module.startswith("lm_head")} == {"language.head"}
     assert cost.params.trainable == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_doras_norm_costs_once_per_forward_pass():
+    settings = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    cost = trace(get_peft_model(build("qwen3"), settings))
+    # B A is made as B(A(1)), the identity of 32 inputs through A [32, 4] and B [4, 32], in each of two layers
+    norm = 2 * 2 * 32 * (32 * 4 + 4 * 32)
+    (row,) = [row for row in cost.count(Workload([50, 33])).rows if row.driver == "packs"]
+    assert (row.name, row.forward, row.dgrad, row.wgrad) == ("language.projections", norm, 0, 0)
+    one, two = cost.count(Workload([50, 33])), cost.count(Workload([50]) + Workload([33]))
+    assert two.forward - one.forward == norm
+    assert cost.count(Workload([50, 33], packs=2)) == two

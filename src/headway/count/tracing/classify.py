@@ -61,7 +61,21 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         else:
             part = "mlp"
         names.append(f"{tower}.{part}")
+    for i, (op, fit) in enumerate(zip(operations, fitted, strict=True)):
+        if fit.driver == "packs":  # work on weights belongs where the weights are used
+            names[i] = _nearest(op.module, operations, fitted, names)
     return names
+
+
+def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[Fitted], names: Sequence[str]) -> str:
+    """Name the component of the first operation on activations in the innermost module around a path that has one."""
+    while True:
+        for op, fit, name in zip(operations, fitted, names, strict=True):
+            if fit.driver != "packs" and _inside(op.module, [path]):
+                return name
+        if not path:
+            return "other"
+        path = _parent(path)
 
 
 def parameter_components(operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]) -> list[str]:

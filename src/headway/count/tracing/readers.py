@@ -64,6 +64,7 @@ def _product(
         products,
         recorder.block_of(recorder.module),
         weight=weight if left.fed != right.fed else (),
+        fed=left.fed or right.fed,
         from_input=activation.fed and activation.sources == 0,
     )
 
