@@ -79,7 +79,7 @@ def test_a_decoder_that_reads_an_encoder_runs_it_once():
 
 def test_a_past_has_no_backward_and_no_second_direction():
     step = Workload([1], past=[7])
-    with pytest.raises(WorkloadError, match="7 past tokens.*Count with forward_only"):
+    with pytest.raises(WorkloadError, match=r"7 past tokens.*Count with forward_only"):
         TEXT.count(step)
     with pytest.raises(WorkloadError, match="attends in both directions"):
         drivers.parse("pairs:full")(step)

@@ -172,8 +172,8 @@ class CostModel:
             FLOPs by name and driver; exact.
 
         Raises:
-            WorkloadError: a past where backward is counted too, images or audio for a model without a tower for them, a grid that it cannot merge, or no
-                sources for a model that reads an encoder.
+            WorkloadError: images or audio for a model without a tower for them, a grid that it cannot merge, no
+                sources for a model that reads an encoder, or a past where backward is counted too.
             UsageError: the recompute pattern matches no block.
         """
         self._check_towers(workload)
