@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headway.count.models import presets
-from headway.count.tracing import attention
+from headway.count.tracing import attention, unwrap
 from headway.count.tracing.phantom import phantom
 from headway.errors import TraceError
 
@@ -18,13 +18,15 @@ from headway.errors import TraceError
 def twin_of_model(model: nn.Module) -> nn.Module:
     """Copy a model's modules, hooks and settings, with phantoms in place of its parameters and buffers.
 
-    Tied parameters stay tied. The model itself is not touched and no weight is copied.
+    Tied parameters stay tied, and each keeps whether it is trained. What wraps or shards the model is left out. The
+    model itself is not touched and no weight is copied.
     """
+    model = unwrap.whole(model)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor)
-    return copy.deepcopy(model, memo)
+    return unwrap.copy_modules(model, memo)
 
 
 def twin_of_config(config: Any) -> nn.Module:
@@ -126,11 +128,12 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
     Floats become bfloat16 whatever they are: the ledger does not depend on it, and grouped products take nothing else.
     """
+    tensor = unwrap.unsharded(tensor)
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
     shape = phantom(tensor.detach().to("meta", torch.bfloat16))
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(shape)
+        return nn.Parameter(shape, tensor.requires_grad)
     shape.known = None if tensor.is_meta else tensor.detach().to("cpu", torch.bfloat16)
     return shape
 
@@ -163,7 +166,9 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
     picked, rates, places = [0], [1], [LONGEST_WINDOW]
     for config in configs(model):
         for name, value in vars(config).items():
-            values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
             lengths = [v for v in values if type(v) is int]
             if re.search("topk|top_k", name):
                 picked += lengths
@@ -185,6 +190,7 @@ def use_seams(model: nn.Module) -> None:
     for config in configs(model):
         config._attn_implementation = attention.TEXT if hasattr(config, "vocab_size") else attention.TOWER
         config._experts_implementation = "grouped_mm"
+        config.use_cache = False  # some forwards do not take it as an argument
     for module in model.modules():
         if getattr(module, "_supports_sdpa", True) is False:  # its own code expects masks of floats
             module.config._attn_implementation = attention.BY_HAND  # type: ignore[union-attr]  # a PreTrainedModel

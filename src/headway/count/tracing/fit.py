@@ -75,10 +75,16 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
             matches.append((driver, ratios.pop()))
     if matches:  # one that counts these very units, where there is one
         driver, ratio = min(matches, key=lambda match: match[1] != 1)
+        if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
+            driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]
     for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
         if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
             return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
+    for one in ("pairs:full", "pairs:causal") if len(runs) > 3 and not first.weight else ():
+        names = (one, "tokens", "segments")
+        if (three := _prompted(units, [known[n] for n in names])) is not None:
+            return [_fitted(first, d, f, unit_flops) for d, f in zip(names, three, strict=True)]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
@@ -97,10 +103,30 @@ def _sum_of(units: Sequence[int], xs: Sequence[int], ys: Sequence[int]) -> tuple
     return (a, b) if fits and a > 0 and b > 0 else None
 
 
+def _prompted(units: Sequence[int], values: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
+    """Find whole positive factors of pairs, tokens and segments: a model that puts tokens of its own before each text.
+
+    Source: (s + p)^2 = s^2 + 2 p s + p^2, and as much for causal pairs.
+    """
+    pairs, tokens, _ = values
+    runs = range(len(units))
+    per_pair = 1
+    found: set[tuple[int, int]] = set()
+    for i, j in itertools.pairwise(runs):
+        rest = [units[k] - per_pair * pairs[k] for k in (i, j)]
+        slope = Fraction(rest[1] - rest[0], tokens[j] - tokens[i])
+        constant = rest[0] - slope * tokens[i]
+        if slope.denominator != 1 or slope < 1 or constant < 1:
+            return None
+        found.add((int(slope), int(constant)))
+    return (per_pair, *found.pop()) if len(found) == 1 else None
+
+
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:
     forward = unit_flops * ratio
     if forward.denominator != 1:
         raise TraceError(
             f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}."
         )
-    return Fitted(driver, int(forward), forward / first.unit_flops, ratio)
+    scale = forward / first.unit_flops if first.unit_flops else ratio  # an elementwise recurrence costs nothing
+    return Fitted(driver, int(forward), scale, ratio)

@@ -58,7 +58,7 @@ class Inputs:
         self._plain_token = _plain_token(getattr(model, "config", None))
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
-        """Plan single-segment workloads that no two drivers treat alike; four where towers mix their drivers.
+        """Plan four single-segment workloads that no two drivers treat alike.
 
         Args:
             longest_window: the largest attention window seen [tokens]; segments after the first exceed it, so that
@@ -66,7 +66,7 @@ class Inputs:
         """
         extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
         found = []
-        for run in range(4 if self.parts else 3):
+        for run in range(4):
             sizes: dict[str, Any] = {}
             for part in self.parts:
                 sizes |= part.sizes(run)
@@ -244,4 +244,4 @@ def _plain_token(config: Any) -> int:
             v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
         }
         parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
-    return next(token for token in range(len(special) + 1) if token not in special)
+    return next(token for token in range(1, len(special) + 2) if token not in special)  # 0 often means padding

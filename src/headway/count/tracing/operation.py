@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.phantom import Phantom, is_identity
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class Operand:
     def of(cls, tensor: torch.Tensor) -> Operand:
         """Read an operand's past; a real tensor has none."""
         if not isinstance(tensor, Phantom):
-            return cls(True, 0)
+            return cls(not is_identity(tensor), 0)
         return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
 
 
@@ -32,12 +32,14 @@ class Operation:
 
     Attributes:
         module: path of the innermost module running.
-        kind: `matmul`, `convolution`, `experts` or `attention`.
-        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs.
+        kind: `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
+        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs,
+            tokens of a recurrence.
         unit_flops: FLOPs per unit.
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
         driver: known driver, or several joined by a plus, where the mask says it; else found by comparing workloads.
         weight: shape of the weight, () where there is none.
+        fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
         by_hand: whether it is a product of attention written out by hand.
@@ -53,6 +55,7 @@ class Operation:
     block: str
     driver: str = ""
     weight: tuple[int, ...] = ()
+    fed: bool = True
     from_input: bool = False
     backward_flops: int = 0
     saves_after: bool = False
@@ -69,7 +72,7 @@ class Operation:
     def expected_backward_flops(self) -> int:
         """FLOPs that backward should dispatch, from the operands' pasts."""
         needed = sum(flops for _, flops, sources in self.products if sources)
-        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops
+        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops if needed else 0
 
     def count_pairs(self, pairs: int, scores: int) -> None:
         """Count only the pairs that the mask allows, of the scores that each head really computes."""
