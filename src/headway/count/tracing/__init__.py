@@ -15,13 +15,16 @@ from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for
+from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.count.tracing.operation import Operation
+    from headway.count.workload import Workload
 
 __all__ = ["trace"]
 
@@ -64,16 +67,19 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     windows = build.window_lengths(model, any(op.by_hand for op in runs[0]))
     windows += [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
     workloads = made.workloads(max(windows, default=0))
-    runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
-    _check_alike(runs)
-
-    known = candidates(workloads, made.drivers)
-    explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
+    for workload in workloads[1:]:
+        runs.append(_run(model, made.arguments(workload), backward=False))
+    explained = _explain(runs, workloads, made.drivers)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    source, idle = _source(model), classify.idle_modules(model, operations, parameters)
+    if idle and (states := states_for(model, made)):  # modules that only read another model's states rest without them
+        reading = _run(model, made.arguments(workloads[0]) | states, backward=False)
+        idle, rest = [path for path in idle if path in classify.idle_modules(model, reading, parameters)], idle
+        source |= {"without": ", ".join(states)} if idle != rest else {}
     return CostModel(
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
@@ -81,9 +87,18 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
             Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares), home, p in trainable)
             for p, home in zip(parameters, homes, strict=True)
         ),
-        _source(model),
-        tuple(f"{path} (it never ran)" for path in classify.idle_modules(model, operations, parameters)),
+        source,
+        tuple(f"{path} (it never ran)" for path in idle),
     )
+
+
+def _explain(
+    runs: list[list[Operation]], workloads: Sequence[Workload], names: Sequence[str]
+) -> list[tuple[Operation, Fitted]]:
+    """Find the driver of each operation, or the drivers whose sum it is."""
+    _check_alike(runs)
+    known = candidates(workloads, names)
+    return [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -81,9 +81,9 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
         if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
             return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
-    for one in ("pairs:full", "pairs:causal") if len(runs) > 3 and not first.weight else ():
-        names = (one, "tokens", "segments")
-        if (three := _prompted(units, [known[n] for n in names])) is not None:
+    for one in ("pairs:full", "pairs:causal") if len(runs) > 3 and "tokens" in known else ():
+        if (three := _prompted(units, known[one], known["tokens"])) is not None:
+            names = (one, "tokens", "segments")
             return [_fitted(first, d, f, unit_flops) for d, f in zip(names, three, strict=True)]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
@@ -103,23 +103,17 @@ def _sum_of(units: Sequence[int], xs: Sequence[int], ys: Sequence[int]) -> tuple
     return (a, b) if fits and a > 0 and b > 0 else None
 
 
-def _prompted(units: Sequence[int], values: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
+def _prompted(units: Sequence[int], pairs: Sequence[int], tokens: Sequence[int]) -> tuple[Fraction, ...] | None:
     """Find whole positive factors of pairs, tokens and segments: a model that puts tokens of its own before each text.
 
     Source: (s + p)^2 = s^2 + 2 p s + p^2, and as much for causal pairs.
     """
-    pairs, tokens, _ = values
-    runs = range(len(units))
-    per_pair = 1
-    found: set[tuple[int, int]] = set()
-    for i, j in itertools.pairwise(runs):
-        rest = [units[k] - per_pair * pairs[k] for k in (i, j)]
-        slope = Fraction(rest[1] - rest[0], tokens[j] - tokens[i])
-        constant = rest[0] - slope * tokens[i]
-        if slope.denominator != 1 or slope < 1 or constant < 1:
-            return None
-        found.add((int(slope), int(constant)))
-    return (per_pair, *found.pop()) if len(found) == 1 else None
+    rest = [u - x for u, x in zip(units, pairs, strict=True)]
+    slope = Fraction(rest[1] - rest[0], tokens[1] - tokens[0])
+    constant = rest[0] - slope * tokens[0]
+    fits = all(slope * t + constant == r for t, r in zip(tokens, rest, strict=True))
+    whole = slope.denominator == constant.denominator == 1
+    return (Fraction(1), slope, constant) if fits and whole and slope > 0 and constant > 0 else None
 
 
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:

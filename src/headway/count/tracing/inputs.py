@@ -24,6 +24,9 @@ _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals 
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
+# arguments that hand a decoder the states of another model; left out, its cross attention rests
+_STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
+
 PARTS: tuple[type[Part], ...] = (Grids,)  # a model takes the first that fits for each argument
 
 
@@ -99,6 +102,7 @@ class Inputs:
         batch: dict[str, Any] = {
             "input_ids": torch.full((1, workload.tokens), self._plain_token),
             "position_ids": torch.arange(workload.tokens)[None],
+            "lang_ids": torch.zeros(1, dtype=torch.long),
             "use_cache": False,
         }
         start = 0
@@ -182,6 +186,17 @@ def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | Ex
     if given is None:
         return Inputs(model)
     return GivenInputs(given) if callable(given) else ExampleInputs(given)
+
+
+def states_for(model: nn.Module, made: Inputs | GivenInputs | ExampleInputs) -> dict[str, torch.Tensor]:
+    """Make the states of another model that a forward takes and nothing gives yet; empty where it takes none."""
+    if not isinstance(made, Inputs) or "decoder_input_ids" in made.accepted:
+        return {}
+    config = getattr(model, "config", None)
+    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None)
+    shape = (1, _LENGTHS[1], width or 1)
+    names = [name for name in _STATES if name in made.accepted and name not in (part.takes for part in made.parts)]
+    return {name: Phantom(torch.empty(shape, device="meta", dtype=torch.bfloat16), fed=True) for name in names}
 
 
 def call(model: nn.Module, arguments: Any) -> Any:
