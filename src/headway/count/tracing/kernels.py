@@ -34,7 +34,7 @@ def _linear_attention(recorder: Recorder, *args: Any, delta: bool, **kwargs: Any
     value = _argument(args, kwargs, 2, "v", "value")
     if query.dim() != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2] or kwargs.get("head_first"):
         raise TraceError(
-            f"module {recorder.module} runs a recurrence on q {tuple(query.shape)}, k {tuple(key.shape)}, "
+            f"module {recorder.module or '(the model)'} runs a recurrence on q {tuple(query.shape)}, k {tuple(key.shape)}, "
             f"v {tuple(value.shape)}; what is read is [batch, tokens, heads, size], with q and k alike."
         )
     batch, length, heads, v_size = value.shape
