@@ -44,7 +44,7 @@ def written(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def linear_attention(q, k, v, decay, beta=None):
     """[tokens, heads, size] each; `decay` multiplies the state's rows; with `beta`, the delta rule.
 
-    Gated Delta Networks (Yang et al. 2024), equation 10; Kimi Linear (2025), equation 1 with a decay per row; without
+    Gated Delta Networks (Yang et al. 2024), section 3.1; Kimi Linear (2025), equation 1 with a decay per row; without
     beta, linear attention with decay as in RetNet (Sun et al. 2023), equation 6, and Lightning Attention.
     """
     state, outputs = torch.zeros(*k.shape[1:], v.shape[-1]), []
@@ -104,7 +104,7 @@ def mamba():
 
 
 def mamba2():
-    """Mamba-2 (Dao and Gu 2024), section 3: a state of 16 x 6 per head, decayed by one number a head."""
+    """Mamba-2 (Dao and Gu 2024), equation 2: a state of 16 x 6 per head, decayed by one number a head."""
     x, dt, a = leaf(TOKENS, 4, 16), leaf(TOKENS, 4), leaf(4)
     b, c = leaf(TOKENS, 2, 6), leaf(TOKENS, 2, 6)
     step, a = F.softplus(dt), -a.exp()

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["trace"]
 
-# attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
-_LONGEST_UNNAMED_WINDOW = 4096
-
 
 def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
     """Read the cost model of a module, or of the transformers model that a configuration describes.
@@ -58,12 +55,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     >>> [(row.module, row.driver, row.forward) for row in cost.rows]
     [('0', 'tokens', 512), ('2', 'tokens', 512)]
     """
-    if isinstance(model_or_config, nn.Module):
-        model = build.twin_of_model(model_or_config)
-        trainable = {n for n, p in model_or_config.named_parameters() if p.requires_grad}
-    else:
-        model = build.twin_of_config(model_or_config)
-        trainable = {n for n, _ in model.named_parameters()}
+    is_model = isinstance(model_or_config, nn.Module)
+    model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.number_parameters(model)
     build.use_seams(model)
     model.train().requires_grad_(True)
@@ -71,10 +65,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    windows = [int(op.driver.rpartition(":")[2]) for op in runs[0].operations if op.driver.startswith("pairs:sliding")]
-    if any(op.mask is not None for op in runs[0].operations):
-        places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
-        windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0)))  # 300: what workloads add, to the next prime
+    first = runs[0].operations
+    windows = build.window_lengths(model, any(op.by_hand for op in first))
+    windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
     workloads = made.workloads(max(windows, default=0))
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     _check_alike(runs, workloads)

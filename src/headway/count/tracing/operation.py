@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.phantom import Phantom, is_identity
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class Operand:
     def of(cls, tensor: torch.Tensor) -> Operand:
         """Read an operand's past; a real tensor has none."""
         if not isinstance(tensor, Phantom):
-            return cls(True, 0)
+            return cls(not is_identity(tensor), 0)
         return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
 
 
@@ -39,9 +39,11 @@ class Operation:
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
         driver: known driver, where the seam says it; else it is found by comparing workloads.
         weight: shape of the weight, () where there is none.
+        fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
-        mask: of attention written by hand: the scores that count, broadcast over [..., queries, keys].
+        by_hand: whether it is a product of attention written out by hand.
+        scored: earlier products that its scores were made from.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
     """
 
@@ -53,10 +55,12 @@ class Operation:
     block: str
     driver: str = ""
     weight: tuple[int, ...] = ()
+    fed: bool = True
     from_input: bool = False
     backward_flops: int = 0
     saves_after: bool = False
-    mask: torch.Tensor | None = None
+    by_hand: bool = False
+    scored: list[Operation] = field(default_factory=list)
     executed_flops: int = 0
 
     @property
@@ -72,7 +76,7 @@ class Operation:
 
     def count_pairs(self, pairs: int, scores: int) -> None:
         """Count only the pairs that the mask allows, of the scores that each head really computes."""
-        self.kind, self.executed_flops = "attention", self.forward_flops
+        self.kind, self.by_hand, self.executed_flops = "attention", True, self.forward_flops
         per_pair = self.forward_flops // scores
         self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
         self.units, self.unit_flops = pairs, per_pair
