@@ -15,8 +15,9 @@ from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
+from headway.count.tracing.inputs import Inputs, backward_from, call, inputs_for, states_for
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.recurrences import check_loops
 from headway.count.tracing.replacing import stand_ins
 from headway.errors import TraceError
 
@@ -64,20 +65,27 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    windows = build.window_lengths(model, any(op.by_hand for op in runs[0]))
-    windows += [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
+    first = runs[0].operations
+    windows = build.window_lengths(model, any(op.by_hand for op in first))
+    windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
     workloads = made.workloads(max(windows, default=0))
-    for workload in workloads[1:]:
-        runs.append(_run(model, made.arguments(workload), backward=False))
-    explained = _explain(runs, workloads, made.drivers)
+    enough = 3 if isinstance(made, Inputs) and not made.parts else len(workloads)
+    runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:enough]]
+    try:
+        explained = _explain(runs, workloads[:enough], made.drivers)
+    except TraceError:
+        if enough == len(workloads):
+            raise
+        runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[enough:]]
+        explained = _explain(runs, workloads, made.drivers)  # a sum of drivers needs a run to spare
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     source, idle = _source(model), classify.idle_modules(model, operations, parameters)
-    if idle and (states := states_for(model, made)):  # modules that only read another model's states rest without them
-        reading = _run(model, made.arguments(workloads[0]) | states, backward=False)
+    if idle and (states := states_for(model, made)):  # what only reads another model's states rests without them
+        reading = _run(model, made.arguments(workloads[0]) | states, backward=False).operations
         idle, rest = [path for path in idle if path in classify.idle_modules(model, reading, parameters)], idle
         source |= {"without": ", ".join(states)} if idle != rest else {}
     return CostModel(
@@ -93,20 +101,21 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
 
 def _explain(
-    runs: list[list[Operation]], workloads: Sequence[Workload], names: Sequence[str]
+    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str]
 ) -> list[tuple[Operation, Fitted]]:
     """Find the driver of each operation, or the drivers whose sum it is."""
-    _check_alike(runs)
+    _check_alike(runs, workloads)
     known = candidates(workloads, names)
-    return [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
+    alike = zip(*(run.operations for run in runs), strict=True)
+    return [(ops[0], f) for ops in alike for f in fit(ops, workloads, known)]
 
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]:
-    """Run a model once and return its operations."""
+def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
+    """Run a model once and return what it ran."""
     blocks = classify.checkpointable_blocks(model)
 
     def block_of(path: str) -> str:
@@ -125,18 +134,21 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             backward_from(output)
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
-    return recorder.operations
+    return recorder
 
 
-def _check_alike(runs: list[list[Operation]]) -> None:
+def _check_alike(runs: list[Recorder], workloads: Sequence[Workload]) -> None:
     """Refuse a model whose operations change with the workload; rows could not be told apart."""
-    for other in runs[1:]:
-        if len(other) != len(runs[0]):
+    first = runs[0].operations
+    check_loops([run.dispatched for run in runs], [workload.tokens for workload in workloads])
+    for run in runs[1:]:
+        other = run.operations
+        if len(other) != len(first):
             raise TraceError(
-                f"the model runs {len(runs[0])} counted operations on one workload and {len(other)} on another: "
+                f"the model runs {len(first)} counted operations on one workload and {len(other)} on another: "
                 "it loops over the data, and its cost per token is not fixed."
             )
-        for a, b in zip(runs[0], other, strict=True):
+        for a, b in zip(first, other, strict=True):
             if (a.module, a.kind) != (b.module, b.kind):
                 raise TraceError(
                     f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another."

@@ -288,14 +288,13 @@ def _detached(source: Phantom) -> Phantom:
 
 def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
     """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
-    made = torch.zeros(value.shape, dtype=value.dtype)
-    if packet in (aten.topk, aten.sort, aten.argsort) and value.dim():
-        axis = {aten.topk: 2}.get(packet, 1)
-        dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
-        size = [1] * value.dim()
-        size[dim] = -1
-        made += torch.arange(value.shape[dim]).view(size)
-    return made
+    if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
+        return torch.zeros(value.shape, dtype=value.dtype)
+    axis = 2 if packet is aten.topk else 1
+    dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
+    size = [1] * value.dim()
+    size[dim] = -1
+    return torch.arange(value.shape[dim], dtype=value.dtype).view(size).expand(value.shape).clone()
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:

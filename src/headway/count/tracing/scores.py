@@ -159,7 +159,7 @@ def _moved(packet: Any, args: tuple[Any, ...], value: Phantom, out: torch.Tensor
 
 def _plane(mask: torch.Tensor, out: torch.Tensor) -> Stays:
     """Reduce a mask that broadcasts to the result to its queries and keys, where all heads and rows share it."""
-    if bool(mask.all()):
+    if mask.numpy().all():  # stops at the first pair that is hidden
         return None
     if mask.dim() > out.dim():
         return UNCLEAR
