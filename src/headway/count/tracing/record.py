@@ -69,7 +69,7 @@ class Recorder:
             raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
         per_head = four.expand(batch, -1, queries, keys)[:, 0]
         driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
-        return int(per_head.sum()), driver
+        return int(torch.count_nonzero(per_head)), driver
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
