@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headway.count import drivers
 from headway.count.flop_count import FlopCount, FlopRow
+from headway.count.recompute import run_again
 from headway.errors import UsageError, WorkloadError
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ class CostModel:
 
         Args:
             workload: what the step computes.
-            recompute: activation checkpointing: `none`, `full`, or a pattern of block names such as `model.layers.*`.
+            recompute: activation checkpointing: `none`, `full`, or a choice of blocks and parts of them such as
+                `every:2` or `full,-attention`; see `headway.count.recompute`.
             forward_only: leave the backward out (evaluation, prefill, decode steps).
             by: one row per component, or per module with layer numbers folded into `*`.
 
@@ -174,7 +176,7 @@ class CostModel:
         Raises:
             WorkloadError: images or audio for a model without a tower for them, a grid that it cannot merge, no
                 sources for a model that reads an encoder, or a past where backward is counted too.
-            UsageError: the recompute pattern matches no block.
+            UsageError: a term of the recomputation matches nothing.
         """
         self._check_towers(workload)
         if len(workload.past) and not forward_only:
@@ -220,30 +222,18 @@ class CostModel:
             )
 
     def _coefficients(self, by: By, recompute: str, forward_only: bool) -> _Coefficients:
-        blocks = self._checkpointed(recompute) if not forward_only else set()
+        again = run_again(self.rows, self._trained, recompute, self.name) if not forward_only else set()
         sums: dict[tuple[str, str], list[int]] = {}
-        for row in self.rows:
+        for i, row in enumerate(self.rows):
             name = row.component if by == "component" else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.module)
             entry = sums.setdefault((name, row.driver), [0, 0, 0, 0])
             entry[0] += row.forward
             for gradient in row.gradients if not forward_only else ():
                 if gradient.needs & self._trained:
                     entry[1 if gradient.phase == "dgrad" else 2] += gradient.flops
-            if row.recomputed and row.block in blocks:
+            if i in again:
                 entry[3] += row.forward
         return [(name, driver, *entry) for (name, driver), entry in sums.items()]  # type: ignore[misc]  # four entries
-
-    def _checkpointed(self, recompute: str) -> set[str]:
-        """Name the blocks that run forward twice: those that match and whose backward runs at all."""
-        if recompute == "none":
-            return set()
-        blocks = {row.block for row in self.rows if row.block}
-        chosen = blocks if recompute == "full" else {b for b in blocks if fnmatch.fnmatchcase(b, recompute)}
-        if not chosen:
-            some = ", ".join(sorted(blocks)[:3]) or "none"
-            raise UsageError(f"--recompute {recompute} matches no block of {self.name}; its blocks are {some}, ...")
-        live = {row.block for row in self.rows if any(g.needs & self._trained for g in row.gradients)}
-        return chosen & live
 
     def freeze(self, patterns: Iterable[str]) -> CostModel:
         """Return this model with the parameters that match frozen.
