@@ -122,7 +122,7 @@ def test_every_second_block_runs_again():
 
 
 SAVED = {
-    "full,-attention": lambda func, args: func is torch.ops.aten.bmm.default,
+    "full,-attention": lambda func, _args: func is torch.ops.aten.bmm.default,
     "full,-attention,-*.gate_proj,-*.up_proj": lambda func, args: (
         func is torch.ops.aten.bmm.default or (func is torch.ops.aten.mm.default and args[1].shape == (32, 48))
     ),
