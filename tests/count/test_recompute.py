@@ -1,6 +1,5 @@
 """What checkpointing runs again, against PyTorch's counter on real steps with real checkpointing."""
 
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -11,51 +10,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from headway.count import Workload, drivers, load_cost_model, trace
+from headway.count import Workload, load_cost_model, trace
 from headway.errors import UsageError
-from witness import build, count_backward, count_forward, eager_attention, inputs, workload
+from witness import build, check_recompute, enable_checkpointing
 
 # the method has two names: the old one is all that transformers 5.17 has, the new one the only one without a warning
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]
-
-
-def run_backward(model, family) -> Counter:
-    return count_backward(count_forward(model, inputs(model, family))[0].sum())
-
-
-def check(plain, checkpointed, cost, family, choice):
-    """Hold what a checkpointed step dispatches on top of a plain one against the ledger's recomputation.
-
-    Eager attention runs the whole square of scores, forward and again, where the ledger has the pairs of the mask.
-    """
-    before, after = run_backward(plain, family), run_backward(checkpointed, family)
-    assert not before - after
-    by_module = cost.count(workload(family), recompute=choice)
-    extra = 0
-    for row in cost.rows:
-        if row.op == "attention" and again(cost, row, choice):
-            per_score, squares = eager_attention(plain, row.module)
-            extra += per_score * sum(squares) - drivers.parse(row.driver)(workload(family)) * row.forward
-    assert sum((after - before).elements()) == by_module.recompute + extra
-
-
-def again(cost, row, choice) -> bool:
-    from headway.count.recompute import run_again
-
-    trained = sum(1 << i for i, p in enumerate(cost.parameters) if p.trainable)
-    return cost.rows.index(row) in run_again(cost.rows, trained, choice, cost.name)
-
-
-def enable(model, reentrant=False):
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if not reentrant:  # transformers asks for the gradient of the embeddings, which only reentrant checkpoints need
-        for part in model.modules():
-            if hasattr(part, "disable_input_require_grads"):
-                part.disable_input_require_grads()
-    return model
 
 
 def frozen(model, part):
@@ -79,15 +42,15 @@ def frozen(model, part):
     ("family", "part"),
     [
         *((family, part) for family in ("llama", "gemma3_sliding") for part in ("", "lower half", "all but norms")),
-        ("gpt2", ""),
+        *((family, "") for family in ("gpt2", "qwen2", "qwen3_vl", "qwen2_5_vl")),
         ("qwen3_vl", "vision"),
         ("qwen3_vl", "language"),
         ("qwen2_5_vl", "vision"),
     ],
 )
 def test_checkpointed_blocks_run_again_up_to_the_last_tensor_that_backward_needs(family, part):
-    plain, real = frozen(build(family), part), enable(frozen(build(family), part))
-    check(plain, real, trace(plain), family, "full")
+    plain, real = frozen(build(family), part), enable_checkpointing(frozen(build(family), part))
+    check_recompute(plain, real, trace(plain), family, "full")
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["down_proj"], "all-linear"])
@@ -96,13 +59,13 @@ def test_checkpointed_adapters_run_again_with_their_block(targets):
         return get_peft_model(build("llama"), LoraConfig(r=4, target_modules=targets)).get_base_model()
 
     plain = adapted()
-    check(plain, enable(adapted()), trace(plain), "llama", "full")
+    check_recompute(plain, enable_checkpointing(adapted()), trace(plain), "llama", "full")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_sliding", "qwen3_vl"])
 def test_reentrant_checkpoints_run_blocks_to_their_end(family):
     plain = build(family)
-    check(plain, enable(build(family), reentrant=True), trace(plain), family, "reentrant")
+    check_recompute(plain, enable_checkpointing(build(family), reentrant=True), trace(plain), family, "reentrant")
 
 
 def wrapped(family, **options):
@@ -117,8 +80,8 @@ def wrapped(family, **options):
 def test_every_second_block_runs_again():
     plain, real = build("llama"), wrapped("llama")
     assert trace(real) == trace(plain)  # a checkpointed model has the ledger of the plain one
-    check(plain, real, trace(plain), "llama", "every:2")
-    check(plain, real, trace(plain), "llama", "model.layers.1")
+    check_recompute(plain, real, trace(plain), "llama", "every:2")
+    check_recompute(plain, real, trace(plain), "llama", "model.layers.1")
 
 
 SAVED = {
@@ -136,7 +99,7 @@ def test_what_selective_checkpointing_saves_is_not_run_again(choice):
 
     real = wrapped("llama", context_fn=partial(create_selective_checkpoint_contexts, policy))
     plain = build("llama")
-    check(plain, real, trace(plain), "llama", choice)
+    check_recompute(plain, real, trace(plain), "llama", choice)
 
 
 def test_core_attention_alone_runs_again():
@@ -146,7 +109,7 @@ def test_core_attention_alone_runs_again():
     AttentionInterface.register("checkpointed_eager", checkpointed)
     plain, real = build("llama"), build("llama")
     real.config._attn_implementation = "checkpointed_eager"
-    check(plain, real, trace(plain), "llama", "attention")
+    check_recompute(plain, real, trace(plain), "llama", "attention")
     assert trace(plain).count(Workload([9]), recompute="language.attention") == trace(plain).count(
         Workload([9]), recompute="attention"
     )
