@@ -7,6 +7,7 @@ what the operands' pasts predict, or the trace fails.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headway.count.tracing.operation import Operation
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
+
+
+def _custom_function() -> str | None:
+    """Name the custom `autograd.Function` whose forward is running, if one is; it runs with gradients off."""
+    frame = None if torch.is_grad_enabled() else sys._getframe()
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return str(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+    return None
 
 
 @dataclass
@@ -132,6 +145,12 @@ class Recorder:
         operation = read(self, args, out)
         if operation is None:
             return None
+        if function := _custom_function():
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies matrices inside {function}, a function with its own "
+                "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
+                "does not change what the model costs: trace the model without it, or before it is applied."
+            )
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
