@@ -13,10 +13,11 @@ from torch import nn
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
-from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for
+from headway.count.tracing.loops import alike, merged
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.seams import Seams
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = ["trace"]
 
 # attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
 _LONGEST_UNNAMED_WINDOW = 4096
+_SHORTEST_UNNAMED_WINDOW = 64
 
 
 def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
@@ -55,7 +57,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     """
     if isinstance(model_or_config, nn.Module):
         model = build.twin_of_model(model_or_config)
-        trainable = {n for n, p in model_or_config.named_parameters() if p.requires_grad}
+        trainable = {n.replace("_orig_mod.", "") for n, p in model_or_config.named_parameters() if p.requires_grad}
     else:
         model = build.twin_of_config(model_or_config)
         trainable = {n for n, _ in model.named_parameters()}
@@ -67,12 +69,12 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
     windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
-    if any(op.mask is not None for op in runs[0]):
-        places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
-        windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0)))  # 300: what workloads add, to the next prime
+    if any(op.mask is not None or op.masked for op in runs[0]):
+        windows.append(_longest_window_that_runs(model, made))
     workloads = made.workloads(max(windows, default=0))
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
-    _check_alike(runs)
+    if not alike(runs):
+        runs = merged([_run(model, made.arguments(workload), backward=True) for workload in workloads])
 
     known = candidates(workloads, made.drivers)
     explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
@@ -91,6 +93,20 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         _source(model),
         tuple(f"{path} (it never ran)" for path in classify.idle_modules(model, operations, parameters)),
     )
+
+
+def _longest_window_that_runs(model: nn.Module, made: Any) -> int:
+    """Find a length beyond which masks without a name need not be looked at: the model has no places for more."""
+    places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
+    window = min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0))  # 300: what workloads add, to the next prime
+    while window >= _SHORTEST_UNNAMED_WINDOW:
+        try:
+            _run(model, made.arguments(made.workloads(window)[-1]), backward=False)
+        except (RuntimeError, IndexError, ValueError, AssertionError):  # a table of positions, or a mask, is shorter
+            window //= 2
+        else:
+            return window
+    return 0
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -113,21 +129,6 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
     return recorder.operations
-
-
-def _check_alike(runs: list[list[Operation]]) -> None:
-    """Refuse a model whose operations change with the workload; rows could not be told apart."""
-    for other in runs[1:]:
-        if len(other) != len(runs[0]):
-            raise TraceError(
-                f"the model runs {len(runs[0])} counted operations on one workload and {len(other)} on another: "
-                "it loops over the data, and its cost per token is not fixed."
-            )
-        for a, b in zip(runs[0], other, strict=True):
-            if (a.module, a.kind) != (b.module, b.kind):
-                raise TraceError(
-                    f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another."
-                )
 
 
 def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:

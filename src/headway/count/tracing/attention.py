@@ -1,4 +1,4 @@
-"""Attention recorded at the ecosystem's own seams: transformers' attention and mask interfaces, and PyTorch's SDPA.
+"""Attention recorded at a seam, and the first of them: transformers' attention and mask interfaces.
 
 A seam sees heads, both head sizes, the mask and the window, which no matrix product further down would tell. The mask
 is a real boolean tensor here, so the pairs it allows are counted, and the count must agree with the formula of the
@@ -7,12 +7,12 @@ kind of mask that the model names.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
 from headway.count.tracing.operation import Operand, Operation
@@ -55,6 +55,7 @@ def attend(
     pairs: int,
     driver: str = "",
     extra: tuple[torch.Tensor, ...] = (),
+    masked: bool = False,
 ) -> torch.Tensor:
     """Record one attention over `pairs` pairs and return its output's shape.
 
@@ -67,6 +68,7 @@ def attend(
         pairs: allowed (query, key) pairs, summed over the batch, for one head.
         driver: what `pairs` is proportional to, where the seam says it.
         extra: further tensors that the output depends on (attention sinks).
+        masked: whether `pairs` come from a mask that names no window.
 
     Returns:
         Output [..., heads, tokens, v size].
@@ -83,8 +85,9 @@ def attend(
         ("dgrad", 2 * heads * qk, q_from),
         ("dgrad", 2 * heads * qk, k_from),
     )
+    block, unit_flops = recorder.block_of(module), 2 * heads * (qk + vo)
     operation = recorder.add(
-        Operation(module, "attention", pairs, 2 * heads * (qk + vo), products, recorder.block_of(module), driver=driver)
+        Operation(module, "attention", pairs, unit_flops, products, block, driver=driver, masked=masked)
     )
     extras = [t for t in extra if isinstance(t, Phantom)]
     out: torch.Tensor = _Attend.apply(operation, *tensors, *extras)  # type: ignore[no-untyped-call]
@@ -111,17 +114,17 @@ def _transformers_seam(
         lengths = np.diff(boundaries.tolist())
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
-        pairs, driver = _masked_pairs(_recorder, path, attention_mask, query, key, causal, window)
+        pairs, driver = masked_pairs(_recorder, path, attention_mask, query, key, causal, window)
     else:
-        pairs, driver = _plain_pairs(query, key, causal, window)
+        pairs, driver = plain_pairs(query, key, causal, window)
     extra = tuple(t for t in kwargs.values() if isinstance(t, torch.Tensor))
     out = attend(_recorder, path, query, key, value, pairs, driver, extra)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
+def plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
     """Count pairs of an attention without a mask tensor."""
-    batch, (queries, keys) = q.shape[0], (q.shape[-2], k.shape[-2])
+    batch, (queries, keys) = math.prod(q.shape[:-3]), (q.shape[-2], k.shape[-2])
     if queries != keys:
         if causal or window:
             raise TraceError(f"causal attention of {queries} queries over {keys} keys without a mask is ambiguous.")
@@ -133,7 +136,7 @@ def _plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | N
     return batch * masks.full_pairs([queries]), ""
 
 
-def _masked_pairs(
+def masked_pairs(
     recorder: Recorder,
     path: str,
     mask: torch.Tensor,
@@ -143,7 +146,7 @@ def _masked_pairs(
     window: int | None,
 ) -> tuple[int, str]:
     """Count the pairs that a boolean mask allows, and name its kind when the count is that of a known one."""
-    if mask.dtype != torch.bool or isinstance(mask, Phantom):
+    if isinstance(mask, Phantom):
         raise TraceError(
             f"module {path} attends under a mask of floats, whose allowed pairs cannot be counted. "
             "Give it a boolean mask, or none and a causal flag."
@@ -151,9 +154,33 @@ def _masked_pairs(
     batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
     pairs = recorder.allowed(mask, batch, queries, keys)
     if queries == keys:
-        plain, driver = _plain_pairs(q, k, causal, window)
+        plain, driver = plain_pairs(q, k, causal, window)
         if driver and pairs == plain:
             return pairs, driver
+    return pairs, ""
+
+
+def name_pairs(recorder: Recorder, mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[int, str]:
+    """Count the pairs of a mask that comes without a name, and name it when the count is that of a known kind."""
+    if isinstance(mask, Phantom):
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} attends under a mask of floats, whose allowed pairs cannot be "
+            "counted. Give it a boolean mask, or none and a causal flag."
+        )
+    if mask.dtype != torch.bool:
+        mask = torch.gt(mask, -1e4)  # added to the scores: -inf, or nearly, hides
+    batch, queries, keys = math.prod(q.shape[:-3]), q.shape[-2], k.shape[-2]
+    pairs = recorder.allowed(mask, batch, queries, keys)
+    if not pairs:
+        raise TraceError(f"module {recorder.module or '(the model)'} masks all of its attention scores.")
+    if queries == keys:
+        window = int(mask.sum(-1).max())
+        for driver, count in (
+            ("pairs:causal", masks.causal_pairs([queries])),
+            (f"pairs:sliding:{window}", masks.sliding_pairs([queries], window)),
+        ):
+            if pairs == batch * count:
+                return pairs, driver
     return pairs, ""
 
 
@@ -188,47 +215,8 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _mask_seam)
 
 
-def _set_recorder(recorder: Recorder | None) -> Recorder | None:
+def set_recorder(recorder: Recorder | None) -> Recorder | None:
+    """Set the trace that transformers' seam records into; returns the one before."""
     global _recorder  # transformers calls the seam as a plain function
     previous, _recorder = _recorder, recorder
     return previous
-
-
-class Seams(TorchFunctionMode):
-    """While active, attention calls are recorded by `recorder` instead of being decomposed."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __enter__(self) -> Any:
-        self._previous = _set_recorder(self.recorder)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *exception: Any) -> None:
-        _set_recorder(self._previous)
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention and any(isinstance(a, Phantom) for a in args[:3]):
-            return self._sdpa(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _sdpa(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        _dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_options: Any,
-    ) -> torch.Tensor:
-        """Stand in for `F.scaled_dot_product_attention`."""
-        path = self.recorder.module
-        if attn_mask is not None:
-            pairs, driver = _masked_pairs(self.recorder, path, attn_mask, query, key, is_causal, None)
-        else:
-            pairs, driver = _plain_pairs(query, key, is_causal, None)
-        return attend(self.recorder, path, query, key, value, pairs, driver)

@@ -23,7 +23,20 @@ def twin_of_model(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor)
-    return copy.deepcopy(model, memo)
+    return _uncompiled(model, memo)
+
+
+def _uncompiled(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a model with what `torch.compile` wrapped in place of the wrappers; names are those of the plain model."""
+    for module in reversed([*model.modules()]):  # inner ones first
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        for name, value in vars(module).items():
+            if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
+                setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
+    return twin
 
 
 def twin_of_config(config: Any) -> nn.Module:

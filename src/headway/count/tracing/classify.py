@@ -46,6 +46,8 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
         if op.kind == "attention":
             part = "attention"
+        elif isinstance(model.get_submodule(op.module), nn.RNNBase | nn.RNNCellBase):
+            part = "recurrence"
         elif op.module == head:
             part = "head"
         elif fit.driver.startswith("patches/"):

@@ -41,6 +41,7 @@ class Operation:
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
         mask: of attention written by hand: the scores that count, broadcast over [..., queries, keys].
+        masked: whether its pairs come from a mask that names no window.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
     """
 
@@ -56,6 +57,7 @@ class Operation:
     backward_flops: int = 0
     saves_after: bool = False
     mask: torch.Tensor | None = None
+    masked: bool = False
     executed_flops: int = 0
 
     @property

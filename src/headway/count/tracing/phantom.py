@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from headway.errors import TraceError
 
@@ -149,6 +150,8 @@ def _key(value: Any) -> Any:
 
 def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation's meta kernel, or recall what it gave for the same shapes."""
+    if func._overloadpacket is aten._pack_padded_sequence:
+        return _pack(*args)
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
         key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
@@ -161,6 +164,13 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if key is not None and _on_dispatch is not None:
         _results[key] = out
     return out
+
+
+def _pack(padded: Phantom, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack padded sequences by their real lengths; returns a meta tensor, and the real batch size of each step."""
+    thin = torch.zeros(*padded.shape[:2], 1)
+    data, batch_sizes = aten._pack_padded_sequence(thin, lengths, batch_first)
+    return padded.meta.new_empty(len(data), *padded.shape[2:]), batch_sizes
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,13 +207,16 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made = Phantom(value, sources, fed, base)
             made.scores = scores.get(value.numel()) if product is None else (product or None)
             return made
-        return torch.zeros(value.shape, dtype=value.dtype)
+        return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value
 
     return _map(wrap, out)
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
     """Return what an in-place or `out=` operation wrote to, with its past brought up to date."""
+    if torch.Tag.inplace_view in func.tags:
+        with no_dispatch():
+            func(*args, **kwargs)  # its own sizes change, as those of its meta tensor did
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

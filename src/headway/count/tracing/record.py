@@ -45,6 +45,7 @@ class Recorder:
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
         self._mask_pairs: dict[int, tuple[torch.Tensor, int]] = {}
+        self._found: dict[int, tuple[Any, Any]] = {}
 
     @property
     def module(self) -> str:
@@ -65,6 +66,12 @@ class Recorder:
             pairs = int(four.expand(batch, -1, queries, keys)[:, 0].sum())
             self._mask_pairs[id(mask)] = (mask, pairs)  # holding the mask keeps its id its own
         return self._mask_pairs[id(mask)][1]
+
+    def once(self, thing: Any, find: Callable[[], Any]) -> Any:
+        """Return what `find` finds out about an object that layers share; it is asked once."""
+        if id(thing) not in self._found:
+            self._found[id(thing)] = (thing, find())  # holding the object keeps its id its own
+        return self._found[id(thing)][1]
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
