@@ -151,7 +151,7 @@ def _xformers(
         pairs = size[0] * masks.cross_pairs([size[2]], [size[3]])
         return attend(recorder, recorder.module, q, k, v, pairs).transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
     bias = attn_bias if isinstance(attn_bias, torch.Tensor) else attn_bias.materialize(size)
-    pairs, driver = name_pairs(recorder, bias, q, k)
+    pairs, driver = recorder.once(attn_bias, lambda: name_pairs(recorder, bias, q, k))
     out = attend(recorder, recorder.module, q, k, v, pairs, driver, masked=True)
     return out.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
 
