@@ -1,7 +1,7 @@
 """Read a model's cost rows off its own forward and backward, run once on tensors without data.
 
-`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin, `inputs`
-what it is run on, `fit` finds each operation's driver, `classify` names its component.
+`phantom` holds those tensors, `record`, `attention` and `recurrences` what is dispatched, `build` the model's phantom
+twin, `inputs` what it is run on, `fit` finds each operation's driver, `classify` names its component.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.loops import alike, merged
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.replacing import stand_ins
 from headway.count.tracing.seams import Seams
 from headway.errors import TraceError
 
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from headway.count.tracing.operation import Operation
 
 __all__ = ["trace"]
-
-# attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
-_LONGEST_UNNAMED_WINDOW = 4096
-_SHORTEST_UNNAMED_WINDOW = 64
 
 
 def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
@@ -68,10 +65,13 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
-    if any(op.mask is not None or op.masked for op in runs[0]):
-        windows.append(_longest_window_that_runs(model, made))
-    workloads = made.workloads(max(windows, default=0))
+    unnamed = any(op.by_hand or op.masked for op in runs[0])
+    windows = build.window_lengths(model, unnamed)
+    windows += [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
+    longest = max(windows, default=0)
+    if unnamed and not build.configs(model):
+        longest = _longest_that_runs(model, made, longest)
+    workloads = made.workloads(longest)
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     if not alike(runs):
         runs = merged([_run(model, made.arguments(workload), backward=True) for workload in workloads])
@@ -95,18 +95,16 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     )
 
 
-def _longest_window_that_runs(model: nn.Module, made: Any) -> int:
-    """Find a length beyond which masks without a name need not be looked at: the model has no places for more."""
-    places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
-    window = min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0))  # 300: what workloads add, to the next prime
-    while window >= _SHORTEST_UNNAMED_WINDOW:
+def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
+    """Halve a window until the model runs on longer segments; none can exceed its table of positions, or its mask."""
+    while longest:
         try:
-            _run(model, made.arguments(made.workloads(window)[-1]), backward=False)
-        except (RuntimeError, IndexError, ValueError, AssertionError):  # a table of positions, or a mask, is shorter
-            window //= 2
+            _run(model, made.arguments(made.workloads(longest)[-1]), backward=False)
+        except (RuntimeError, IndexError, ValueError, AssertionError):
+            longest //= 2
         else:
-            return window
-    return 0
+            break
+    return longest
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -122,7 +120,12 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             path = path.rpartition(".")[0]
         return path
 
-    with Recorder(model, block_of) as recorder, Seams(recorder), torch.set_grad_enabled(backward):
+    with (
+        Recorder(model, block_of) as recorder,
+        Seams(recorder),
+        stand_ins(model, recorder),
+        torch.set_grad_enabled(backward),
+    ):
         output = call(model, arguments)
         if backward:
             backward_from(output)

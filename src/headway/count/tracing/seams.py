@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
 from headway.count.tracing import seams_flash, seams_flex
-from headway.count.tracing.attention import attend, name_pairs, plain_pairs, set_recorder
+from headway.count.tracing.attention import attend, masked_pairs, plain_pairs, set_recorder
 from headway.count.tracing.phantom import Phantom
 from headway.count.tracing.swap import Swapped
 
@@ -97,15 +97,16 @@ class Seams(TorchFunctionMode):
         """Stand in for `F.scaled_dot_product_attention`."""
         path = self.recorder.module
         if attn_mask is not None:
-            pairs, driver = name_pairs(self.recorder, attn_mask, query, key)
+            pairs, driver = masked_pairs(self.recorder, path, attn_mask, query, key)
         elif is_causal and query.shape[-2] != key.shape[-2]:
             queries, keys = [query.shape[-2]], [key.shape[-2]]
             each = masks.banded_pairs(queries, keys, left=None, right=0, bottom_right=False)
             pairs, driver = math.prod(query.shape[:-3]) * each, ""
         else:
             pairs, driver = plain_pairs(query, key, is_causal, None)
+        extra = () if attn_mask is None else (attn_mask,)
         masked = attn_mask is not None
-        return attend(self.recorder, path, query, key, value, pairs, driver, masked=masked)
+        return attend(self.recorder, path, query, key, value, pairs, driver, extra, masked)
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `nn.MultiheadAttention`'s forward on this mode's attention, which it reaches while no mode is active.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headway.count import masks
-from headway.count.tracing.attention import attend, name_pairs
+from headway.count.tracing.attention import attend, masked_pairs
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -32,13 +32,11 @@ def _lengths(recorder: Recorder, boundaries: torch.Tensor, total: int, what: str
     return lengths
 
 
-def _band(recorder: Recorder, queries: Ints, keys: Ints, window: Any, causal: bool) -> tuple[int, str]:
+def _band(queries: Ints, keys: Ints, window: Any, causal: bool) -> tuple[int, str]:
     """Count the pairs of a causal flag and a window (left, right), in which None or -1 is no limit."""
     left, right = (None if side is None or side < 0 else int(side) for side in window)
     right = 0 if causal else right
     filled = (queries > 0) & (keys > 0)
-    if not filled.any():
-        raise TraceError(f"module {recorder.module or '(the model)'} attends over no pair at all.")
     queries, keys = queries[filled], keys[filled]
     pairs = masks.banded_pairs(queries, keys, left=left, right=right)
     driver = ""
@@ -63,7 +61,7 @@ def _attend_packed(
     else:
         of_keys = boundaries[0] if boundaries[1] is None else boundaries[1]
         keys = _lengths(recorder, of_keys, k.shape[-2], "keys")
-    pairs, driver = _band(recorder, queries, keys, window, causal)
+    pairs, driver = _band(queries, keys, window, causal)
     return attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(-3, -2)
 
 
@@ -128,7 +126,7 @@ def _flash(
     else:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         queries, keys = np.full(len(q), q.shape[-2]), np.full(len(q), k.shape[-2])
-        pairs, driver = _band(recorder, queries, keys, window_size, causal)
+        pairs, driver = _band(queries, keys, window_size, causal)
         out = attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(1, 2)
     return (out, _statistics(out), None) if return_attn_probs else out
 
@@ -151,7 +149,7 @@ def _xformers(
         pairs = size[0] * masks.cross_pairs([size[2]], [size[3]])
         return attend(recorder, recorder.module, q, k, v, pairs).transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
     bias = attn_bias if isinstance(attn_bias, torch.Tensor) else attn_bias.materialize(size)
-    pairs, driver = recorder.once(attn_bias, lambda: name_pairs(recorder, bias, q, k))
+    pairs, driver = recorder.once(attn_bias, lambda: masked_pairs(recorder, recorder.module, bias, q, k))
     out = attend(recorder, recorder.module, q, k, v, pairs, driver, masked=True)
     return out.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
 

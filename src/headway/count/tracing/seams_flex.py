@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.count.tracing.attention import attend, name_pairs, plain_pairs
-from headway.errors import TraceError
+from headway.count.tracing.attention import attend, plain_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,12 +51,7 @@ def _allowed(recorder: Recorder, block_mask: Any, q: torch.Tensor, k: torch.Tens
     allowed = inside & _listed(number, block_mask.kv_indices, sides, queries, keys)
     if block_mask.full_kv_num_blocks is not None:
         allowed |= _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sides, queries, keys)
-    if not allowed.any():
-        raise TraceError(
-            f"module {recorder.module or '(the model)'} masks all of its attention scores: the block mask depends on "
-            "floats, which have no data in a trace."
-        )
-    return name_pairs(recorder, allowed, q, k)
+    return recorder.count(allowed, len(q), queries, keys)
 
 
 def _listed(
