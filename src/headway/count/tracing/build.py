@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headway.count.models import presets
-from headway.count.tracing import attention
+from headway.count.tracing import attention, unwrap
 from headway.count.tracing.phantom import phantom
 from headway.errors import TraceError
 
@@ -18,26 +18,15 @@ from headway.errors import TraceError
 def twin_of_model(model: nn.Module) -> nn.Module:
     """Copy a model's modules, hooks and settings, with phantoms in place of its parameters and buffers.
 
-    Tied parameters stay tied. The model itself is not touched and no weight is copied.
+    Tied parameters stay tied, and each keeps whether it is trained. What wraps or shards the model is left out. The
+    model itself is not touched and no weight is copied.
     """
+    model = unwrap.whole(model)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor)
-    return _uncompiled(model, memo)
-
-
-def _uncompiled(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a model with what `torch.compile` wrapped in place of the wrappers; names are those of the plain model."""
-    for module in reversed([*model.modules()]):  # inner ones first
-        if isinstance(module, torch._dynamo.OptimizedModule):
-            memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
-    twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
-        for name, value in vars(module).items():
-            if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
-                setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
-    return twin
+    return unwrap.copy_modules(model, memo)
 
 
 def twin_of_config(config: Any) -> nn.Module:
@@ -139,11 +128,12 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
     Floats become bfloat16 whatever they are: the ledger does not depend on it, and grouped products take nothing else.
     """
+    tensor = unwrap.unsharded(tensor)
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
     shape = phantom(tensor.detach().to("meta", torch.bfloat16))
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(shape)
+        return nn.Parameter(shape, tensor.requires_grad)
     shape.known = None if tensor.is_meta else tensor.detach().to("cpu", torch.bfloat16)
     return shape
 

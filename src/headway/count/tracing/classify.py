@@ -49,7 +49,7 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
             part = op.kind
         elif isinstance(model.get_submodule(op.module), nn.RNNBase | nn.RNNCellBase):
             part = "recurrence"
-        elif op.module == head:
+        elif head is not None and _inside(op.module, [head]):
             part = "head"
         elif fit.driver.startswith("patches/"):
             part = "merger"
@@ -64,6 +64,9 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         else:
             part = "mlp"
         names.append(f"{tower}.{part}")
+    for i, (op, fit) in enumerate(zip(operations, fitted, strict=True)):
+        if fit.driver == "packs":  # work on weights belongs where the weights are used
+            names[i] = _nearest(op.module, operations, fitted, names)
     return names
 
 
@@ -73,6 +76,17 @@ def _mixer(model: nn.Module, path: str) -> str:
     while mixer and not any(isinstance(m, nn.Linear) for m in model.get_submodule(mixer).modules()):
         mixer = _parent(mixer)
     return mixer or path
+
+
+def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[Fitted], names: Sequence[str]) -> str:
+    """Name the component of the first operation on activations in the innermost module around a path that has one."""
+    while True:
+        for op, fit, name in zip(operations, fitted, names, strict=True):
+            if fit.driver != "packs" and _inside(op.module, [path]):
+                return name
+        if not path:
+            return "other"
+        path = _parent(path)
 
 
 def parameter_components(operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]) -> list[str]:
@@ -121,7 +135,16 @@ def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]]) 
 
 
 def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
-    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given."""
+    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given.
+
+    A layer of adapters counts as one with the layer that it wraps: peft leaves inactive adapters, and the frozen
+    original of a module that is trained whole, out on purpose.
+    """
+    wrappers = [
+        path
+        for path, module in model.named_modules()
+        if type(module).__module__.startswith("peft.") and {"base_layer", "original_module"} & set(module._modules)
+    ]
     used = 0
     for op in operations:
         for _, _, sources in op.products:
@@ -132,6 +155,9 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
     }
     idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
+    for wrapper in wrappers:
+        leaves = [path for path in idle if _inside(path, [wrapper])]
+        idle.update(dict.fromkeys(leaves, all(idle[leaf] for leaf in leaves)))
     found: list[str] = []
     for path, _ in model.named_modules():
         inside = [is_idle for leaf, is_idle in idle.items() if _inside(leaf, [path])]

@@ -7,14 +7,16 @@ operation that did the work of them all.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from headway.count.tracing.operation import Operation
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from headway.count.tracing.operation import Operation
 
 
 def alike(runs: Sequence[Sequence[Operation]]) -> bool:
@@ -50,10 +52,11 @@ def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
     """Group operations by all that is fixed about them; their sizes are not."""
     groups: dict[Any, list[Operation]] = {}
     for op in run:
-        shares = tuple((phase, Fraction(flops, op.unit_flops), sources) for phase, flops, sources in op.products)
+        shares = tuple((phase, Fraction(flops, op.unit_flops or 1), sources) for phase, flops, sources in op.products)
         whole = all(share == 1 for _, share, _ in shares)
-        key = (op.module, op.kind, op.weight, op.driver, op.block, op.block and op.saves_after, bool(op.backward_flops))
-        groups.setdefault((*key, shares, None if whole else op.unit_flops), []).append(op)
+        needed = (op.block and op.saves_after, bool(op.backward_flops), shares)
+        key = (op.module, op.kind, op.weight, op.fed, op.driver, op.block, needed, None if whole else op.unit_flops)
+        groups.setdefault(key, []).append(op)
     return groups
 
 
@@ -62,16 +65,12 @@ def _one(repeats: list[Operation]) -> Operation:
     first = repeats[0]
     same = all(op.unit_flops == first.unit_flops for op in repeats)
     size: Callable[[Operation], int] = (lambda op: op.units) if same else (lambda op: op.forward_flops)
-    return Operation(
-        first.module,
-        first.kind,
-        sum(size(op) for op in repeats),
-        first.unit_flops if same else 1,
-        first.products if same else tuple((phase, 1, sources) for phase, _, sources in first.products),
-        first.block,
-        first.driver,
-        first.weight,
-        any(op.from_input for op in repeats),
-        sum(op.backward_flops for op in repeats),
-        first.saves_after,
+    return replace(
+        first,
+        units=sum(size(op) for op in repeats),
+        unit_flops=first.unit_flops if same else 1,
+        products=first.products if same else tuple((phase, 1, sources) for phase, _, sources in first.products),
+        from_input=any(op.from_input for op in repeats),
+        backward_flops=sum(op.backward_flops for op in repeats),
+        executed_flops=sum(op.executed_flops or op.forward_flops for op in repeats),
     )
