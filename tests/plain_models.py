@@ -1,52 +1,34 @@
-"""Plain modules for tests of the trace, and what PyTorch's formulas say of a real step of theirs."""
-
-from collections import Counter
+"""What PyTorch's formulas say of a real step of a plain module, for tests of the trace."""
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-aten = torch.ops.aten
-PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward}
-
-
-class Dispatched(TorchDispatchMode):
-    """FLOPs of every product that runs, by PyTorch's own formulas."""
-
-    def __init__(self):
-        super().__init__()
-        self.flops = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in PRODUCTS:
-            self.flops.append(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
-        return out
+from headway.count import CostModel, Workload
+from witness import Products
 
 
 def dispatched(model: nn.Module, *args, **kwargs) -> tuple[int, int]:
-    """Run a real step and return the FLOPs of its forward and of its backward."""
-    forward, backward = Dispatched(), Dispatched()
-    fused, *_ = torch.backends.mkldnn.set_flags(_enabled=False)  # fused recurrent kernels hide their products
+    """Run a real step; returns the FLOPs of its forward and of its backward.
+
+    Fused recurrent kernels, which hide their products, are off; attention multiplies whole squares of scores.
+    """
+    forward, backward = Products(), Products()
+    fused, *_ = torch.backends.mkldnn.set_flags(_enabled=False)
     try:
-        with forward:
+        with sdpa_kernel(SDPBackend.MATH), forward:
             out = model(*args, **kwargs)
         while isinstance(out, tuple):
             out = out[0]
-        out = getattr(out, "data", out) if isinstance(out, nn.utils.rnn.PackedSequence) else out
         with backward:
             out.sum().backward()
     finally:
         torch.backends.mkldnn.set_flags(_enabled=fused)
         model.zero_grad(set_to_none=True)
-    return sum(forward.flops), sum(backward.flops)
+    return sum(flops for _, flops in forward.seen), sum(flops for _, flops in backward.seen)
 
 
-def products(model: nn.Module, *args, **kwargs) -> Counter:
-    """Run a real step's forward and return its products' FLOPs, one entry an operation."""
-    forward = Dispatched()
-    with forward:
-        model(*args, **kwargs)
-    return Counter(forward.flops)
+def counted(cost: CostModel, workload: Workload | None = None) -> tuple[int, int]:
+    """Count a workload's forward and backward; one call of an example where none is given."""
+    count = cost.count(Workload([1]) if workload is None else workload)
+    return count.forward, count.dgrad + count.wgrad

@@ -6,15 +6,9 @@ from torch import nn
 
 from headway.count import Workload, trace
 from headway.errors import TraceError
-from plain_models import dispatched
+from plain_models import counted, dispatched
 
 BATCH, STEPS = 3, 7
-
-
-def one_call(cost):
-    """FLOPs of the example that a model was traced on."""
-    count = cost.count(Workload([1]))
-    return count.forward, count.dgrad + count.wgrad
 
 
 MODULES = {
@@ -34,7 +28,7 @@ MODULES = {
 def test_a_recurrent_module_counts_what_its_steps_dispatch(name):
     model = MODULES[name]()
     x = torch.randn(STEPS, BATCH, 5, requires_grad=False)
-    assert one_call(trace(model, inputs=(x,))) == dispatched(model, x)
+    assert counted(trace(model, inputs=(x,))) == dispatched(model, x)
 
 
 def test_a_gru_by_hand():
@@ -44,14 +38,14 @@ def test_a_gru_by_hand():
     backward = forward + 2 * BATCH * (STEPS - 1) * 24 * 8
     model = nn.GRU(5, 8)
     x = torch.randn(STEPS, BATCH, 5)
-    assert one_call(trace(model, inputs=(x,))) == (forward, backward) == dispatched(model, x)
+    assert counted(trace(model, inputs=(x,))) == (forward, backward) == dispatched(model, x)
 
 
 @pytest.mark.parametrize(("cell", "gates"), [(nn.LSTMCell, 4), (nn.GRUCell, 3), (nn.RNNCell, 1)])
 def test_a_cell_is_two_products(cell, gates):
     model, x = cell(5, 8), torch.randn(BATCH, 5)
     expected = 2 * BATCH * gates * 8 * (5 + 8)
-    assert one_call(trace(model, inputs=(x,))) == dispatched(model, x) == (expected, expected)
+    assert counted(trace(model, inputs=(x,))) == dispatched(model, x) == (expected, expected)
 
 
 def test_packed_sequences_count_their_real_steps():
@@ -67,7 +61,7 @@ def test_packed_sequences_count_their_real_steps():
 
     model, lengths = Packed(), torch.tensor([2, 7, 4])
     x = torch.randn(3, 7, 5)
-    forward, backward = one_call(trace(model, inputs=(x, lengths)))
+    forward, backward = counted(trace(model, inputs=(x, lengths)))
     assert forward == 2 * (2 + 7 + 4) * 32 * (5 + 8)
     assert (forward, backward) == dispatched(model, x, lengths)
 
@@ -101,12 +95,9 @@ def test_a_loop_over_time_follows_the_tokens(by_hand):
     assert {row.driver for row in cost.rows} == {"tokens", "segments", "transitions"}
     assert {row.component for row in cost.rows if row.module == "cell"} == {"language.recurrence"}
     for tokens in (9, 20):
-        count = cost.count(Workload([tokens]))
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        assert (count.forward, count.dgrad + count.wgrad) == dispatched(model, ids)
+        assert counted(cost, Workload([tokens])) == dispatched(model, torch.zeros(1, tokens, dtype=torch.long))
     model.embed.requires_grad_(False)
-    count = trace(model).count(Workload([9]))
-    assert (count.forward, count.dgrad + count.wgrad) == dispatched(model, torch.zeros(1, 9, dtype=torch.long))
+    assert counted(trace(model), Workload([9])) == dispatched(model, torch.zeros(1, 9, dtype=torch.long))
 
 
 class InChunks(nn.Module):

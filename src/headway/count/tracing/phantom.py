@@ -86,6 +86,10 @@ class Phantom(torch.Tensor):
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on shapes and hand it to the recorder."""
+        if torch.is_inference_mode_enabled():  # without autograd, nothing is decomposed on its way here
+            out = func.decompose(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
         return _run(func, args, kwargs or {})
 
 

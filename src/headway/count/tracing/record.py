@@ -125,11 +125,13 @@ class Recorder:
                 "Its FLOPs would be missing, so the model is not counted."
             )
         node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            flops = backward_flops(packet, args, out, node)
+            if flops is not None:
+                self._on_backward(node, func, flops)
+            return None
         read = READERS.get(packet)
         if read is None:
-            return None
-        if node is not None:
-            self._on_backward(node, func, backward_flops(packet, args))
             return None
         operation = read(self, args, out)
         if operation is None:

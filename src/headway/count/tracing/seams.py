@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from headway.count import masks
 from headway.count.tracing import seams_flash, seams_flex
 from headway.count.tracing.attention import attend, masked_pairs, plain_pairs, set_recorder
-from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.phantom import Phantom, aten
+from headway.count.tracing.readers import READERS
 from headway.count.tracing.swap import Swapped
 
 if TYPE_CHECKING:
@@ -80,9 +81,18 @@ class Seams(TorchFunctionMode):
             return self._sdpa(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head(*args, **kwargs)
+        if getattr(func, "__name__", "").removesuffix(".default") == "_int_mm":
+            return self._integer_product(*args)
         if func is torch._VF._pad_packed_sequence:
             return _pad_packed(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _integer_product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Record a product of quantised operands, which are real integers and so no phantoms, and spare it."""
+        operation = READERS[aten._int_mm](self.recorder, (left, right), None)
+        if operation is not None:
+            self.recorder.add(operation)
+        return torch.zeros(left.shape[0], right.shape[1], dtype=torch.int32)
 
     def _sdpa(
         self,
