@@ -78,7 +78,7 @@ LONGEST_WINDOW = 1 << 14  # a longer window is believed as its seam names it [to
 # attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
 _LONGEST_UNNAMED_WINDOW = 4096
 _PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
-_ROOM = 400  # what workloads add to a window, up to the next prime [tokens]
+_ROOM = 360  # what workloads add to a window, up to the next prime [tokens]
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 
 

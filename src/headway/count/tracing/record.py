@@ -7,6 +7,7 @@ what the operands' pasts predict, or the trace fails.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headway.count.tracing.operation import Operation
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
+
+
+def _custom_function() -> str | None:
+    """Name the custom `autograd.Function` whose forward is running, if one is; it runs with gradients off."""
+    frame = None if torch.is_grad_enabled() else sys._getframe()
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return str(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+    return None
 
 
 @dataclass
@@ -47,6 +60,7 @@ class Recorder:
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
         self._mask_pairs: dict[int, tuple[torch.Tensor, int, str]] = {}
+        self._found: dict[int, tuple[Any, Any]] = {}
 
     @property
     def module(self) -> str:
@@ -70,6 +84,12 @@ class Recorder:
         per_head = four.expand(batch, -1, queries, keys)[:, 0]
         driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
         return int(torch.count_nonzero(per_head)), driver
+
+    def once(self, thing: Any, find: Callable[[], Any]) -> Any:
+        """Return what `find` finds out about an object that layers share; it is asked once."""
+        if id(thing) not in self._found:
+            self._found[id(thing)] = (thing, find())  # holding the object keeps its id its own
+        return self._found[id(thing)][1]
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
@@ -121,17 +141,24 @@ class Recorder:
                 "Its FLOPs would be missing, so the model is not counted."
             )
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            self.dispatched[self.module] += 1
+        if node is not None:
+            flops = backward_flops(packet, args, out, node)
+            if flops is not None:
+                self._on_backward(node, func, flops)
+            return None
+        self.dispatched[self.module] += 1
         read = READERS.get(packet)
         if read is None:
-            return None
-        if node is not None:
-            self._on_backward(node, func, backward_flops(packet, args))
             return None
         operation = read(self, args, out)
         if operation is None:
             return None
+        if function := _custom_function():
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies matrices inside {function}, a function with its own "
+                "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
+                "does not change what the model costs: trace the model without it, or before it is applied."
+            )
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
