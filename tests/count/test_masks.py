@@ -37,6 +37,12 @@ def test_chunks_restart_in_every_segment(lengths, chunk):
     assert masks.chunked_pairs(lengths, chunk) == drawn(lengths, lambda q, k: k <= q and k // chunk == q // chunk)
 
 
+@given(lengths, st.integers(1, 9), st.integers(1, 4))
+def test_a_query_sees_its_own_block_and_whole_blocks_before(lengths, size, most):
+    expected = drawn(lengths, lambda q, k: k <= q and q // size - k // size < most)  # the last blocks, as any others
+    assert masks.block_pairs(lengths, size, most) == expected
+
+
 @given(lengths, st.integers(1, 9), st.integers(1, 9))
 def test_a_compressed_key_is_seen_once_all_its_tokens_are(lengths, rate, most):
     ready = [(q + 1) // rate for s in lengths for q in range(s)]

@@ -58,6 +58,14 @@ MODELS = {
              compress_rates={"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}),
         ["pairs:sliding:16", "pairs:sliding:16+pairs:compressed:8", "pairs:sliding:16+pairs:compressed:topk:4:5"],
     ),
+    "an indexer's blocks, the query's own among them": (
+        "MiniMaxM3VLTextConfig",
+        dict(_TEXT, num_local_experts=4, num_experts_per_tok=2, index_block_size=8, index_topk_blocks=3,
+             index_n_heads=2, index_head_dim=8, dense_intermediate_size=40, shared_intermediate_size=16,
+             layer_types=["minimax_m3_sparse", "full_attention"],
+             rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        ["pairs:blocks:8:3", "pairs:causal"],
+    ),
     "chunks": (
         "Llama4TextConfig",
         dict(_TEXT, attention_chunk_size=16, num_hidden_layers=4, intermediate_size_mlp=40, num_local_experts=4),

@@ -34,6 +34,7 @@ def picked(count: int) -> torch.Tensor:
         (CAUSAL & (PLACE[:, None] - PLACE < 9), "pairs:sliding:9"),
         (picked(9), "pairs:topk:9"),
         (CAUSAL & (PLACE[:, None] // 9 == PLACE // 9), "pairs:chunked:9"),
+        (CAUSAL & (PLACE[:, None] // 4 - PLACE // 4 < 3), "pairs:blocks:4:3"),
         (compressed(4), "pairs:compressed:4"),
         (compressed(4, 7), "pairs:compressed:topk:4:7"),
         (torch.cat([CAUSAL, compressed(8)], dim=1), "pairs:causal+pairs:compressed:8"),

@@ -175,6 +175,10 @@ class Recorder:
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
+        if packet is aten.topk and args[0].forced is None and isinstance(args[0].stays, str):
+            raise TraceError(
+                f"module {self.module} picks by numbers that it placed itself: what it picks is not known."
+            )
         stays = scores.after(packet, args, out)
         for ended in args[:2]:
             if not isinstance(ended, Phantom) or ended.scores is None or ended.scores.kind == "attention":
