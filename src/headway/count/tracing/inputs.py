@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headway.count.tracing.image_parts import Frames, NestedFrames, ReadFrames, TiledFrames
 from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part
 from headway.count.tracing.phantom import Phantom
 from headway.count.workload import Workload
@@ -24,7 +25,7 @@ _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals 
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
-PARTS: tuple[type[Part], ...] = (Grids,)  # a model takes the first that fits for each argument
+PARTS: tuple[type[Part], ...] = (Grids, TiledFrames, ReadFrames, NestedFrames, Frames)  # a model takes the first that fits for each argument
 
 
 class Inputs:
