@@ -43,3 +43,16 @@ def test_the_command_writes_its_page(target, tmp_path, capsys, monkeypatch):
     assert main([target, "--only", "gpt_neox"]) == 0
     page = capsys.readouterr().out if target == "-" else (tmp_path / target).read_text()
     assert "| `gpt_neox` | causal language model | pairs:causal, tokens |" in page
+
+
+def test_the_page_puts_the_types_that_others_know_beside_ours():
+    page = render(
+        [
+            Outcome("causal language model", "qwen2", "complete", "tokens"),
+            Outcome("causal language model", "seed_oss", "refused", "no"),
+        ]
+    )
+    assert "| Headway, by tracing | 1 | 1 |" in page
+    # of verl's 22 types both are here, one of them complete; LMMs-Engine has no formula for seed_oss
+    assert "| verl | 22 | 1 of 2 registered |" in page
+    assert "| LMMs-Engine | 13 | 1 of 1 registered |" in page

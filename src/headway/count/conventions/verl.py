@@ -26,6 +26,9 @@ _VEOMNI = frozenset({
     "seed_oss", "gpt_oss",
 })  # fmt: skip
 
+# tools that choose their formula by model type, and the types they know; they print 0 for all others
+LISTED_TYPES = {"LMMs-Engine": _LMMS_ENGINE, "VeOmni": _VEOMNI, "verl": _VERL}
+
 
 def lmms_engine(model: Architecture, step: Step) -> Parts:
     """Bill real tokens and the full square of each segment; the embedding table as if it were a second head.

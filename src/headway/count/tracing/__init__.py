@@ -67,7 +67,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
     windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
-    if any(op.mask is not None for op in runs[0]):
+    if any(op.by_hand for op in runs[0]):
         places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
         windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0)))  # 300: what workloads add, to the next prime
     workloads = made.workloads(max(windows, default=0))

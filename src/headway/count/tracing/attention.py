@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
+from headway.count.tracing import scores
 from headway.count.tracing.operation import Operand, Operation
 from headway.count.tracing.phantom import Phantom, phantom
 from headway.errors import TraceError
@@ -111,12 +112,21 @@ def _transformers_seam(
         lengths = np.diff(boundaries.tolist())
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
-        pairs, driver = _masked_pairs(_recorder, path, attention_mask, query, key, causal, window)
+        mask = _selected(attention_mask, kwargs.get("indices"))
+        pairs, driver = _masked_pairs(_recorder, path, mask, query, key, causal, window)
     else:
         pairs, driver = _plain_pairs(query, key, causal, window)
     extra = tuple(t for t in kwargs.values() if isinstance(t, torch.Tensor))
     out = attend(_recorder, path, query, key, value, pairs, driver, extra)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _selected(mask: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+    """Keep of a mask [batch, heads, queries, keys] what an indexer picked: `indices` [batch, queries, picked]."""
+    if indices is None:
+        return mask
+    picked = torch.zeros(indices.shape[0], indices.shape[1], mask.shape[-1], dtype=torch.bool)
+    return mask & picked.scatter_(-1, indices.long(), True)[:, None]
 
 
 def _plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
@@ -143,13 +153,16 @@ def _masked_pairs(
     window: int | None,
 ) -> tuple[int, str]:
     """Count the pairs that a boolean mask allows, and name its kind when the count is that of a known one."""
-    if mask.dtype != torch.bool or isinstance(mask, Phantom):
+    batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
+    allowed = scores.of_mask(mask)
+    if allowed is None and not isinstance(mask.stays, str):  # type: ignore[attr-defined]  # a phantom, being unknown
+        allowed = torch.ones(queries, keys, dtype=torch.bool) if mask.stays is None else mask.stays  # type: ignore[attr-defined]
+    if allowed is None:
         raise TraceError(
             f"module {path} attends under a mask of floats, whose allowed pairs cannot be counted. "
             "Give it a boolean mask, or none and a causal flag."
         )
-    batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
-    pairs = recorder.allowed(mask, batch, queries, keys)
+    pairs = recorder.allowed(allowed, batch, queries, keys)
     if queries == keys:
         plain, driver = _plain_pairs(q, k, causal, window)
         if driver and pairs == plain:

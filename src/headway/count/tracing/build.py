@@ -37,7 +37,30 @@ def twin_of_config(config: Any) -> nn.Module:
     with torch.device("meta"), no_init_weights():
         model: Any = model_class(config)._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
     model.tie_weights()  # building without initialisation leaves this out
+    _fill_buffers(model)
     return twin_of_model(model)
+
+
+def _fill_buffers(model: Any) -> None:
+    """Give a transformers model built on shapes alone its buffers: causal masks, positions, frequencies.
+
+    transformers itself builds on shapes and has each module's initialisation write them afterwards. What that does not
+    write stays a shape; parameters are left alone.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                module._buffers[name] = made[id(buffer)]
+    before = {id(buffer): buffer._version for buffer in made.values()}
+    model.initialize_weights()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and before.get(id(buffer)) == buffer._version:
+                module._buffers[name] = buffer.to("meta")
 
 
 def preset_config(name: str) -> Any:
@@ -93,14 +116,17 @@ def model_class(config: Any) -> Any:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Make the phantom of one parameter or buffer; integer buffers stay real.
+    """Make the phantom of one parameter or buffer; integer buffers stay real, the data of the others is known.
 
     Floats become bfloat16 whatever they are: the ledger does not depend on it, and grouped products take nothing else.
     """
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
     shape = phantom(tensor.detach().to("meta", torch.bfloat16))
-    return nn.Parameter(shape) if isinstance(tensor, nn.Parameter) else shape
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(shape)
+    shape.known = None if tensor.is_meta else tensor.detach().to("cpu", torch.bfloat16)
+    return shape
 
 
 def number_parameters(model: nn.Module) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headway.count.tracing.phantom import Phantom
@@ -40,7 +40,8 @@ class Operation:
         weight: shape of the weight, () where there is none.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
-        mask: of attention written by hand: the scores that count, broadcast over [..., queries, keys].
+        by_hand: whether it is a product of attention written out by hand.
+        scored: earlier products that its scores were made from.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
     """
 
@@ -55,7 +56,8 @@ class Operation:
     from_input: bool = False
     backward_flops: int = 0
     saves_after: bool = False
-    mask: torch.Tensor | None = None
+    by_hand: bool = False
+    scored: list[Operation] = field(default_factory=list)
     executed_flops: int = 0
 
     @property
@@ -71,7 +73,7 @@ class Operation:
 
     def count_pairs(self, pairs: int, scores: int) -> None:
         """Count only the pairs that the mask allows, of the scores that each head really computes."""
-        self.kind, self.executed_flops = "attention", self.forward_flops
+        self.kind, self.by_hand, self.executed_flops = "attention", True, self.forward_flops
         per_pair = self.forward_flops // scores
         self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
         self.units, self.unit_flops = pairs, per_pair

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from headway.count.conventions.verl import LISTED_TYPES
 from headway.count.tracing import build, trace
 from headway.errors import HeadwayError, TraceError
 
@@ -147,6 +148,7 @@ def render(outcomes: Sequence[Outcome]) -> str:
         complete = [o for o in built if o.status == "complete"]
         share = f"{100 * len(complete) / len(built):.0f} %" if built else "-"
         lines.append(f"| {task} | {len(mine)} | {len(built)} | {len(complete)} | {share} |")
+    lines += _peers(outcomes)
     for status, heading, column in (
         ("complete", "Complete", "drivers"),
         ("refused", "Refused", "what is not explained"),
@@ -158,6 +160,25 @@ def render(outcomes: Sequence[Outcome]) -> str:
                 detail = o.detail if len(o.detail) <= 160 else o.detail[:157] + "..."
                 lines.append(f"| `{o.model_type}` | {o.task} | {detail.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
+
+
+def _peers(outcomes: Sequence[Outcome]) -> list[str]:
+    """Render how many model types the tools that keep a list have a formula for."""
+    complete = {o.model_type for o in outcomes if o.status == "complete"}
+    lines = [
+        "",
+        "Tools that choose a formula by model type print 0 for every type that is not on their list (the lists and "
+        "their sources: `src/headway/count/conventions/verl.py`; what each formula leaves out: "
+        "[conventions.md](conventions.md)).",
+        "",
+        "| counter | model types with a formula | of them here too |",
+        "| --- | ---: | ---: |",
+        f"| Headway, by tracing | {len(complete)} | {len(complete)} |",
+    ]
+    registered = {o.model_type for o in outcomes}
+    for tool, types in sorted(LISTED_TYPES.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {tool} | {len(types)} | {len(types & complete)} of {len(types & registered)} registered |")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
