@@ -71,6 +71,21 @@ def _fixed_frames(workload: Workload, height: int, width: int) -> int:
     return int(workload.grids[:, 0].sum())
 
 
+def _lone_grids(workload: Workload, frames: int, height: int, width: int) -> int:
+    """Count the grids of a model that takes one of one size with each segment."""
+    other = (workload.grids != (frames, height, width)).any(axis=1)
+    size = f"{frames}x{height}x{width}"
+    if other.any():
+        bad = "x".join(map(str, workload.grids[int(np.argmax(other))].tolist()))
+        raise WorkloadError(f"The grid {bad} does not fit this model, which takes {size} patches: give that.")
+    if len(other) > workload.num_segments:
+        raise WorkloadError(
+            f"{len(other)} images in {workload.num_segments} segments: this model takes one image with each segment. "
+            f"Give {size} at most once for a segment."
+        )
+    return len(other)
+
+
 def _fixed_clips(workload: Workload, frames: int) -> int:
     """Count the clips of a tower that takes one length only."""
     other = workload.audio != frames
@@ -96,6 +111,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "grids": (0, lambda w: len(w.grids)),
     "frames": (0, lambda w: int(w.grids[:, 0].sum())),
     "frames:": (2, _fixed_frames),
+    "lone:": (3, _lone_grids),
     "pairs:full": (0, lambda w: masks.full_pairs(w.segments)),
     "pairs:causal": (0, lambda w: masks.causal_pairs(w.segments)),
     "pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.segments, window)),
@@ -114,7 +130,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "clips:": (1, _fixed_clips),
 }
 _TOWERS = {
-    "vision": ("patches", "patch_pairs", "grids", "frames"),
+    "vision": ("patches", "patch_pairs", "grids", "frames", "lone"),
     "audio": ("audio", "clips"),
     "source": ("source", "pairs:cross"),
 }

@@ -68,8 +68,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
     windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
     if any(op.by_hand for op in runs[0]):
-        places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
-        windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0)))  # 300: what workloads add, to the next prime
+        places = build.places(model) or _LONGEST_UNNAMED_WINDOW
+        planned = max(w.tokens for w in workloads) + 60  # the next prime is nearer than that
+        windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - planned, 0)))
     workloads = made.workloads(max(windows, default=0))
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     _check_alike(runs)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headway.count.workload import Workload
 
 # what may be added to a cost that grows with something else: so much for each of these
-_ADDED = ("grids", "frames", "clips", "segments", "tokens", "patches", "sources")
+_ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources")
 
 
 @dataclass(frozen=True)

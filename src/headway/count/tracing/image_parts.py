@@ -14,6 +14,7 @@ import torch
 from headway.count.tracing.parts import Part
 from headway.count.tracing.phantom import Phantom
 from headway.count.tracing.probe import Probe
+from headway.count.workload import Workload
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from headway.count.tracing.parts import Floats
-    from headway.count.workload import Workload
 
 Grid = tuple[int, int, int]
 _TOKENS = ("image_token_id", "image_token_index", "image_patch_id")
@@ -44,6 +44,11 @@ def subconfigs(config: Any) -> list[Any]:
     for part in found:
         found += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
     return found
+
+
+def has_tower(config: Any) -> bool:
+    """Say whether a configuration's vision tower is there: some may be left out by setting it to None."""
+    return getattr(config, "vision_config", config) is not None
 
 
 class Images(Part):
@@ -78,16 +83,17 @@ class Images(Part):
     @classmethod
     def of(cls, model: Any) -> Self | None:
         """Read the part from a model's signature."""
-        return cls(model) if "pixel_values" in inspect.signature(model.forward).parameters else None
+        takes = "pixel_values" in inspect.signature(model.forward).parameters and has_tower(model.config)
+        return cls(model) if takes else None
 
-    def pixels(self, grids: list[Grid], floats: Floats, tokens: int) -> dict[str, Any]:
-        """Make the arguments that carry the images beside so many text tokens."""
+    def pixels(self, grids: list[Grid], floats: Floats, text: Workload) -> dict[str, Any]:
+        """Make the arguments that carry the images in a text."""
         raise NotImplementedError
 
     def positions_of(self, grid: Grid) -> int:
         """Ask the model how many text positions one image takes."""
         if grid not in self._positions:
-            self._positions[grid] = self.probe.rows(self.features, self.pixels([grid], phantom_floats, 8))
+            self._positions[grid] = self.probe.rows(self.features, self.pixels([grid], phantom_floats, Workload([8], sources=[8])))
         return self._positions[grid]
 
     def positions(self, workload: Workload) -> int:
@@ -98,7 +104,7 @@ class Images(Part):
         """Add pixels, whatever describes them, and the images' tokens."""
         grids = as_grids(workload)
         if grids:
-            batch |= self.pixels(grids, floats, workload.tokens)
+            batch |= self.pixels(grids, floats, workload)
             self.place(batch, start, [self.positions_of(grid) for grid in grids])
 
     def place(self, batch: dict[str, Any], start: int, lengths: list[int]) -> None:
@@ -142,7 +148,7 @@ class Frames(Images):
         """Make all frames of the grids, with dimensions before."""
         return floats((*before, sum(t for t, _, _ in grids), self.channels, self.size, self.size))
 
-    def pixels(self, grids: list[Grid], floats: Floats, _tokens: int) -> dict[str, Any]:
+    def pixels(self, grids: list[Grid], floats: Floats, _text: Workload) -> dict[str, Any]:
         """Make frames, one after another; for a second tower in its resolution too."""
         made = {"pixel_values": self.frames(grids, floats)}
         if hasattr(self.config, "high_res_vision_config"):
@@ -161,7 +167,7 @@ class NestedFrames(Frames):
         nested = "pixel_attention_mask" in accepted and "spatial_shapes" not in accepted
         return super().of(model) if nested else None
 
-    def pixels(self, grids: list[Grid], floats: Floats, _tokens: int) -> dict[str, Any]:
+    def pixels(self, grids: list[Grid], floats: Floats, _text: Workload) -> dict[str, Any]:
         """Make frames of one text, all of them real; where tiles are masked whole, a mask of tiles."""
         frames = self.frames(grids, floats, 1)
         masked = frames.shape[:2] if self.tiles_are_masked else (*frames.shape[:2], *frames.shape[3:])
@@ -197,7 +203,7 @@ class TiledFrames(Frames):
         tiles = ([few], [few, many], [few, few, many, many], [many, few, many])[run]
         return {"images": [(t, self.edge, self.edge) for t in tiles]}
 
-    def pixels(self, grids: list[Grid], floats: Floats, _tokens: int) -> dict[str, Any]:
+    def pixels(self, grids: list[Grid], floats: Floats, _text: Workload) -> dict[str, Any]:
         """Make tiles, padded to the most of any image, which the model cuts off by the images' sizes."""
         unknown = next((t for t, _, _ in grids if t not in self.cuts), None)
         if unknown is not None:
@@ -239,11 +245,11 @@ class ReadFrames(Frames):
         """Give none, as above."""
         return 0
 
-    def pixels(self, grids: list[Grid], floats: Floats, tokens: int) -> dict[str, Any]:
+    def pixels(self, grids: list[Grid], floats: Floats, text: Workload) -> dict[str, Any]:
         """Make frames that every token sees."""
         shape = (self.channels, self.size, self.size)
         if "image_attention_mask" in self.accepted:
-            seen = torch.ones((1, tokens, len(grids)), dtype=torch.long)
+            seen = torch.ones((1, text.tokens, len(grids)), dtype=torch.long)
             return {"pixel_values": floats((1, len(grids), *shape)), "image_attention_mask": seen}
         return {
             "pixel_values": floats((1, len(grids), self.tiles, *shape)),

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headway.count.tracing.image_parts import Frames, NestedFrames, ReadFrames, TiledFrames
+from headway.count.tracing.image_parts import Frames, NestedFrames, ReadFrames, TiledFrames, has_tower
+from headway.count.tracing.lone_parts import LoneFrames
 from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part
+from headway.count.tracing.patch_parts import Patches
 from headway.count.tracing.phantom import Phantom
 from headway.count.workload import Workload
 from headway.errors import TraceError
@@ -25,7 +27,7 @@ _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals 
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
-PARTS: tuple[type[Part], ...] = (Grids, TiledFrames, ReadFrames, NestedFrames, Frames)  # a model takes the first that fits for each argument
+PARTS: tuple[type[Part], ...] = (Grids, TiledFrames, ReadFrames, LoneFrames, Patches, NestedFrames, Frames)  # a model takes the first that fits for each argument
 
 
 class Inputs:
@@ -50,7 +52,7 @@ class Inputs:
                 "input_ids. Give its arguments with trace(model, inputs=...)."
             )
         self._takes_images = any(part.takes == "pixel_values" for part in self.parts)
-        if "pixel_values" in self.accepted and not self._takes_images:
+        if "pixel_values" in self.accepted and not self._takes_images and has_tower(getattr(model, "config", None)):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
