@@ -65,7 +65,7 @@ class Row:
 
     Attributes:
         module: dotted path of the module that ran it.
-        op: `linear`, `matmul`, `convolution`, `experts` or `attention`.
+        op: `linear`, `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
         component: such as `language.mlp`.
         driver: what its cost is proportional to (see `headway.count.drivers`).
         forward: FLOPs per unit of the driver.

@@ -115,6 +115,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "pairs:full": (0, lambda w: masks.full_pairs(w.segments)),
     "pairs:causal": (0, lambda w: masks.causal_pairs(w.segments)),
     "pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.segments, window)),
+    "pairs:topk:": (1, lambda w, k: masks.sliding_pairs(w.segments, k)),  # each query keeps k of the keys it may see
     "pairs:chunked:": (1, lambda w, chunk: masks.chunked_pairs(w.segments, chunk)),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "patch_pairs:frame": (0, _frame_pairs),

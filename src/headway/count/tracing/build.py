@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ def preset_config(name: str) -> Any:
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
+LONGEST_WINDOW = 1 << 14  # a longer window is believed as its seam names it [tokens]
+# attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
+_LONGEST_UNNAMED_WINDOW = 4096
+_PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
+_ROOM = 300  # what workloads add to a window, up to the next prime [tokens]
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 
 
@@ -143,11 +149,27 @@ def configs(model: nn.Module) -> list[Any]:
     return [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
 
 
-def places(model: nn.Module) -> int | None:
-    """Read how many tokens a model's text may have, where its configuration says so."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
+def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
+    """List the lengths at which a model's attention may change without saying so [tokens].
+
+    Windows, chunks and top-k selections go by many names in configurations, and attention written by hand may keep
+    them from there too; a length that turns out to change nothing does no harm. None exceeds the model's positions.
+
+    Args:
+        model: a phantom twin.
+        by_hand: whether some attention does not go through a library's function.
+    """
+    found = [_LONGEST_UNNAMED_WINDOW] if by_hand else []
+    places = []
+    for config in configs(model):
+        for name, value in vars(config).items():
+            lengths = [v for v in (value if isinstance(value, list | tuple) else [value]) if type(v) is int]
+            if re.search("window|chunk|topk|top_k", name):
+                found += lengths
+            elif hasattr(config, "vocab_size") and _PLACES.fullmatch(name):
+                places += lengths
+    most = max(min(places, default=LONGEST_WINDOW) - _ROOM, 0)
+    return [min(length, most) for length in found if length <= LONGEST_WINDOW]
 
 
 def use_seams(model: nn.Module) -> None:
@@ -155,5 +177,9 @@ def use_seams(model: nn.Module) -> None:
     if configs(model):
         attention.register()
     for config in configs(model):
-        config._attn_implementation = attention.NAME
+        config._attn_implementation = attention.TEXT if hasattr(config, "vocab_size") else attention.TOWER
         config._experts_implementation = "grouped_mm"
+        config.use_cache = False  # some forwards do not take it as an argument
+    for module in model.modules():
+        if getattr(module, "_supports_sdpa", True) is False:  # its own code expects masks of floats
+            module.config._attn_implementation = attention.BY_HAND  # type: ignore[union-attr]  # a PreTrainedModel

@@ -1,8 +1,8 @@
 """Name each operation's component from what it does, not from what a model family calls it.
 
-Vision is what patches drive; attention is what an attention seam recorded; projections are the linear layers inside an
-attending module; experts are grouped products, the router its sibling with one output per expert; the head is the
-model's output embedding.
+Vision is what patches drive; attention and recurrences are what their seams recorded; projections are the linear layers
+and convolutions inside such a module; experts are grouped products, the router its sibling with one output per expert;
+the head is the model's output embedding.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def _head_path(model: Any) -> str | None:
 def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted]) -> list[str]:
     """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`."""
     attending = {op.module for op in operations if op.kind == "attention"}
+    attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
     experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
     head = _head_path(model)
     names = []
@@ -44,8 +45,8 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         tower = drivers.tower(fit.driver)
         tower = "language" if tower == "source" else tower
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
-        if op.kind == "attention":
-            part = "attention"
+        if op.kind in ("attention", "recurrence"):
+            part = op.kind
         elif op.module == head:
             part = "head"
         elif fit.driver.startswith("patches/"):
@@ -62,6 +63,14 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
             part = "mlp"
         names.append(f"{tower}.{part}")
     return names
+
+
+def _mixer(model: nn.Module, path: str) -> str:
+    """Find the module that projects to and from a recurrence: its own, or the nearest around it with linear layers."""
+    mixer = path
+    while mixer and not any(isinstance(m, nn.Linear) for m in model.get_submodule(mixer).modules()):
+        mixer = _parent(mixer)
+    return mixer or path
 
 
 def parameter_components(operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]) -> list[str]:

@@ -102,4 +102,5 @@ def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> 
         raise TraceError(
             f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}."
         )
-    return Fitted(driver, int(forward), forward / first.unit_flops, ratio)
+    scale = forward / first.unit_flops if first.unit_flops else ratio  # an elementwise recurrence costs nothing
+    return Fitted(driver, int(forward), scale, ratio)

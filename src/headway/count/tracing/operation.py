@@ -32,8 +32,9 @@ class Operation:
 
     Attributes:
         module: path of the innermost module running.
-        kind: `matmul`, `convolution`, `experts` or `attention`.
-        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs.
+        kind: `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
+        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs,
+            tokens of a recurrence.
         unit_flops: FLOPs per unit.
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
         driver: known driver, where the seam says it; else it is found by comparing workloads.
@@ -69,7 +70,7 @@ class Operation:
     def expected_backward_flops(self) -> int:
         """FLOPs that backward should dispatch, from the operands' pasts."""
         needed = sum(flops for _, flops, sources in self.products if sources)
-        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops
+        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops if needed else 0
 
     def count_pairs(self, pairs: int, scores: int) -> None:
         """Count only the pairs that the mask allows, of the scores that each head really computes."""

@@ -100,9 +100,7 @@ def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Pha
 
 
 class Recording:
-    """While entered, hands every operation on phantoms to `on_dispatch`, and the result of what is no product to
-    `on_result`.
-    """
+    """While entered, hands operations on phantoms to `on_dispatch`, results of what is no product to `on_result`."""
 
     def __init__(self, on_dispatch: OnDispatch, on_result: OnResult) -> None:
         self.listeners = (on_dispatch, on_result)
@@ -209,7 +207,10 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         return None
     if any(isinstance(t, Phantom) and t.known is None for t in (*_tensors(args), *_tensors(list(kwargs.values())))):
         return None
-    real: torch.Tensor = func(*_map(_known, args), **{name: _map(_known, value) for name, value in kwargs.items()})
+    try:
+        real: torch.Tensor = func(*_map(_known, args), **{name: _map(_known, v) for name, v in kwargs.items()})
+    except IndexError:  # a segment beyond the model's table of positions: its shapes are right all the same
+        return None
     return real
 
 
@@ -226,20 +227,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif packet in (aten.equal, aten.is_same_size):
         return args[0].shape == args[1].shape
     elif packet is aten.detach and torch._C._current_autograd_node() is None:
-        source = args[0]
-        detached = Phantom(source.meta.detach(), 0, source.fed, _root(source))
-        detached.known, detached.stays = source.known, source.stays
-        return detached
+        return _detached(args[0])
     out = _shapes(func, args, kwargs)
-    flat = [*_tensors(args), *_tensors(list(kwargs.values()))]
-    phantoms = [t for t in flat if isinstance(t, Phantom)]
+    phantoms, sources, fed = _past(args, kwargs)
     forward = torch._C._current_autograd_node() is None
-    sources = 0
-    if forward:
-        for p in phantoms:
-            sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
-    # a real integer tensor is an index made from the batch: rows picked by it are activations
-    fed = any(p.fed for p in phantoms) or any(not isinstance(t, Phantom) and t.dim() > 0 for t in flat)
     product = _on_dispatch(func, args, out) if _on_dispatch is not None else None
     if func._schema.is_mutable:
         return _mutated(func, args, kwargs, sources, fed)
@@ -264,6 +255,26 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _integers(packet, args, value) if known is None else known
 
     return _map(wrap, out)
+
+
+def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
+    """Find the phantoms among an operation's arguments, and what they depend on."""
+    flat = [*_tensors(args), *_tensors(list(kwargs.values()))]
+    phantoms = [t for t in flat if isinstance(t, Phantom)]
+    sources = 0
+    if torch._C._current_autograd_node() is None:
+        for p in phantoms:
+            sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
+    # a real integer tensor is an index made from the batch: rows picked by it are activations
+    fed = any(p.fed for p in phantoms) or any(not isinstance(t, Phantom) and t.dim() > 0 for t in flat)
+    return phantoms, sources, fed
+
+
+def _detached(source: Phantom) -> Phantom:
+    """Copy a phantom without what its gradient would flow to."""
+    copied = Phantom(source.meta.detach(), 0, source.fed, _root(source))
+    copied.known, copied.stays = source.known, source.stays
+    return copied
 
 
 def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:

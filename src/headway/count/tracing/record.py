@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from headway.count import masks
 from headway.count.tracing import scores
 from headway.count.tracing.phantom import Phantom, Recording, Stays, aten
 from headway.count.tracing.readers import OPAQUE, READERS, backward_flops
@@ -44,27 +43,30 @@ class Recorder:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
-        self._mask_pairs: dict[int, tuple[torch.Tensor, int]] = {}
+        self._mask_pairs: dict[int, tuple[torch.Tensor, int, str]] = {}
 
     @property
     def module(self) -> str:
         """Path of the innermost module that is running forward."""
         return self._stack[-1] if self._stack else ""
 
-    def allowed(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> int:
-        """Count the pairs that a boolean mask [(batch, heads,) queries, keys] allows one head, over the batch.
+    def allowed(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
+        """Count the pairs that a boolean mask [(batch, heads,) queries, keys] allows one head, and name its driver.
 
-        Layers share a mask, so each is counted once.
+        The count is over the batch. Layers share a mask, so each is counted once.
         """
         if id(mask) not in self._mask_pairs:
-            four = mask[(None,) * (4 - mask.dim())]
-            if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
-                raise TraceError(
-                    f"module {self.module} masks its attention heads differently; pairs are counted for all."
-                )
-            pairs = int(four.expand(batch, -1, queries, keys)[:, 0].sum())
-            self._mask_pairs[id(mask)] = (mask, pairs)  # holding the mask keeps its id its own
-        return self._mask_pairs[id(mask)][1]
+            self._mask_pairs[id(mask)] = (mask, *self.count(mask, batch, queries, keys))  # held: its id stays its own
+        return self._mask_pairs[id(mask)][1:]
+
+    def count(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
+        """Do as `allowed` does, for a mask that no other layer shares."""
+        four = mask[(None,) * (4 - mask.dim())]
+        if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
+            raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
+        per_head = four.expand(batch, -1, queries, keys)[:, 0]
+        driver = scores.name(per_head[0]) if queries == keys and len(per_head) == 1 else ""
+        return int(per_head.sum()), driver
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
@@ -142,9 +144,10 @@ class Recorder:
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
         stays = scores.after(packet, args, out)
-        ended = args[0] if args and isinstance(args[0], Phantom) else None
-        if ended is not None and ended.scores is not None and ended.scores.kind != "attention":
-            if packet is aten._softmax or (packet is aten.topk and ended.stays is not None):
+        ended = args[0] if args else None
+        if isinstance(ended, Phantom) and packet in (aten._softmax, aten.topk):
+            scored = ended.scores is not None and ended.scores.kind != "attention"
+            if scored and (packet is aten._softmax or ended.stays is not None):
                 self._bill(ended.scores, ended)
         return stays
 
@@ -163,16 +166,7 @@ class Recorder:
         pairs = queries * keys if mask is None else int(mask.sum())
         for product in (operation, *operation.scored):
             product.count_pairs(pairs, queries * keys)
-            product.driver = "" if mask is None or queries != keys else self._name(mask, pairs)
-
-    @staticmethod
-    def _name(mask: torch.Tensor, pairs: int) -> str:
-        """Name a square mask's driver, where its count is that of a known kind."""
-        length = len(mask)
-        if pairs == masks.causal_pairs([length]):
-            return "pairs:causal"
-        window = int(mask.sum(-1).max())
-        return f"pairs:sliding:{window}" if pairs == masks.sliding_pairs([length], window) else ""
+            product.driver = "" if mask is None or queries != keys else scores.name(mask)
 
     def _on_backward(self, node: Any, func: Any, flops: int) -> None:
         operation = self._by_node.get(node._sequence_nr())

@@ -80,10 +80,34 @@ def both(one: Stays, other: Stays) -> Stays:
     return one & other if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else UNCLEAR
 
 
-def of_mask(mask: torch.Tensor) -> torch.Tensor | None:
-    """Read an additive mask: booleans, which this trace hands out where models expect floats, say which pairs stay."""
+def of_mask(mask: torch.Tensor) -> Stays:
+    """Say which pairs stay under a mask: true ones, or those that are not hidden by what is added."""
     real = data(mask)
-    return None if real is None else real if real.dtype == torch.bool else torch.gt(real, _HIDDEN)
+    if real is None:
+        return mask.stays if isinstance(mask, Phantom) else UNCLEAR
+    return real if real.dtype == torch.bool else torch.gt(real, _HIDDEN)
+
+
+def name(mask: torch.Tensor) -> str:
+    """Name the driver of a square mask (queries, keys), if each query sees what a known kind of mask shows it.
+
+    >>> name(torch.ones(5, 5, dtype=torch.bool).tril())
+    'pairs:causal'
+    >>> name(torch.ones(5, 5, dtype=torch.bool).tril().triu(-1))
+    'pairs:sliding:2'
+    """
+    length = len(mask)
+    seen = mask.sum(-1)
+    place = torch.arange(1, length + 1)
+    most = int(seen.max())
+    if bool((seen == place).all()):
+        return "pairs:causal"
+    if bool((seen == length).all()):
+        return "pairs:full"
+    if bool((seen == place.clamp(max=most)).all()):
+        last_keys = bool(mask[-1, -most:].all())
+        return f"pairs:sliding:{most}" if last_keys else f"pairs:topk:{most}"
+    return f"pairs:chunked:{most}" if bool((seen == (place - 1) % most + 1).all()) else ""
 
 
 def _made_on_shapes(value: Any, out: torch.Tensor) -> bool:
@@ -132,24 +156,19 @@ def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     if phantom is None:
         return
     if packet in _SUMS:
+        negated = packet in (aten.sub, aten.sub_)
         for position, value in enumerate(args[:2]):
             real = data(value)
-            if real is None or real.dim() == 0:
-                continue
-            negated = position == 1 and packet in (aten.sub, aten.sub_)
-            stays = of_mask(-real.float() if negated else real)
-            if stays is not None:
-                yield stays
-    elif packet in _FILLS:
-        hides = _hides(args[2], phantom)
-        if hides is not False:
-            yield ~args[1].bool()
+            if real is not None and real.dim():
+                # this trace hands out booleans where models expect floats
+                yield real if real.dtype == torch.bool else torch.gt(-real if negated and position else real, _HIDDEN)
+    elif packet in _FILLS and _hides(args[2], phantom):
+        yield ~args[1].bool()
     elif packet is aten.where and len(args) == 3:
-        first, second = args[1], args[2]
-        condition = args[0].bool()
-        if first is not phantom and _hides(first, phantom) is not False:
+        condition, first, second = args[0].bool(), args[1], args[2]
+        if first is not phantom and _hides(first, phantom):
             yield ~condition
-        elif second is not phantom and first is phantom and _hides(second, phantom) is not False:
+        elif first is phantom and _hides(second, phantom):
             yield condition
     elif packet in _PRODUCTS and _weighs(phantom):
         for value in args[:2]:
