@@ -70,7 +70,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     _check_alike(runs)
 
-    known = candidates(workloads, made.drivers)
+    known = candidates(workloads, [*made.drivers, *(f"pairs:sliding:{w}" for w in dict.fromkeys(windows) if w > 0)])
     explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)

@@ -76,8 +76,12 @@ LONGEST_WINDOW = 1 << 14  # a longer window is believed as its seam names it [to
 # attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
 _LONGEST_UNNAMED_WINDOW = 4096
 _PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
-_ROOM = 300  # what workloads add to a window, up to the next prime [tokens]
+_ROOM = 400  # what workloads add to a window, up to the next prime [tokens]
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
+
+
+# lists of the layers whose outputs are features: as many in a shorter tower, so that the projector's width stays
+_FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers", "intermediate_layers_indices")
 
 
 def with_layers(config: Any, layers: int) -> Any:
@@ -90,6 +94,9 @@ def with_layers(config: Any, layers: int) -> Any:
     while pending:
         part = pending.pop()
         pending += [sub for key in part.sub_configs if (sub := getattr(part, key, None)) is not None]
+        for key in _FEATURE_LAYERS:
+            if isinstance(value := getattr(part, key, None), list | tuple):
+                setattr(part, key, [min(max(index, -layers), layers - 1) for index in value])
         depth = next((n for key in _DEPTHS if isinstance(n := getattr(part, key, None), int)), 0)
         if depth <= layers:
             continue
@@ -104,6 +111,14 @@ def with_layers(config: Any, layers: int) -> Any:
             if getattr(part, key, None) == depth:
                 setattr(part, key, layers)
     return config
+
+
+def subconfigs(config: Any) -> list[Any]:
+    """List a configuration and those inside it."""
+    found = [config]
+    for part in found:
+        found += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    return found
 
 
 def model_class(config: Any) -> Any:

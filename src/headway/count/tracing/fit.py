@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headway.count.workload import Workload
 
 # what may be added to a cost that grows with something else: so much for each of these
+_SQUARES = (("patch_pairs:frame", "source_pairs:full"), ("patches", "sources"), ("grids", "frames", "lone"))
 _ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources")
 
 
@@ -78,6 +79,10 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
         if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
             return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
+    for names in itertools.product(*_SQUARES) if first.kind == "attention" and len(runs) > 3 else ():
+        chosen = [next((d for d in known if d == name or d.startswith(f"{name}:")), "") for name in names]
+        if all(chosen) and (factors := _square_of(units, *(known[d] for d in chosen))) is not None:
+            return [_fitted(first, d, f, unit_flops) for d, f in zip(chosen, factors, strict=True)]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
@@ -94,6 +99,34 @@ def _sum_of(units: Sequence[int], xs: Sequence[int], ys: Sequence[int]) -> tuple
     b = Fraction(xs[0] * units[1] - xs[1] * units[0], determinant)
     fits = all(a * x + b * y == u for u, x, y in zip(units, xs, ys, strict=True))
     return (a, b) if fits and a > 0 and b > 0 else None
+
+
+def _square_of(units: Sequence[int], *terms: Sequence[int]) -> tuple[Fraction, ...] | None:
+    """Find m and k with units = m (pairs + 2 k lengths + k^2 numbers) in every run, if there are such.
+
+    Args:
+        units: of each run.
+        terms: pairs, lengths and numbers of each run.
+
+    Source: n positions of a picture and k more beside them that see each other in full have (n + k)^2 = n^2 + 2 k n + k^2
+    pairs.
+    """
+    # three of the runs give the factors of the three terms; all four must agree, and the factors make a square
+    rows = [list(map(Fraction, row)) for row in zip(*terms, units, strict=True)]
+    for step in range(3):
+        pivot = next((row for row in rows[step:3] if row[step]), None)
+        if pivot is None:
+            return None
+        rows.remove(pivot)
+        rows.insert(step, pivot)
+        for other in rows[:3]:
+            if other is not pivot:
+                share = other[step] / pivot[step]
+                other[:] = [x - share * y for x, y in zip(other, pivot, strict=True)]
+    factors = tuple(rows[i][3] / rows[i][i] for i in range(3))
+    fits = all(sum(f * x for f, x in zip(factors, run, strict=True)) == u for *run, u in zip(*terms, units, strict=True))
+    square = factors[1] ** 2 == 4 * factors[0] * factors[2]
+    return factors if fits and square and min(factors) > 0 else None
 
 
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:

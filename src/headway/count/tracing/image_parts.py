@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headway.count.tracing.build import subconfigs
 from headway.count.tracing.parts import Part
 from headway.count.tracing.phantom import Phantom
 from headway.count.tracing.probe import Probe
@@ -36,14 +37,6 @@ def side(value: Any, default: int) -> int:
     """Read a size that configurations give as a number, or as one for each direction."""
     value = value[0] if isinstance(value, list | tuple) and value else value
     return int(value) if value else default
-
-
-def subconfigs(config: Any) -> list[Any]:
-    """List a configuration and those inside it."""
-    found = [config]
-    for part in found:
-        found += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
-    return found
 
 
 def has_tower(config: Any) -> bool:

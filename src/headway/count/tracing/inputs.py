@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import Frames, NestedFrames, ReadFrames, TiledFrames, has_tower
 from headway.count.tracing.lone_parts import LoneFrames
-from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part
+from headway.count.tracing.parts import WINDOW_SIDES, Part
 from headway.count.tracing.patch_parts import Patches
 from headway.count.tracing.phantom import Phantom
 from headway.count.workload import Workload
