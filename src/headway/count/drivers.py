@@ -2,6 +2,7 @@
 
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
 four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patch_pairs:window:8`.
+Where images and videos have towers of their own, `image_` and `video_` before a driver of patches or frames restrict it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.count import masks
+from headway.count.workload import Ints, Workload
 from headway.errors import CostModelError, WorkloadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headway.count.workload import Ints, Workload
 
 
 def _merged_patches(workload: Workload, group: int) -> int:
@@ -150,6 +151,10 @@ def parse(driver: str) -> Callable[[Workload], int]:
     >>> parse("patches/4")(Workload([9], images=[(1, 4, 6)]))
     6
     """
+    for kind in ("image", "video"):
+        if driver.startswith(f"{kind}_"):
+            alone = parse(driver.removeprefix(f"{kind}_"))
+            return lambda workload: alone(Workload(workload.segments, **{f"{kind}s": getattr(workload, f"{kind}s")}))
     name, digits = _PARAMETERS.fullmatch(driver).groups()  # type: ignore[union-attr]  # anything matches
     parameters = [int(n) for n in digits.split(":")] if digits else []
     number, function = _DRIVERS.get(name, (-1, None))
@@ -162,7 +167,8 @@ def parse(driver: str) -> Callable[[Workload], int]:
 
 def tower(driver: str) -> str:
     """Say whose work a driver counts: `vision` (patches), `audio` (frames), `source` (an encoder's) or `language`."""
-    return next((name for name, starts in _TOWERS.items() if driver.startswith(starts)), "language")
+    counted = driver.removeprefix("image_").removeprefix("video_")
+    return next((name for name, starts in _TOWERS.items() if counted.startswith(starts)), "language")
 
 
 def is_vision(driver: str) -> bool:

@@ -227,6 +227,8 @@ class Seams(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention and any(isinstance(a, Phantom) for a in args[:3]):
             return self._sdpa(*args, **kwargs)
+        if func is torch.empty and (made := func(*args, **kwargs)).is_floating_point():
+            return phantom(made)  # it holds no data, and may be written activations
         return func(*args, **kwargs)
 
     def _sdpa(

@@ -164,6 +164,13 @@ def configs(model: nn.Module) -> list[Any]:
     return [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
 
 
+def places(model: nn.Module) -> int | None:
+    """Read how many tokens a model's text may have, where its configuration says so."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
 def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
     """List the lengths at which a model's attention may change without saying so [tokens].
 

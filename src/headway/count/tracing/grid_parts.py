@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.count.tracing.image_parts import Grid, Images, as_grids, phantom_floats, side
+from headway.count.tracing.image_parts import Grid, Images, phantom_floats, side
 from headway.count.tracing.parts import WINDOW_SIDES
 from headway.count.workload import Workload
 
@@ -91,15 +91,15 @@ class Grids(Images):
 
     def fill(self, batch: dict[str, Any], start: int, workload: Workload, floats: Floats) -> None:
         """Add the grids; frame by frame where the tower takes no other."""
-        grids = as_grids(workload)
+        grids = self.grids(workload)
         if not self.deep:
             grids = [(1, h, w) for t, h, w in grids for _ in range(t)]
         super().fill(batch, start, Workload(workload.segments, images=grids, sources=workload.sources), floats)
 
     def positions(self, workload: Workload) -> int:
         """Count the grids' text positions, and one after each grid, or frame, that keeps it apart."""
-        frames = sum(t for t, _, _ in as_grids(workload)) if not self.deep else len(workload.grids)
-        return sum(self.positions_of(grid) for grid in as_grids(workload)) + frames
+        frames = sum(t for t, _, _ in self.grids(workload)) if not self.deep else len(workload.grids)
+        return sum(self.positions_of(grid) for grid in self.grids(workload)) + frames if self.placed else 0
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one to three grids of several frames and proportions."""

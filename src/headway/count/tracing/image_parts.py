@@ -55,10 +55,12 @@ class Images(Part):
         vision: of its tower.
         accepted: the arguments of its forward.
         probe: asks the model.
+        placed: whether the features stand in the text; else the text, if there is one, has a tower of its own.
     """
 
     takes = "pixel_values"
     features = "get_image_features"
+    shown = "grids"
 
     def __init__(self, model: Any) -> None:
         self.config: Any = model.config
@@ -69,6 +71,7 @@ class Images(Part):
         self.probe = Probe(model)
         self.patch = side(getattr(self.vision, "patch_size", None), 16)
         self.channels = side(getattr(self.vision, "num_channels", None), 3)
+        self.placed = "input_ids" in self.accepted and not self.probe.has("get_text_features")
         named = [getattr(c, name, None) for c in subconfigs(model.config) for name in _TOKENS]
         self.token: int | None = next((token for token in named if token is not None), None)
         self._positions: dict[Grid, int] = {}
@@ -83,22 +86,29 @@ class Images(Part):
         """Make the arguments that carry the images in a text."""
         raise NotImplementedError
 
+    def grids(self, workload: Workload) -> list[Grid]:
+        """List what of a workload this part carries: all grids, or its images or videos alone."""
+        return [tuple(grid) for grid in getattr(workload, self.shown).tolist()]
+
     def positions_of(self, grid: Grid) -> int:
         """Ask the model how many text positions one image takes."""
+        if "image_embeds_position_mask" in self.accepted:
+            return int(self.config.latent_query_num)  # the queries of a resampler that no method runs alone
         if grid not in self._positions:
             self._positions[grid] = self.probe.rows(self.features, self.pixels([grid], phantom_floats, Workload([8], sources=[8])))
         return self._positions[grid]
 
     def positions(self, workload: Workload) -> int:
         """Count the images' text positions, and one after each that keeps it apart from the next."""
-        return sum(self.positions_of(grid) + 1 for grid in as_grids(workload))
+        return sum(self.positions_of(grid) + 1 for grid in self.grids(workload)) if self.placed else 0
 
     def fill(self, batch: dict[str, Any], start: int, workload: Workload, floats: Floats) -> None:
         """Add pixels, whatever describes them, and the images' tokens."""
-        grids = as_grids(workload)
+        grids = self.grids(workload)
         if grids:
             batch |= self.pixels(grids, floats, workload)
-            self.place(batch, start, [self.positions_of(grid) for grid in grids])
+            if self.placed:
+                self.place(batch, start, [self.positions_of(grid) for grid in grids])
 
     def place(self, batch: dict[str, Any], start: int, lengths: list[int]) -> None:
         """Put the images' tokens, and what else tells them from text, into the batch."""
@@ -132,6 +142,8 @@ class Frames(Images):
         self.size = side(getattr(self.vision, "image_size", None), 224)
         self.edge = max(self.size // self.patch, 1)
         self.drivers = [f"frames:{self.edge}:{self.edge}"]
+        if self.shown == "grids" and has_video_tower(model):
+            self.shown, self.drivers = "images", [f"image_frames:{self.edge}:{self.edge}"]
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give numbers of frames that grow out of proportion with the text."""
@@ -150,6 +162,33 @@ class Frames(Images):
         return made
 
 
+class VideoFrames(Frames):
+    """Clips [clips, frames, channels, height, width] for a tower of their own (Video-LLaVA)."""
+
+    takes = "pixel_values_videos"
+    features = "get_video_features"
+    shown = "videos"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.token = self.config.video_token_id
+        self.drivers = [f"video_frames:{self.edge}:{self.edge}"]
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model's modules."""
+        return cls(model) if has_video_tower(model) else None
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give clips of one length in each run."""
+        clips, frames = ((1, 4), (1, 3), (2, 5), (3, 2))[run]
+        return {"videos": [(frames, self.edge, self.edge)] * clips}
+
+    def pixels(self, grids: list[Grid], floats: Floats, _text: Workload) -> dict[str, Any]:
+        """Make the frames of each clip."""
+        return {self.takes: floats((len(grids), grids[0][0], self.channels, self.size, self.size))}
+
+
 class NestedFrames(Frames):
     """Images [texts, images of a text, channels, height, width], with a mask of what is real (Idefics-2, SmolVLM)."""
 
@@ -163,13 +202,30 @@ class NestedFrames(Frames):
     def pixels(self, grids: list[Grid], floats: Floats, _text: Workload) -> dict[str, Any]:
         """Make frames of one text, all of them real; where tiles are masked whole, a mask of tiles."""
         frames = self.frames(grids, floats, 1)
-        masked = frames.shape[:2] if self.tiles_are_masked else (*frames.shape[:2], *frames.shape[3:])
+        whole = not {"tile_fine_mask", "actions"}.isdisjoint(self.accepted)  # whole tiles, or cameras, are masked
+        masked = frames.shape[:2] if whole else (*frames.shape[:2], *frames.shape[3:])
         return {"pixel_values": frames, "pixel_attention_mask": torch.ones(masked, dtype=torch.bool)}
 
-    @property
-    def tiles_are_masked(self) -> bool:
-        """Whether the mask says of whole tiles, or cameras, that they are real, rather than of pixels."""
-        return not {"tile_fine_mask", "actions"}.isdisjoint(self.accepted)
+
+class RobotFrames(NestedFrames):
+    """Cameras' pictures beside a robot's state, and the actions that are denoised after the text (pi0)."""
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model's signature."""
+        return super().of(model) if "actions" in inspect.signature(model.forward).parameters else None
+
+    def positions_of(self, grid: Grid) -> int:
+        """Ask the tower, which takes pictures one after another."""
+        if grid not in self._positions:
+            self._positions[grid] = self.probe.rows(self.features, Frames.pixels(self, [grid], phantom_floats, Workload()))
+        return self._positions[grid]
+
+    def pixels(self, grids: list[Grid], floats: Floats, text: Workload) -> dict[str, Any]:
+        """Make pictures, a state, and noise in the place of actions."""
+        c = self.config
+        state = {"state": floats((1, c.max_state_dim)), "timestep": floats((1,))}
+        return super().pixels(grids, floats, text) | state | {"noise": floats((1, c.chunk_size, c.max_action_dim))}
 
 
 class TiledFrames(Frames):
@@ -221,22 +277,12 @@ class ReadFrames(Frames):
         super().__init__(model)
         self.tiles = getattr(self.vision, "max_num_tiles", 1)
         self.drivers += ["pairs:cross"]
+        self.placed = False
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give images whose tiles are all computed, and read by the text."""
         images = (1, 2, 4, 3)[run]
         return {"images": [(self.tiles, self.edge, self.edge)] * images, "sources": [self.tiles * images]}
-
-    def positions(self, _workload: Workload) -> int:
-        """Give none: no token stands for an image."""
-        return 0
-
-    def place(self, batch: dict[str, Any], start: int, lengths: list[int]) -> None:
-        """Leave the text as it is."""
-
-    def positions_of(self, _grid: Grid) -> int:
-        """Give none, as above."""
-        return 0
 
     def pixels(self, grids: list[Grid], floats: Floats, text: Workload) -> dict[str, Any]:
         """Make frames that every token sees."""
@@ -251,9 +297,9 @@ class ReadFrames(Frames):
         }
 
 
-def as_grids(workload: Workload) -> list[Grid]:
-    """List a workload's grids."""
-    return [tuple(grid) for grid in workload.grids.tolist()]
+def has_video_tower(model: Any) -> bool:
+    """Say whether a model has a tower for videos alone."""
+    return any(path.rpartition(".")[2] == "video_tower" for path, _ in model.named_modules())
 
 
 def _vision_config(config: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.count.tracing.image_parts import Frames, Grid, as_grids, phantom_floats
+from headway.count.tracing.image_parts import Frames, Grid, phantom_floats
 from headway.count.workload import Workload
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LoneFrames(Frames):
 
     def positions(self, workload: Workload) -> int:
         """Count the positions in the text, or before it, where these count as the segment's too."""
-        return sum(self.positions_of(grid) for grid in as_grids(workload))
+        return sum(self.positions_of(grid) for grid in self.grids(workload))
 
     def positions_of(self, grid: Grid) -> int:
         """Ask the model how many positions its image takes, in the text or before it."""
