@@ -17,11 +17,15 @@ from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.recurrences import check_loops
 from headway.count.tracing.replacing import stand_ins
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.count.tracing.operation import Operation
+    from headway.count.workload import Workload
 
 __all__ = ["trace"]
 
@@ -51,12 +55,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     >>> [(row.module, row.driver, row.forward) for row in cost.rows]
     [('0', 'tokens', 512), ('2', 'tokens', 512)]
     """
-    if isinstance(model_or_config, nn.Module):
-        model = build.twin_of_model(model_or_config)
-        trainable = {n for n, p in model_or_config.named_parameters() if p.requires_grad}
-    else:
-        model = build.twin_of_config(model_or_config)
-        trainable = {n for n, _ in model.named_parameters()}
+    is_model = isinstance(model_or_config, nn.Module)
+    model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.number_parameters(model)
     build.use_seams(model)
     model.train().requires_grad_(True)
@@ -64,14 +65,16 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    windows = build.window_lengths(model, any(op.by_hand for op in runs[0]))
-    windows += [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
+    first = runs[0].operations
+    windows = build.window_lengths(model, any(op.by_hand for op in first))
+    windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
     workloads = made.workloads(max(windows, default=0))
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
-    _check_alike(runs)
+    _check_alike(runs, workloads)
 
     known = candidates(workloads, [*made.drivers, *(f"pairs:sliding:{w}" for w in dict.fromkeys(windows) if w > 0)])
-    explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
+    alike = zip(*(run.operations for run in runs), strict=True)
+    explained = [(ops[0], f) for ops in alike for f in fit(ops, workloads, known)]
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
@@ -93,8 +96,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]:
-    """Run a model once and return its operations."""
+def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
+    """Run a model once and return what it ran."""
     blocks = classify.checkpointable_blocks(model)
 
     def block_of(path: str) -> str:
@@ -113,18 +116,21 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             backward_from(output)
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
-    return recorder.operations
+    return recorder
 
 
-def _check_alike(runs: list[list[Operation]]) -> None:
+def _check_alike(runs: list[Recorder], workloads: Sequence[Workload]) -> None:
     """Refuse a model whose operations change with the workload; rows could not be told apart."""
-    for other in runs[1:]:
-        if len(other) != len(runs[0]):
+    first = runs[0].operations
+    check_loops([run.dispatched for run in runs], [workload.tokens for workload in workloads])
+    for run in runs[1:]:
+        other = run.operations
+        if len(other) != len(first):
             raise TraceError(
-                f"the model runs {len(runs[0])} counted operations on one workload and {len(other)} on another: "
+                f"the model runs {len(first)} counted operations on one workload and {len(other)} on another: "
                 "it loops over the data, and its cost per token is not fixed."
             )
-        for a, b in zip(runs[0], other, strict=True):
+        for a, b in zip(first, other, strict=True):
             if (a.module, a.kind) != (b.module, b.kind):
                 raise TraceError(
                     f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another."

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headway.count.models import presets
-from headway.count.tracing import attention
+from headway.count.tracing import attention, unwrap
 from headway.count.tracing.phantom import phantom
 from headway.errors import TraceError
 
@@ -18,13 +18,15 @@ from headway.errors import TraceError
 def twin_of_model(model: nn.Module) -> nn.Module:
     """Copy a model's modules, hooks and settings, with phantoms in place of its parameters and buffers.
 
-    Tied parameters stay tied. The model itself is not touched and no weight is copied.
+    Tied parameters stay tied, and each keeps whether it is trained. What wraps or shards the model is left out. The
+    model itself is not touched and no weight is copied.
     """
+    model = unwrap.whole(model)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor)
-    return copy.deepcopy(model, memo)
+    return unwrap.copy_modules(model, memo)
 
 
 def twin_of_config(config: Any) -> nn.Module:
@@ -141,11 +143,12 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
     Floats become bfloat16 whatever they are: the ledger does not depend on it, and grouped products take nothing else.
     """
+    tensor = unwrap.unsharded(tensor)
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
     shape = phantom(tensor.detach().to("meta", torch.bfloat16))
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(shape)
+        return nn.Parameter(shape, tensor.requires_grad)
     shape.known = None if tensor.is_meta else tensor.detach().to("cpu", torch.bfloat16)
     return shape
 

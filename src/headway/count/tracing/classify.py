@@ -1,12 +1,14 @@
 """Name each operation's component from what it does, not from what a model family calls it.
 
-Vision is what patches drive; attention and recurrences are what their seams recorded; projections are the linear layers
+Vision is what patches drive, outside the modules in which text attends; a merger is what stands outside the blocks that
+repeat in its tower; attention and recurrences are what their seams recorded; projections are the linear layers
 and convolutions inside such a module; experts are grouped products, the router its sibling with one output per expert;
 the head is the model's output embedding.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -40,21 +42,23 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
     experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
     head = _head_path(model)
+    towers = _towers(operations, fitted)
+    spoken = {op.module for op in operations if op.kind == "attention" and towers[op.module] == "language"}
+    seeing = {_repeated(path) for path in attending if towers.get(path) == "vision"} - {""}
     names = []
     for op, fit in zip(operations, fitted, strict=True):
-        tower = drivers.tower(fit.driver)
-        tower = "language" if tower == "source" else tower
+        tower = "language" if _inside(op.module, spoken) else towers[op.module]
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
         if op.kind in ("attention", "recurrence"):
             part = op.kind
-        elif op.module == head:
+        elif head is not None and _inside(op.module, [head]):
             part = "head"
-        elif fit.driver.startswith("patches/"):
-            part = "merger"
         elif tower != "language" and op.from_input:
             part = "embed"
         elif _inside(op.module, attending):
             part = "projections"
+        elif tower == "vision" and seeing and _repeated(op.module) not in seeing:
+            part = "merger"
         elif op.kind == "experts":
             part = "experts"
         elif mixture is not None:
@@ -62,7 +66,26 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         else:
             part = "mlp"
         names.append(f"{tower}.{part}")
+    for i, (op, fit) in enumerate(zip(operations, fitted, strict=True)):
+        if fit.driver == "packs":  # work on weights belongs where the weights are used
+            names[i] = _nearest(op.module, operations, fitted, names)
     return names
+
+
+def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, str]:
+    """Say whose work each module does: where its cost is a sum, text's before pictures', and theirs before a source's."""
+    found: dict[str, set[str]] = {}
+    for op, fit in zip(operations, fitted, strict=True):
+        tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)
+        found.setdefault(op.module, set()).add(tower)
+    order = ("language", "vision", "audio")
+    return {path: next((tower for tower in order if tower in towers), "language") for path, towers in found.items()}
+
+
+def _repeated(path: str) -> str:
+    """Cut a path to the outermost item of a list that holds the module; "" where none does."""
+    block = re.match(r".*?\.\d+(?=\.|$)", path)
+    return block.group() if block is not None else ""
 
 
 def _mixer(model: nn.Module, path: str) -> str:
@@ -71,6 +94,17 @@ def _mixer(model: nn.Module, path: str) -> str:
     while mixer and not any(isinstance(m, nn.Linear) for m in model.get_submodule(mixer).modules()):
         mixer = _parent(mixer)
     return mixer or path
+
+
+def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[Fitted], names: Sequence[str]) -> str:
+    """Name the component of the first operation on activations in the innermost module around a path that has one."""
+    while True:
+        for op, fit, name in zip(operations, fitted, names, strict=True):
+            if fit.driver != "packs" and _inside(op.module, [path]):
+                return name
+        if not path:
+            return "other"
+        path = _parent(path)
 
 
 def parameter_components(operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]) -> list[str]:
@@ -119,7 +153,16 @@ def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]]) 
 
 
 def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
-    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given."""
+    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given.
+
+    A layer of adapters counts as one with the layer that it wraps: peft leaves inactive adapters, and the frozen
+    original of a module that is trained whole, out on purpose.
+    """
+    wrappers = [
+        path
+        for path, module in model.named_modules()
+        if type(module).__module__.startswith("peft.") and {"base_layer", "original_module"} & set(module._modules)
+    ]
     used = 0
     for op in operations:
         for _, _, sources in op.products:
@@ -130,6 +173,9 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
     }
     idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
+    for wrapper in wrappers:
+        leaves = [path for path in idle if _inside(path, [wrapper])]
+        idle.update(dict.fromkeys(leaves, all(idle[leaf] for leaf in leaves)))
     found: list[str] = []
     for path, _ in model.named_modules():
         inside = [is_idle for leaf, is_idle in idle.items() if _inside(leaf, [path])]

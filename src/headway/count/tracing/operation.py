@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.phantom import Phantom, is_identity
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class Operand:
     def of(cls, tensor: torch.Tensor) -> Operand:
         """Read an operand's past; a real tensor has none."""
         if not isinstance(tensor, Phantom):
-            return cls(True, 0)
+            return cls(not is_identity(tensor), 0)
         return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
 
 
@@ -39,6 +39,7 @@ class Operation:
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
         driver: known driver, where the seam says it; else it is found by comparing workloads.
         weight: shape of the weight, () where there is none.
+        fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
         by_hand: whether it is a product of attention written out by hand.
@@ -54,6 +55,7 @@ class Operation:
     block: str
     driver: str = ""
     weight: tuple[int, ...] = ()
+    fed: bool = True
     from_input: bool = False
     backward_flops: int = 0
     saves_after: bool = False

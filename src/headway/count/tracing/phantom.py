@@ -120,6 +120,12 @@ def _listen(on_dispatch: OnDispatch | None, on_result: OnResult | None) -> tuple
     return previous
 
 
+def is_identity(tensor: torch.Tensor) -> bool:
+    """Say whether a real tensor is an identity matrix, whose product with a weight is that weight: no activation."""
+    square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] and tensor.is_floating_point()
+    return square and torch.equal(tensor, torch.eye(len(tensor), dtype=tensor.dtype))
+
+
 def _root(tensor: Phantom) -> Phantom:
     """Follow a view to the tensor that it looks at."""
     return tensor if tensor.base is None else tensor.base
@@ -266,7 +272,8 @@ def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom],
         for p in phantoms:
             sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
     # a real integer tensor is an index made from the batch: rows picked by it are activations
-    fed = any(p.fed for p in phantoms) or any(not isinstance(t, Phantom) and t.dim() > 0 for t in flat)
+    real = [t for t in flat if not isinstance(t, Phantom) and t.dim() > 0]
+    fed = any(p.fed for p in phantoms) or not all(is_identity(t) for t in real)
     return phantoms, sources, fed
 
 

@@ -7,6 +7,7 @@ what the operands' pasts predict, or the trace fails.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,12 +33,14 @@ class Recorder:
 
     Attributes:
         operations: in forward order.
+        dispatched: forward operations of any kind, by module path.
         block_of: path of a module to the path of the checkpointable block that holds it.
     """
 
     model: nn.Module
     block_of: Callable[[str], str]
     operations: list[Operation] = field(default_factory=list)
+    dispatched: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
@@ -118,6 +121,8 @@ class Recorder:
                 "Its FLOPs would be missing, so the model is not counted."
             )
         node: Any = torch._C._current_autograd_node()
+        if node is None:
+            self.dispatched[self.module] += 1
         read = READERS.get(packet)
         if read is None:
             return None

@@ -20,8 +20,10 @@ import torch
 
 from headway.count.tracing.operation import Operand, Operation
 from headway.count.tracing.phantom import Phantom, phantom
+from headway.errors import TraceError
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Sequence
 
     from headway.count.tracing.record import Recorder
@@ -112,3 +114,26 @@ def _sources(tensors: Sequence[Phantom]) -> int:
     for tensor in tensors:
         found |= Operand.of(tensor).sources
     return found
+
+
+def check_loops(dispatched: Sequence[Counter[str]], tokens: Sequence[int]) -> None:
+    """Refuse a module that goes from token to token in Python: a recurrence that is written out elementwise.
+
+    Its state updates are multiply-adds that no product shows, so without a formula they would count as nothing.
+
+    Args:
+        dispatched: operations that each module ran, for each workload.
+        tokens: of each workload.
+
+    Raises:
+        TraceError: a module runs at least one operation more for each token more.
+    """
+    later = [i for i in range(1, len(tokens)) if tokens[i] > tokens[i - 1]]
+    for path in dispatched[-1]:
+        counts = [counter[path] for counter in dispatched]
+        if later and all(counts[i] - counts[i - 1] >= tokens[i] - tokens[i - 1] for i in later):
+            raise TraceError(
+                f"module {path or '(the model)'} runs {counts[0]} operations on {tokens[0]} tokens and {counts[-1]} on "
+                f"{tokens[-1]}: it loops over them one by one, a recurrence that no known formula explains. Known are "
+                "the functions that docs/recurrences.md lists; call one of them."
+            )
