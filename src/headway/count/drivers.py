@@ -2,7 +2,7 @@
 
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
 four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patch_pairs:window:8`.
-Where images and videos have towers of their own, `image_` and `video_` before a driver of patches or frames restrict it.
+Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from headway.errors import CostModelError, WorkloadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
 
 
 def _merged_patches(workload: Workload, group: int) -> int:

@@ -46,7 +46,7 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     spoken = {op.module for op in operations if op.kind == "attention" and towers[op.module] == "language"}
     seeing = {_repeated(path) for path in attending if towers.get(path) == "vision"} - {""}
     names = []
-    for op, fit in zip(operations, fitted, strict=True):
+    for op in operations:
         tower = "language" if _inside(op.module, spoken) else towers[op.module]
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
         if op.kind in ("attention", "recurrence"):
@@ -73,7 +73,7 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
 
 
 def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, str]:
-    """Say whose work each module does: where its cost is a sum, text's before pictures', and theirs before a source's."""
+    """Say whose work each module does; of a sum, text's before pictures', and theirs before a source's."""
     found: dict[str, set[str]] = {}
     for op, fit in zip(operations, fitted, strict=True):
         tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)

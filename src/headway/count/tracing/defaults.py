@@ -30,7 +30,7 @@ def fit_defaults(config: Any) -> None:
 
 
 def fit_sections(config: Any, model: nn.Module) -> None:
-    """Share out a text's rotary frequencies among time, height and width, in place, where the default shares do not add up.
+    """Share out a text's rotary frequencies among time, height and width, in place, where default shares do not add up.
 
     Args:
         config: as above.
@@ -41,7 +41,7 @@ def fit_sections(config: Any, model: nn.Module) -> None:
         if section is None or frequencies is None or sum(section) == frequencies.numel():
             continue
         number = frequencies.numel()
-        even = number // 3 if number % 3 == 0 or number < 6 else 2 * (number // 6)  # some take height and width in pairs
+        even = number // 3
         config.get_text_config().rope_parameters["mrope_section"] = [number - 2 * even, even, even]
 
 
@@ -66,7 +66,7 @@ def _fit_widths(config: Any) -> None:
 def _fit_pictures(config: Any) -> None:
     """Let a picture have as many patches along a side as its projector can share out."""
     for part in build.subconfigs(config):
-        vision = getattr(part, "vision_config", None)
+        vision: Any = getattr(part, "vision_config", None)
         if not isinstance(getattr(vision, "image_size", None), int) or not hasattr(vision, "patch_size"):
             continue
         patches = vision.image_size // vision.patch_size

@@ -83,8 +83,8 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
             return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
     for names in itertools.product(*_SQUARES) if first.kind == "attention" and len(runs) > 3 else ():
         chosen = [next((d for d in known if d == name or d.startswith(f"{name}:")), "") for name in names]
-        if all(chosen) and (factors := _square_of(units, *(known[d] for d in chosen))) is not None:
-            return [_fitted(first, d, f, unit_flops) for d, f in zip(chosen, factors, strict=True)]
+        if all(chosen) and (square := _square_of(units, *(known[d] for d in chosen))) is not None:
+            return [_fitted(first, d, f, unit_flops) for d, f in zip(chosen, square, strict=True)]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
@@ -110,7 +110,7 @@ def _square_of(units: Sequence[int], *terms: Sequence[int]) -> tuple[Fraction, .
         units: of each run.
         terms: pairs, lengths and numbers of each run.
 
-    Source: n positions of a picture and k more beside them that see each other in full have (n + k)^2 = n^2 + 2 k n + k^2
+    Source: n positions of a picture and k beside them that see each other in full have (n + k)^2 = n^2 + 2 k n + k^2
     pairs.
     """
     # three of the runs give the factors of the three terms; all four must agree, and the factors make a square
@@ -126,7 +126,9 @@ def _square_of(units: Sequence[int], *terms: Sequence[int]) -> tuple[Fraction, .
                 share = other[step] / pivot[step]
                 other[:] = [x - share * y for x, y in zip(other, pivot, strict=True)]
     factors = tuple(rows[i][3] / rows[i][i] for i in range(3))
-    fits = all(sum(f * x for f, x in zip(factors, run, strict=True)) == u for *run, u in zip(*terms, units, strict=True))
+    fits = all(
+        sum(f * x for f, x in zip(factors, run, strict=True)) == u for *run, u in zip(*terms, units, strict=True)
+    )
     square = factors[1] ** 2 == 4 * factors[0] * factors[2]
     return factors if fits and square and min(factors) > 0 else None
 

@@ -1,4 +1,4 @@
-"""Images and videos as patches with `image_grid_thw`: the Qwen-VL family, and those that lay the patches out otherwise."""
+"""Images and videos as patches with `image_grid_thw`: the Qwen-VL family, and those that lay patches out otherwise."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ driven by the number of frames. How many text positions an image takes is asked 
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +40,9 @@ def side(value: Any, default: int) -> int:
     return int(value) if value else default
 
 
-def has_tower(config: Any) -> bool:
-    """Say whether a configuration's vision tower is there: some may be left out by setting it to None."""
+def has_tower(model: Any) -> bool:
+    """Say whether a model of transformers has its vision tower: some leave it out where its configuration is None."""
+    config = getattr(model, "config", None)
     return getattr(config, "vision_config", config) is not None
 
 
@@ -79,12 +81,12 @@ class Images(Part):
     @classmethod
     def of(cls, model: Any) -> Self | None:
         """Read the part from a model's signature."""
-        takes = "pixel_values" in inspect.signature(model.forward).parameters and has_tower(model.config)
+        takes = "pixel_values" in inspect.signature(model.forward).parameters and has_tower(model)
         return cls(model) if takes else None
 
+    @abstractmethod
     def pixels(self, grids: list[Grid], floats: Floats, text: Workload) -> dict[str, Any]:
         """Make the arguments that carry the images in a text."""
-        raise NotImplementedError
 
     def grids(self, workload: Workload) -> list[Grid]:
         """List what of a workload this part carries: all grids, or its images or videos alone."""
@@ -95,7 +97,9 @@ class Images(Part):
         if "image_embeds_position_mask" in self.accepted:
             return int(self.config.latent_query_num)  # the queries of a resampler that no method runs alone
         if grid not in self._positions:
-            self._positions[grid] = self.probe.rows(self.features, self.pixels([grid], phantom_floats, Workload([8], sources=[8])))
+            self._positions[grid] = self.probe.rows(
+                self.features, self.pixels([grid], phantom_floats, Workload([8], sources=[8]))
+            )
         return self._positions[grid]
 
     def positions(self, workload: Workload) -> int:
@@ -218,7 +222,9 @@ class RobotFrames(NestedFrames):
     def positions_of(self, grid: Grid) -> int:
         """Ask the tower, which takes pictures one after another."""
         if grid not in self._positions:
-            self._positions[grid] = self.probe.rows(self.features, Frames.pixels(self, [grid], phantom_floats, Workload()))
+            self._positions[grid] = self.probe.rows(
+                self.features, Frames.pixels(self, [grid], phantom_floats, Workload())
+            )
         return self._positions[grid]
 
     def pixels(self, grids: list[Grid], floats: Floats, text: Workload) -> dict[str, Any]:
@@ -237,7 +243,7 @@ class TiledFrames(Frames):
     @classmethod
     def of(cls, model: Any) -> Self | None:
         """Read the part from a model's configuration, which lists the sizes that images are cut from."""
-        pinpoints = getattr(model.config, "image_grid_pinpoints", None)
+        pinpoints = getattr(getattr(model, "config", None), "image_grid_pinpoints", None)
         return super().of(model) if pinpoints else None
 
     def __init__(self, model: Any) -> None:
@@ -276,7 +282,7 @@ class ReadFrames(Frames):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.tiles = getattr(self.vision, "max_num_tiles", 1)
-        self.drivers += ["pairs:cross"]
+        self.drivers = [*self.drivers, "pairs:cross"]
         self.placed = False
 
     def sizes(self, run: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Inputs:
                 "input_ids. Give its arguments with trace(model, inputs=...)."
             )
         self._takes_images = any(part.takes == "pixel_values" for part in self.parts)
-        if "pixel_values" in self.accepted and not self._takes_images and has_tower(getattr(model, "config", None)):
+        if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."

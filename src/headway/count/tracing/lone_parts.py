@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 
 
 class LoneFrames(Frames):
-    """One image of a fixed size with each text: read by cross attention (BLIP), put before the text (GIT), or seen
-    whole by all of the text's images (PaliGemma), so that two of them would not cost twice as much.
+    """One image of a fixed size with each text, where two of them would not cost twice as much.
 
-    A Q-Former's instruction (InstructBLIP) is the segment's source: so many tokens that are read beside each frame.
+    The text reads it by cross attention (BLIP), stands after it (GIT), or its images all see each other (PaliGemma). A
+    Q-Former's instruction (InstructBLIP) is the segment's source: so many tokens that are read beside each frame.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.in_text = self.token is not None and self.probe.has(self.features)
         self.instructed = "qformer_input_ids" in self.accepted
-        self.prefixed = getattr(self.config, "model_type", "") == "paligemma"  # its 0 stands for what all see, 1 for text
+        self.prefixed = (
+            getattr(self.config, "model_type", "") == "paligemma"
+        )  # its 0 stands for what all see, 1 for text
         self.length = 4 if self.instructed and not self.probe.has("get_image_features") else 1
         self.drivers = [f"lone:{self.length}:{self.edge}:{self.edge}"]
         self.drivers += ["sources", "source_pairs:full"] if self.instructed else []
@@ -38,7 +40,8 @@ class LoneFrames(Frames):
         accepted = inspect.signature(model.forward).parameters
         text = not {"input_ids", "decoder_input_ids"}.isdisjoint(accepted)
         apart = any(hasattr(type(m), cls.features) for m in model.modules()) or "image_embeds_position_mask" in accepted
-        shared = "qformer_input_ids" in accepted or getattr(model.config, "model_type", "") == "paligemma"
+        model_type = getattr(getattr(model, "config", None), "model_type", "")
+        shared = "qformer_input_ids" in accepted or model_type == "paligemma"
         return super().of(model) if text and (shared or not apart) else None
 
     def sizes(self, run: int) -> dict[str, Any]:

@@ -37,7 +37,10 @@ def _places(part: Images, grids: list[Grid], floats: Floats) -> dict[str, Any]:
     """Patches [images, patches, features] with the column and row of each (Gemma-4)."""
     places = [[(x, y) for y in range(h) for x in range(w)] for _, h, w in grids]
     features = part.channels * part.patch**2
-    return {"pixel_values": floats((*torch.tensor(places).shape[:2], features)), "image_position_ids": torch.tensor(places)}
+    return {
+        "pixel_values": floats((*torch.tensor(places).shape[:2], features)),
+        "image_position_ids": torch.tensor(places),
+    }
 
 
 def _flat(part: Images, grids: list[Grid], floats: Floats) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class Patches(Images):
     def of(cls, model: Any) -> Self | None:
         """Read the part from the arguments of a model's forward, and of the method that runs its tower."""
         accepted = set(inspect.signature(model.forward).parameters)
-        if "pixel_values" not in accepted or not has_tower(model.config):
+        if "pixel_values" not in accepted or not has_tower(model):
             return None
         methods = [m.get_image_features for m in model.modules() if hasattr(type(m), cls.features)]
         for method in methods[-1:]:

@@ -32,7 +32,7 @@ class Probe:
     @property
     def _model(self) -> nn.Module:
         if self._twin is None:
-            first = next(self._given.parameters(), None)
+            first: object = next(self._given.parameters(), None)
             self._twin = self._given if isinstance(first, Phantom) else build.twin_of_model(self._given)
             build.use_seams(self._twin)
         return self._twin
