@@ -76,7 +76,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     ran = [run.operations for run in runs]
     if not alike(ran):
         ran = merged([_run(model, made.arguments(workload), backward=True).operations for workload in workloads])
-    known = candidates(workloads, made.drivers)
+    known = candidates(workloads, [*made.drivers, *(f"pairs:sliding:{w}" for w in dict.fromkeys(windows) if w > 0)])
     explained = [(same[0], f) for same in zip(*ran, strict=True) for f in fit(same, workloads, known)]
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
