@@ -1,8 +1,19 @@
-"""What a device can do at best: dense datasheet peaks by exact name, and a measured ceiling for the CPU.
+"""What a device can do at best: dense peaks by exact name with their sources, and ceilings measured on the device.
 
 `peak_for(device, dtype)` is the one to call. An unknown accelerator is an error, never a guess.
 """
 
-from headway.devices.lookup import Peak, datasheet_peak, known_devices, named_peak, peak_for
+from headway.devices.lookup import Peak, datasheet_peak, named_peak, peak_for, weighted_peak
+from headway.devices.names import known_devices, named_device
+from headway.devices.table import Device
 
-__all__ = ["Peak", "datasheet_peak", "known_devices", "named_peak", "peak_for"]
+__all__ = [
+    "Device",
+    "Peak",
+    "datasheet_peak",
+    "known_devices",
+    "named_device",
+    "named_peak",
+    "peak_for",
+    "weighted_peak",
+]
