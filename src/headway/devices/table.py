@@ -157,9 +157,7 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
     if not isinstance(entry["source"], str) or not entry["source"].strip():
         raise ConfigError(f"{where}: source = {entry['source']!r} is no text. Say where the numbers stand.")
     if not isinstance(entry["read_on"], date) or isinstance(entry["read_on"], datetime):
-        raise ConfigError(
-            f"{where}: read_on = {entry['read_on']!r} is no date. Write it as 2026-11-21, without quotes."
-        )
+        raise ConfigError(f"{where}: read_on = {entry['read_on']!r} is no date. Write 2026-11-21, without quotes.")
     memory_gb, memory_gb_per_s, board_power_w = (_number(entry, name, where) for name in _NUMBERS)
     num_sms = entry.get("num_sms")
     if num_sms is not None and (not isinstance(num_sms, int) or num_sms < 1):
