@@ -3,15 +3,19 @@
 `peak_for(device, dtype)` is the one to call. An unknown accelerator is an error, never a guess.
 """
 
+from headway.devices.ceilings import Ceiling, copy_ceiling, matmul_ceiling
 from headway.devices.lookup import Peak, datasheet_peak, named_peak, peak_for, weighted_peak
 from headway.devices.names import known_devices, named_device
 from headway.devices.table import Device
 
 __all__ = [
+    "Ceiling",
     "Device",
     "Peak",
+    "copy_ceiling",
     "datasheet_peak",
     "known_devices",
+    "matmul_ceiling",
     "named_device",
     "named_peak",
     "peak_for",

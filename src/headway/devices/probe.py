@@ -1,6 +1,9 @@
 """What a driver says of the device at hand: its name, and the properties that tell cards of one name apart."""
 
+import platform
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,8 +30,6 @@ def report(device: "torch.device") -> Reported:
     import torch
 
     if device.type == "cpu":
-        from headway.devices.ceiling import cpu_name
-
         return Reported(cpu_name())
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -42,3 +43,15 @@ def report(device: "torch.device") -> Reported:
     if module is None or not hasattr(module, "get_device_name"):
         return Reported(str(device))
     return Reported(module.get_device_name(device))
+
+
+@cache
+def cpu_name() -> str:
+    """Name this machine's processor, e.g. "AMD EPYC"."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "CPU"

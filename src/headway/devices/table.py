@@ -123,12 +123,13 @@ def _user_files() -> list[Path]:
     paths = [user_file()] if user_file().is_file() else []
     if given is None:
         return paths
-    if not Path(given).is_file():
+    path = Path(given).expanduser()
+    if not path.is_file():
         raise ConfigError(
             f"{FILE_VARIABLE}={given!r} is not a file. Give the path of a TOML file of devices (docs/devices.md shows "
             "one), or unset it."
         )
-    return [Path(given), *paths]
+    return [path, *paths]
 
 
 @cache
@@ -188,7 +189,7 @@ def _check_keys(entry: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: unknown key {name!r}.{meant} Known are {', '.join(_KEYS)}.")
     missing = [name for name in ("tflops", "source", "read_on") if name not in entry]
     if missing:
-        raise ConfigError(f"{where}: {', '.join(missing)} is missing; a peak without it cannot be defended.")
+        raise ConfigError(f"{where}: {' and '.join(missing)} missing; a peak without cannot be defended.")
 
 
 def _texts(entry: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
