@@ -40,16 +40,7 @@ def test_the_ceiling_is_measured_and_then_read(headway):
 def test_the_table_shows_spread_and_age(headway):
     result = headway("ceiling", "--device", "cpu", "--dtype", "fp32")
     assert result.code == 0
-    assert result.out.splitlines()[0].split() == [
-        "what",
-        "shape",
-        "best",
-        "median",
-        "slowest",
-        "repeats",
-        "of",
-        "datasheet",
-    ]
+    assert " ".join(result.out.splitlines()[0].split()) == "what shape best median slowest repeats of datasheet"
     assert "FLOP/s" in result.out
     assert "1 MiB" in result.out
     assert "GB/s" in result.out

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import stat
 import warnings
@@ -5,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from headway.devices import copy_ceiling, matmul_ceiling
+from headway.devices import copy_ceiling, matmul_ceiling, measure
 from headway.devices.ceilings import cache_folder, environment
 from headway.devices.measure import Budget, Measurement, sweep_copy, sweep_matmul
 from headway.errors import UnknownDeviceError
@@ -38,6 +39,37 @@ def test_a_sweep_measures_every_shape_and_leaves_the_random_state_alone():
 def test_a_shape_that_would_not_fit_into_the_time_is_left_out():
     found = sweep_matmul(CPU, torch.float32, [(8, 8, 8), (10**6, 10**6, 10**6)], SHORT)
     assert [m.shape for m in found] == [(8, 8, 8)]
+
+
+def test_a_cuda_device_is_timed_by_its_own_events(monkeypatch):
+    """Events stand in for a device that takes 2 ms a product; the clock of the host plays no part."""
+    clock_ms = iter(range(0, 10_000, 2))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = next(clock_ms)
+
+        def elapsed_time(self, later):
+            return later.at_ms - self.at_ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    durations_s = measure._time(lambda: None, torch.device("cuda"), 0.0, 4)
+    assert durations_s == (0.002,) * 4
+
+
+def test_the_precision_that_the_program_chose_is_put_back():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        matmul_ceiling("cpu", "fp32")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_copy_reads_and_writes_every_byte():

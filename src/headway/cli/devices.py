@@ -111,7 +111,8 @@ def _optional(value: float | None, unit: float) -> str:
 
 def _render(device: "Device") -> str:
     pairs = [("device", device.title), ("reported as", "; ".join(device.names) or "nothing, found by name only")]
-    pairs += [("also called", ", ".join([device.key, *device.aliases]))]
+    spoken = dict.fromkeys([*device.aliases, *([] if device.key in map(str.lower, device.aliases) else [device.key])])
+    pairs += [("also called", ", ".join(spoken))]
     pairs += [(dtype, f"{rate / 1e12:,.6g} {_unit(dtype)}, dense") for dtype, rate in device.peak_flops_per_s.items()]
     pairs += [
         ("", f"{rate / 1e12:,.6g} {_unit(dtype)} in {dtype} if accumulated in fp16, which frameworks do not do")
