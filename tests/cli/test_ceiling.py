@@ -1,8 +1,10 @@
+import dataclasses
 import json
 
 import pytest
 import torch
 
+from headway.devices import named_device
 from headway.devices.measure import Budget
 
 
@@ -47,6 +49,18 @@ def test_the_table_shows_spread_and_age(headway):
     assert "UTC, just now" in result.out
     assert "from the cache; --refresh measures again" in headway("ceiling", "--device", "cpu", "--dtype", "fp32").out
     assert "just now" in headway("ceiling", "--device", "cpu", "--dtype", "fp32", "--refresh").out
+
+
+def test_the_datasheet_stands_beside_what_was_measured(headway, monkeypatch):
+    known = dataclasses.replace(named_device("H100"), peak_flops_per_s={"fp32": 4e15}, memory_bytes_per_s=8e15)
+    monkeypatch.setattr("headway.devices.device_at", lambda _: known)
+    data = json.loads(headway("ceiling", "--device", "cpu", "--dtype", "fp32", "--json").out)
+    assert data["matmul"][0]["datasheet_flops_per_s"] == 4e15
+    assert data["copy"]["datasheet_bytes_per_s"] == 8e15
+    table = headway("ceiling", "--device", "cpu", "--dtype", "fp32", "--dtype", "bf16").out
+    shares = {line.split()[0]: line.split("  ")[-1].strip() for line in table.splitlines()[2:5]}
+    assert shares["fp32"] == shares["copy"] == "0.0 %"  # 4 PFLOP/s and 8 PB/s: no CPU reaches a thousandth
+    assert shares["bf16"] == "-"
 
 
 def test_a_damaged_cache_is_a_warning(headway, tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headway.devices import datasheet_peak, known_devices, named_device, peak_for
+from headway.devices import datasheet_peak, device_at, known_devices, named_device, peak_for
 from headway.devices.names import matches
 from headway.devices.probe import Reported, report
 from headway.errors import UnknownDeviceError
@@ -146,9 +146,17 @@ def cuda(monkeypatch):
 def test_the_driver_is_asked_for_what_tells_cards_apart(cuda):
     cuda("AMD Instinct MI250X / MI250", 104, 64 * GIB)
     assert peak_for("cuda", torch.bfloat16).flops_per_s == 181.05e12
+    assert device_at("cuda").memory_bytes_per_s == 1.6e12
     cuda("NVIDIA A100-SXM4-80GB", 98, 80 * GIB)
     with pytest.raises(UnknownDeviceError, match="reports 98 multiprocessors"):
         peak_for("cuda:0", torch.bfloat16)
+
+
+def test_a_name_that_the_report_leaves_open_has_no_single_device(cuda):
+    cuda("NVIDIA GH200 480GB", 132, 0)
+    assert peak_for("cuda", torch.bfloat16).flops_per_s == 989.4e12  # the same in both
+    with pytest.raises(UnknownDeviceError, match="2 different devices"):
+        device_at("cuda")
 
 
 def test_fp32_is_fp32_on_a_device_without_tf32(cuda):
@@ -170,6 +178,7 @@ def test_other_devices_are_asked_in_their_own_way(monkeypatch):
     assert peak_for("hpu", torch.bfloat16).flops_per_s == 1835e12
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M1 Max")
     monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda: 24)
+    assert device_at("mps").key == "apple-m1-max-24"
     assert report(torch.device("mps")) == Reported("Apple M1 Max", 24)
     assert peak_for("mps", torch.float32).flops_per_s == pytest.approx(24 * 128 * 2 * 1.296e9, rel=1e-3)
     found = SimpleNamespace(name="Intel(R) Data Center GPU Max 1550", max_compute_units=512, total_memory=64 * GIB)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from headway.report import Column, format_rate, format_share, render_pairs, rend
 if TYPE_CHECKING:
     import torch
 
-    from headway.devices import Ceiling, Peak
+    from headway.devices import Ceiling, Device
     from headway.devices.measure import Measurement
 
 SCHEMA_VERSION = 1
@@ -41,8 +42,6 @@ def ceiling(
     Example: headway ceiling --device cpu --dtype fp32
     """
     with needs_extra("measuring a ceiling"):
-        import torch
-
         from headway.devices.ceilings import DTYPES, copy_ceiling, environment, matmul_ceiling
 
         where = _device(device)
@@ -53,11 +52,11 @@ def ceiling(
             raise UsageError(str(error)) from error
         copy = copy_ceiling(where, refresh=refresh, warn=_warn)
         around = environment(where)
-        datasheets = [_datasheet(where, name) for name in names]
+        known = _known(where)
     if as_json:
-        print(json.dumps(_record(around, products, datasheets, copy)))
+        print(json.dumps(_record(around, products, copy, known)))
     else:
-        print(_render(around, products, datasheets, copy, torch.__version__))
+        print(_render(around, products, copy, known))
 
 
 def _device(given: str | None) -> "torch.device":
@@ -76,15 +75,12 @@ def _device(given: str | None) -> "torch.device":
     return torch.device(given)
 
 
-def _datasheet(where: "torch.device", dtype: str) -> "Peak | None":
-    """Look the datasheet's figure up, to set the ceiling beside it; a CPU and an unknown device have none."""
-    from headway.devices import datasheet_peak, peak_for
+def _known(where: "torch.device") -> "Device | None":
+    """Find what the table says of the device, to set it beside what was measured; a CPU or an unknown one has nothing."""
+    from headway.devices import device_at
 
-    if where.type == "cpu":
-        return None
     try:
-        peak = peak_for(where, dtype)
-        return datasheet_peak(peak.name, dtype) if peak.kind == "override" else peak
+        return device_at(where)
     except UnknownDeviceError:
         return None
 
@@ -94,7 +90,7 @@ def _warn(text: str) -> None:
 
 
 def _record(
-    around: dict[str, Any], products: "list[Ceiling]", datasheets: "list[Peak | None]", copy: "Ceiling"
+    around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None"
 ) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
@@ -103,14 +99,15 @@ def _record(
             {
                 "dtype": found.what,
                 **_rates(found.best, "flops_per_s"),
-                "datasheet_flops_per_s": None if peak is None else peak.flops_per_s,
+                "datasheet_flops_per_s": known.peak_flops_per_s.get(found.what) if known else None,
                 "shapes": [_rates(measurement, "flops_per_s") for measurement in found.measurements],
                 **_when(found),
             }
-            for found, peak in zip(products, datasheets, strict=True)
+            for found in products
         ],
         "copy": {
             **_rates(copy.best, "bytes_per_s"),
+            "datasheet_bytes_per_s": known.memory_bytes_per_s if known else None,
             "sizes": [_rates(measurement, "bytes_per_s") for measurement in copy.measurements],
             **_when(copy),
         },
@@ -131,21 +128,19 @@ def _when(found: "Ceiling") -> dict[str, Any]:
     return {"measured_at": found.measured_at.isoformat(timespec="seconds"), "cached": found.is_cached}
 
 
-def _render(
-    around: dict[str, Any],
-    products: "list[Ceiling]",
-    datasheets: "list[Peak | None]",
-    copy: "Ceiling",
-    version: str,
-) -> str:
+def _render(around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None") -> str:
     columns = [Column("what", "left"), Column("shape", "left")]
     columns += [Column("best"), Column("median"), Column("slowest"), Column("repeats"), Column("of datasheet")]
     rows = [
-        [found.what, *_cells(found.best, format_rate), "-" if peak is None else _share(found, peak)]
-        for found, peak in zip(products, datasheets, strict=True)
+        [
+            found.what,
+            *_cells(found.best, format_rate),
+            _share(found, known.peak_flops_per_s.get(found.what) if known else None),
+        ]
+        for found in products
     ]
-    rows.append([copy.what, *_cells(copy.best, _bandwidth), "-"])
-    pairs = [("device", around["name"]), ("torch", version)]
+    rows.append([copy.what, *_cells(copy.best, _bandwidth), _share(copy, known.memory_bytes_per_s if known else None)])
+    pairs = [("device", around["name"]), ("torch", around["torch"])]
     if around["threads"]:
         pairs.append(("threads", str(around["threads"])))
     if around["driver"]:
@@ -156,14 +151,14 @@ def _render(
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 
 
-def _cells(found: "Measurement", write: Any) -> list[str]:
+def _cells(found: "Measurement", write: Callable[[float], str]) -> list[str]:
     rates = [found.best_per_s, found.median_per_s, found.worst_per_s]
     shape = "x".join(map(str, found.shape)) if len(found.shape) == 3 else f"{found.shape[0] / 2**20:g} MiB"
     return [shape, *map(write, rates), str(len(found.durations_s))]
 
 
-def _share(found: "Ceiling", peak: "Peak") -> str:
-    return format_share(found.best.best_per_s / peak.flops_per_s)
+def _share(found: "Ceiling", datasheet: float | None) -> str:
+    return "-" if datasheet is None else format_share(found.best.best_per_s / datasheet)
 
 
 def _bandwidth(bytes_per_s: float) -> str:

@@ -4,7 +4,7 @@
 """
 
 from headway.devices.ceilings import Ceiling, copy_ceiling, matmul_ceiling
-from headway.devices.lookup import Peak, datasheet_peak, named_peak, peak_for, weighted_peak
+from headway.devices.lookup import Peak, datasheet_peak, device_at, named_peak, peak_for, weighted_peak
 from headway.devices.names import known_devices, named_device
 from headway.devices.table import Device
 
@@ -14,6 +14,7 @@ __all__ = [
     "Peak",
     "copy_ceiling",
     "datasheet_peak",
+    "device_at",
     "known_devices",
     "matmul_ceiling",
     "named_device",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_devices, way_out
 from headway.devices.probe import Reported, report
-from headway.devices.table import DTYPES, Device
+from headway.devices.table import DTYPES, Device, all_devices
 from headway.errors import UnknownDeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
 
     On CUDA, torch.float32 means TF32 when PyTorch is allowed to use it for matrix products
     (`torch.set_float32_matmul_precision`) and the device has it, and ordinary fp32 otherwise. On the CPU the peak is a
-    ceiling measured by a matmul benchmark, once per process, dtype and thread count.
+    ceiling measured by a matmul benchmark, once per process, dtype and thread count, unless the user's table names it.
 
     Args:
         device: the device that runs the step, a torch.device or its name such as "cuda:0".
@@ -76,7 +76,7 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
     override = os.environ.get(OVERRIDE_VARIABLE)
     if override is not None:
         return Peak(reported.name, _parse_override(override), dtype_name, f"{OVERRIDE_VARIABLE}={override}", "override")
-    if device.type == "cpu":
+    if device.type == "cpu" and not _stated_by_the_user(reported):
         from headway.devices.ceiling import measure_ceiling
 
         return measure_ceiling(dtype_name)
@@ -84,6 +84,24 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
     if not isinstance(dtype, str) and dtype_name == "tf32" and "tf32" not in found[0].peak_flops_per_s:
         dtype_name = "fp32"  # PyTorch may use TF32, but the device has none
     return _common_peak(found, reported.name, dtype_name)
+
+
+def device_at(device: "torch.device | str") -> Device:
+    """Find what the table has on the device at hand, such as its memory and bandwidth.
+
+    Args:
+        device: a torch.device or its string, such as "cuda:0".
+
+    Raises:
+        UnknownDeviceError: not in the table, a part of a card only, or a name of several that nothing tells apart.
+    """
+    import torch
+
+    reported = report(torch.device(device))
+    found = matches(reported)
+    if len(found) > 1:
+        raise ambiguous(reported.name, found)
+    return found[0]
 
 
 def datasheet_peak(name: str, dtype_name: str) -> Peak:
@@ -181,6 +199,10 @@ def dtype_label(dtype: "torch.dtype", device: "torch.device") -> str:
     if label == "fp32" and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return label
+
+
+def _stated_by_the_user(reported: Reported) -> bool:
+    return any(reported.name in device.names and not device.is_shipped for device in all_devices())
 
 
 def _common_peak(devices: Sequence[Device], name: str, dtype_name: str) -> Peak:
