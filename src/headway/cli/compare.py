@@ -39,6 +39,8 @@ def compare(
     segments: options.SegmentsOption = None,
     images: options.ImagesOption = None,
     videos: options.VideosOption = None,
+    sources: options.SourcesOption = None,
+    audio: options.AudioOption = None,
     slots: options.SlotsOption = None,
     seq_len: options.SeqLenOption = None,
     freeze: options.FreezeOption = None,
@@ -64,7 +66,7 @@ def compare(
             f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
             "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
         )
-    workload = build_workload(segments, images, videos, slots)
+    workload = build_workload(segments, images, videos, slots, sources, audio)
     row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
     peak = named_peak(device)
     cost_model = resolve_cost_model(model)

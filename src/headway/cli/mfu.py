@@ -29,6 +29,8 @@ def mfu(
     segments: options.SegmentsOption = None,
     images: options.ImagesOption = None,
     videos: options.VideosOption = None,
+    sources: options.SourcesOption = None,
+    audio: options.AudioOption = None,
     seq_len: Annotated[
         int | None,
         typer.Option(metavar="S", min=1, help="Instead of --segments: samples of this length [tokens]."),
@@ -78,7 +80,7 @@ def mfu(
         from headway.devices import named_peak
 
         given["peak_flops_per_s"] = named_peak(device).flops_per_s
-    given |= _work(model, segments, images, videos, seq_len, freeze, flops_per_token, tokens_per_step)
+    given |= _work(model, segments, [images, videos, sources, audio], seq_len, freeze, flops_per_token, tokens_per_step)
     plan = solve({key: value for key, value in given.items() if value is not None})
     if as_json:
         record = {"schema_version": SCHEMA_VERSION, "model": model, "given": sorted(plan.given), **plan.values}
@@ -92,8 +94,7 @@ def mfu(
 def _work(
     model: str | None,
     segments: str | None,
-    images: str | None,
-    videos: str | None,
+    towers: list[str | None],
     seq_len: int | None,
     freeze: list[str] | None,
     flops_per_token: float | None,
@@ -107,7 +108,8 @@ def _work(
     if segments is not None and seq_len is not None:
         raise UsageError("--segments and --seq-len contradict each other: both say how long the samples are.")
     if model is None:
-        idle = [("--segments", segments), ("--seq-len", seq_len), ("--images", images), ("--freeze", freeze)]
+        idle: list[tuple[str, object]] = [("--segments", segments), ("--seq-len", seq_len), ("--freeze", freeze)]
+        idle += zip(("--images", "--videos", "--sources", "--audio"), towers, strict=True)
         unused = [option for option, value in idle if value]
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without MODEL. Name the model, or leave it out.")
@@ -122,7 +124,8 @@ def _work(
     cost_model = resolve_cost_model(model)
     if freeze:
         cost_model = cost_model.freeze(freeze)
-    workload = build_workload(segments or str(seq_len), images, videos, None)
+    images, videos, sources, audio = towers
+    workload = build_workload(segments or str(seq_len), images, videos, None, sources, audio)
     check_vision_tokens(cost_model, workload)
     found = {"flops_per_token": cost_model.count(workload).total / workload.tokens}
     if segments is not None and tokens_per_step is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headway.count.workload import Workload
 
 # linear: projections, dense MLPs and whatever else is billed per token; experts: routed and shared experts, routers
-PARTS = ("linear", "experts", "attention", "head", "embedding", "vision", "recompute")
+PARTS = ("linear", "experts", "attention", "recurrence", "head", "embedding", "vision", "audio", "recompute")
 
 Number: TypeAlias = int | float  # exact integers, except where a tool itself divides
 Parts: TypeAlias = "Mapping[str, Number]"

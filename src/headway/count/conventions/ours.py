@@ -24,10 +24,10 @@ def part_of(component: str) -> str:
     >>> part_of("language.router"), part_of("vision.attention"), part_of("language.mlp")
     ('experts', 'vision', 'linear')
     """
-    if component.startswith("vision"):
-        return "vision"
-    names = {"attention": "attention", "experts": "experts", "router": "experts", "head": "head"}
-    return names.get(component.removeprefix("language."), "linear")
+    tower, _, part = component.partition(".")
+    if tower in ("vision", "audio"):
+        return tower
+    return {"router": "experts"}.get(part, part if part in PARTS else "linear")
 
 
 def useful(model: Architecture, step: Step) -> Parts:
@@ -52,7 +52,10 @@ def hardware(model: Architecture, step: Step) -> Parts:
     Source: HFU of PaLM, Chowdhery et al. 2022, appendix B.
     """
     workload = step.workload
-    padded = Workload([workload.slots], workload.images, workload.videos) if workload.slots else workload
+    padded = workload
+    if workload.slots:
+        read = [workload.sources.sum()] if workload.sources.size else ()
+        padded = Workload([workload.slots], workload.images, workload.videos, sources=read, audio=workload.audio)
     real = _cost_model(model).count(workload, recompute=step.recompute)
     executed = {(row.name, row.driver): row for row in _cost_model(model).count(padded, recompute=step.recompute).rows}
     parts = dict.fromkeys(PARTS, 0)
@@ -67,7 +70,7 @@ def flop_counter(model: Architecture, step: Step) -> Parts:
     """Bill what FlopCounterMode sees of a step on CUDA with PyTorch's own flash kernels.
 
     Attention is the full square of each segment, backward 2.5 times forward (its five products); dense products on
-    every slot; grouped expert products, Triton kernels and the flash-attn package are not seen at all.
+    every slot; grouped expert products, recurrences (Triton kernels) and the flash-attn package are not seen at all.
 
     Source: pytorch/pytorch, torch/utils/flop_counter.py, sdpa_flop_count and sdpa_backward_flop_count, 2.13.
     """
@@ -77,7 +80,7 @@ def flop_counter(model: Architecture, step: Step) -> Parts:
     squares = full_pairs(workload.segments)
     parts: dict[str, Number] = dict.fromkeys(PARTS, 0)
     for row in cost_model.rows:
-        if row.op == "experts":
+        if row.op in ("experts", "recurrence"):
             continue
         units = _units(row, workload, squares)
         backward: Number = sum(gradient.flops for gradient in row.gradients if gradient.needs & trained)
@@ -93,14 +96,14 @@ def square_attention(cost_model: CostModel, lengths: list[int]) -> int:
     The yardstick by which an audit tells a missing document mask from a missing causal mask.
     """
     pairs = full_pairs(lengths)
-    rows = (row for row in cost_model.rows if row.op == "attention" and not drivers.is_vision(row.driver))
+    rows = (row for row in cost_model.rows if row.op == "attention" and drivers.tower(row.driver) == "language")
     return sum(pairs * (row.forward + sum(gradient.flops for gradient in row.gradients)) for row in rows)
 
 
 def _units(row: Row, workload: Workload, squares: int) -> int:
     if row.driver == "tokens":
         return workload.slots
-    if row.op == "attention" and not drivers.is_vision(row.driver):
+    if row.op == "attention" and drivers.tower(row.driver) == "language":
         return squares
     return drivers.parse(row.driver)(workload)
 
