@@ -3,7 +3,8 @@ import itertools
 
 import pytest
 
-from headway.devices import datasheet_peak, named_device, named_peak
+from headway.devices import datasheet_peak, named_device, named_peak, peak_for
+from headway.devices.probe import cpu_name
 from headway.devices.table import all_devices, shipped_devices, user_file
 from headway.errors import ConfigError
 
@@ -107,6 +108,12 @@ def test_a_users_file_adds_devices(peaks_file):
     assert peak.source == f"the lab's own datasheet, read 2026-11-21, from {path}"
     assert named_peak("LAB", "fp32").flops_per_s == 3e12
     assert len(all_devices()) == len(SHIPPED) + 1
+
+
+def test_a_user_may_state_the_peak_of_a_cpu(peaks_file):
+    peaks_file(GOOD.replace("Lab Card 1", cpu_name()))
+    peak = peak_for("cpu", "bf16")
+    assert (peak.flops_per_s, peak.kind) == (12.5e12, "override")
 
 
 def test_a_users_entry_replaces_the_shipped_one(peaks_file):

@@ -76,7 +76,7 @@ def _device(given: str | None) -> "torch.device":
 
 
 def _known(where: "torch.device") -> "Device | None":
-    """Find what the table says of the device, to set it beside what was measured; a CPU or an unknown one has nothing."""
+    """Find what the table says of the device, to set it beside what was measured; of most CPUs, nothing."""
     from headway.devices import device_at
 
     try:
@@ -131,14 +131,8 @@ def _when(found: "Ceiling") -> dict[str, Any]:
 def _render(around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None") -> str:
     columns = [Column("what", "left"), Column("shape", "left")]
     columns += [Column("best"), Column("median"), Column("slowest"), Column("repeats"), Column("of datasheet")]
-    rows = [
-        [
-            found.what,
-            *_cells(found.best, format_rate),
-            _share(found, known.peak_flops_per_s.get(found.what) if known else None),
-        ]
-        for found in products
-    ]
+    peaks = known.peak_flops_per_s if known else {}
+    rows = [[found.what, *_cells(found.best, format_rate), _share(found, peaks.get(found.what))] for found in products]
     rows.append([copy.what, *_cells(copy.best, _bandwidth), _share(copy, known.memory_bytes_per_s if known else None)])
     pairs = [("device", around["name"]), ("torch", around["torch"])]
     if around["threads"]:
