@@ -6,6 +6,8 @@ transformers' function, so it is the same recurrence, and its FLOPs, forward and
 """
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from transformers.models.xlstm import modeling_xlstm
 
 from headway.count import Workload, trace
 from headway.count.tracing.build import model_class
-from headway.count.tracing.verify import verify
+from headway.count.tracing.replacing import watched
+from headway.count.tracing.verify import Counted, verify
 from headway.errors import TraceError
 from tiny_models import RECURRENT_FAMILIES, tiny_config
 
@@ -324,3 +327,57 @@ def test_the_short_convolution_package_is_read_as_a_convolution():
 
     (row,) = [row for row in trace(Mixer(run)).rows if row.op == "convolution"]
     assert (row.driver, row.forward) == ("tokens", 2 * 12 * 3)
+
+
+class KernelInterface:
+    """As Triton's: `kernel[grid](...)` launches."""
+
+    def __getitem__(self, grid):
+        raise AssertionError("a kernel met a tensor without data")
+
+
+class Autotuned(KernelInterface):
+    fn = type("JITFunction", (), {"__name__": "hgrn_forward"})()
+
+
+def launched(*tensors):
+    return Autotuned()[1,](*tensors)
+
+
+def test_a_triton_kernel_that_is_not_known_is_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", SimpleNamespace(KernelInterface=KernelInterface))
+    launch = KernelInterface.__getitem__
+    with pytest.raises(TraceError, match=r"module \(the model\) launches the Triton kernel hgrn_forward"):
+        trace(Mixer(launched))
+    assert KernelInterface.__getitem__ is launch
+
+
+def test_states_kept_from_an_earlier_forward_do_not_matter():
+    model = model_class(config := tiny_config("recurrent_gemma"))(config)
+    model(torch.zeros(1, 5, dtype=torch.long), use_cache=True)
+    assert trace(model).count(Workload([9])) == trace(config).count(Workload([9]))
+
+
+def counted(family, checkpointed):
+    torch.manual_seed(0)
+    model = model_class(config := tiny_config(family))._from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    model.train()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    counter = Counted(model)
+    with counter, watched(model, counter.recurrence):
+        model(torch.zeros(1, 67, dtype=torch.long), use_cache=False).logits.sum().backward()
+    return model, counter
+
+
+# the method has two names: the old one is all that transformers 5.17 has, the new one the only one without a warning
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["qwen3_next", "minimax", "mamba", "falcon_h1", "xlstm"])
+def test_checkpointing_runs_again_what_the_ledger_says(family):
+    model, plain = counted(family, checkpointed=False)
+    _, again = counted(family, checkpointed=True)
+    rows = [(row.module + " (recurrence)" * (row.op == "recurrence"), row.recomputed) for row in trace(model).rows]
+    extra = sum(plain.forward[path] for path in {path for path, recomputed in rows if recomputed})
+    assert sum(again.backward.values()) - sum(plain.backward.values()) == extra
