@@ -10,13 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _COMPOSABLE_STATE = "__composable_api_state_key"  # under such keys fully_shard keeps its state in a module's __dict__
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -94,6 +99,33 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
     return twin
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Run what a model's own code hands to `torch.utils.checkpoint.checkpoint` plainly, once."""
+    names = {"CheckpointFunction": _Plain, "_checkpoint_without_reentrant_generator": _around_nothing}
+    before = {name: getattr(torch.utils.checkpoint, name) for name in names}
+    for name, stand_in in names.items():
+        setattr(torch.utils.checkpoint, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(torch.utils.checkpoint, name, original)
+
+
+class _Plain:
+    """Stands in for the autograd function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _around_nothing(*_args: Any, **_options: Any) -> Iterator[None]:
+    """Stand in for what a checkpoint does before its function and after."""
+    yield
 
 
 def _bare(module: nn.Module) -> nn.Module:
