@@ -118,6 +118,7 @@ def _groups(lengths: Ints, size: int) -> int:
 _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "tokens": (0, lambda w: w.tokens),
     "segments": (0, lambda w: w.num_segments),
+    "transitions": (0, lambda w: w.tokens - w.num_segments),  # from a token to the next one of its segment
     "packs": (0, lambda w: w.num_packs),
     "patches": (0, lambda w: w.patches),
     "patches/": (1, _merged_patches),
@@ -129,6 +130,8 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "pairs:sliding:": (1, lambda w, window: _after_past(masks.sliding_pairs, w, window)),
     # each query keeps k of the keys it may see
     "pairs:topk:": (1, lambda w, k: _after_past(masks.sliding_pairs, w, k)),
+    "pairs:compressed:": (1, lambda w, rate: _after_past(masks.compressed_pairs, w, rate)),
+    "pairs:compressed:topk:": (2, lambda w, rate, k: _after_past(masks.compressed_pairs, w, rate, k)),
     "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "patch_pairs:frame": (0, _frame_pairs),

@@ -60,6 +60,7 @@ class Recorder:
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
         self._mask_pairs: dict[int, tuple[torch.Tensor, int, str]] = {}
+        self._found: dict[int, tuple[Any, Any]] = {}
 
     @property
     def module(self) -> str:
@@ -81,8 +82,14 @@ class Recorder:
         if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
             raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
         per_head = four.expand(batch, -1, queries, keys)[:, 0]
-        driver = scores.name(per_head[0]) if queries == keys and len(per_head) == 1 else ""
+        driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
         return int(per_head.sum()), driver
+
+    def once(self, thing: Any, find: Callable[[], Any]) -> Any:
+        """Return what `find` finds out about an object that layers share; it is asked once."""
+        if id(thing) not in self._found:
+            self._found[id(thing)] = (thing, find())  # holding the object keeps its id its own
+        return self._found[id(thing)][1]
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
@@ -134,13 +141,14 @@ class Recorder:
                 "Its FLOPs would be missing, so the model is not counted."
             )
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            self.dispatched[self.module] += 1
+        if node is not None:
+            flops = backward_flops(packet, args, out, node)
+            if flops is not None:
+                self._on_backward(node, func, flops)
+            return None
+        self.dispatched[self.module] += 1
         read = READERS.get(packet)
         if read is None:
-            return None
-        if node is not None:
-            self._on_backward(node, func, backward_flops(packet, args))
             return None
         operation = read(self, args, out)
         if operation is None:
@@ -168,10 +176,11 @@ class Recorder:
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
         stays = scores.after(packet, args, out)
-        ended = args[0] if args else None
-        if isinstance(ended, Phantom) and packet in (aten._softmax, aten.topk):
-            scored = ended.scores is not None and ended.scores.kind != "attention"
-            if scored and (packet is aten._softmax or ended.stays is not None):
+        for ended in args[:2]:
+            if not isinstance(ended, Phantom) or ended.scores is None or ended.scores.kind == "attention":
+                continue
+            ends = packet is aten.topk or out.scores is None
+            if packet is aten._softmax or (ends and isinstance(ended.stays, torch.Tensor)):
                 self._bill(ended.scores, ended)
         return stays
 
@@ -190,7 +199,7 @@ class Recorder:
         pairs = queries * keys if mask is None else int(mask.sum())
         for product in (operation, *operation.scored):
             product.count_pairs(pairs, queries * keys)
-            product.driver = "" if mask is None or queries != keys else scores.name(mask)
+            product.driver = "" if mask is None else scores.name(mask)
 
     def _on_backward(self, node: Any, func: Any, flops: int) -> None:
         operation = self._by_node.get(node._sequence_nr())

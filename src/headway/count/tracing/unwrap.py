@@ -36,6 +36,8 @@ def whole(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner: nn.Module = model.module
         return whole(inner)
+    if _is_compiled(model):
+        return whole(model._orig_mod)  # type: ignore[arg-type]  # a module
     peft = sys.modules.get("peft")  # a peft model cannot exist where peft was not imported
     if peft is not None and isinstance(model, peft.PeftModel) and not model.active_peft_config.is_prompt_learning:
         return whole(model.get_base_model())
@@ -84,9 +86,13 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             module.__dict__.get("forward"),
             *(hook for name in _HOOKS for hook in getattr(module, name).values()),
         ]
-        if cls is not type(module) or any(_is_parallel(function) for function in laid_over):
+        altered = cls is not type(module) or any(_is_parallel(function) for function in laid_over)
+        if altered and not _is_compiled(module):
             shells.append((module, cls.__new__(cls)))
             memo[id(module)] = shells[-1][1]
+    for module in reversed([*model.modules()]):  # inner ones first
+        if _is_compiled(module):
+            memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
     for module, shell in shells:  # each by itself: fully_shard refuses to be copied, and hooks hold process groups
         kept = {key: value for key, value in module.__dict__.items() if not key.startswith(_COMPOSABLE_STATE)}
         if _is_parallel(kept.get("forward")):  # transformers lays its own over a module's
@@ -96,6 +102,9 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         shell.__dict__.update(copy.deepcopy(kept, memo))
     twin = _bare(copy.deepcopy(model, memo))
     for module in twin.modules():
+        for name, value in vars(module).items():
+            if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
+                setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
     return twin
@@ -136,6 +145,11 @@ def _bare(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         module._modules[name] = _bare(child)
     return module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo")  # where nobody imported it, nothing is compiled
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
