@@ -20,6 +20,7 @@ from headway.count.tracing.record import Recorder
 from headway.count.tracing.recurrences import check_loops
 from headway.count.tracing.replacing import stand_ins
 from headway.count.tracing.seams import Seams
+from headway.count.tracing.unwrap import plain_checkpoints
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
         Recorder(model, block_of) as recorder,
         Seams(recorder),
         stand_ins(model, recorder),
+        plain_checkpoints(),
         torch.set_grad_enabled(backward),
     ):
         output = call(model, arguments)
