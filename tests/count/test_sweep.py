@@ -29,6 +29,12 @@ def test_complete_ledgers_name_their_drivers_and_refusals_their_reason():
     assert outcomes["blt"].detail
 
 
+def test_an_architecture_that_transformers_does_not_run_either_counts_neither_way():
+    (outcome,) = sweep(["deepseek_v2"])  # its default configuration does not say how many experts a token visits
+    assert outcome.status == "not built"
+    assert "topk()" in outcome.detail
+
+
 def test_the_page_counts_what_transformers_could_build():
     page = render(
         [

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.count import Workload, trace
-from headway.errors import TraceError
+from headway.errors import TraceError, WorkloadError
 from tiny_models import FAMILIES, tiny_config
 
 
@@ -259,6 +259,51 @@ def root(x, w):
 def test_what_cannot_be_explained_is_refused_by_name(what, message):
     with pytest.raises(TraceError, match=message):
         trace(Toy(Odd(what)))
+
+
+class Swapping(nn.Module):
+    """Puts another module in its own place once it has seen how long its input is, as BigBird does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x):
+        if x.shape[1] < 500:
+            self.inner = nn.Linear(12, 12, bias=False)
+        return x
+
+
+def test_a_model_that_swaps_its_modules_is_refused():
+    with pytest.raises(TraceError, match="Toy swaps modules of its own while it runs"):
+        trace(Toy(Swapping()))
+
+
+def test_cross_attention_rests_in_a_decoder_used_alone():
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
+             {"layers": 2, "attention_heads": 2, "ffn_dim": 20}.items()}  # fmt: skip
+    model = BartForCausalLM(BartConfig(vocab_size=50, d_model=12, max_position_embeddings=512, **sizes))
+    cost = trace(model)
+    assert cost.unknown == ()
+    assert cost.source["without"] == "encoder_hidden_states"
+    # per token and layer: 4 projections of 12 x 12 and 2 of 12 x 20; then the head
+    assert sum(row.forward for row in cost.rows if row.driver == "tokens") == 2 * (2 * (4 * 144 + 2 * 240) + 12 * 50)
+    with pytest.raises(WorkloadError, match="no encoder beside its text"):
+        cost.count(Workload([7], sources=[5]))
+
+
+def test_a_module_that_no_states_of_another_model_wake_stays_unknown():
+    class Alone(Toy):
+        def __init__(self):
+            super().__init__(nn.Linear(12, 12))
+            self.tower = nn.Linear(5, 5)
+
+        def forward(self, input_ids, encoder_hidden_states=None):  # noqa: ARG002  # a trace offers states by this name
+            return super().forward(input_ids)
+
+    assert trace(Alone()).unknown == ("tower (it never ran)",)
 
 
 def test_a_model_without_token_ids_is_refused_unless_its_arguments_are_given():

@@ -6,6 +6,7 @@ twin, `inputs` what it is run on, `fit` finds each operation's driver, `classify
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,6 +122,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
     """Run a model once and return what it ran."""
     blocks = classify.checkpointable_blocks(model)
+    modules = list(model.modules())
 
     def block_of(path: str) -> str:
         while path and path not in blocks:
@@ -139,6 +141,11 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
             backward_from(output)
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
+    if any(new is not old for new, old in zip_longest(model.modules(), modules)):
+        raise TraceError(
+            f"{type(model).__name__} swaps modules of its own while it runs, by how long its input is: its cost "
+            "depends on what it ran before. Fix its attention type in its configuration."
+        )
     return recorder
 
 
