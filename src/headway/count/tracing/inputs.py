@@ -14,6 +14,7 @@ from torch import nn
 
 from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part
 from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.scores import HIDDEN
 from headway.count.workload import Workload
 from headway.errors import TraceError
 
@@ -212,12 +213,24 @@ def backward_from(output: Any) -> None:
 
 
 def as_phantoms(value: Any) -> Any:
-    """Replace the floats among arguments by phantoms that depend on the batch."""
+    """Replace the floats among arguments by phantoms that depend on the batch; masks stay real."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, Phantom):
+        if _is_mask(value):
+            return value.detach().to("cpu", torch.bfloat16)
         return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
     if isinstance(value, dict):
         return {name: as_phantoms(part) for name, part in value.items()}
     return type(value)(as_phantoms(part) for part in value) if isinstance(value, tuple | list) else value
+
+
+def _is_mask(floats: torch.Tensor) -> bool:
+    """Say whether floats are a mask: they hide by -inf, or by 0 beside 1, or by large negative numbers beside 0."""
+    if floats.is_meta or floats.dim() < 2:
+        return False
+    hidden = floats <= HIDDEN
+    zero = floats == 0
+    binary = bool(zero.any()) and bool((floats == 1).any()) and bool((zero | (floats == 1)).all())
+    return binary or bool(floats.isneginf().any()) or (bool(hidden.any()) and bool((hidden | zero).all()))
 
 
 def on_device(value: Any, device: torch.device) -> Any:
