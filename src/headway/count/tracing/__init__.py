@@ -14,15 +14,18 @@ from torch import nn
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for
-from headway.count.tracing.loops import alike, merged
+from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
+from headway.count.tracing.loops import alike, check_loops, merged
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
 from headway.count.tracing.seams import Seams
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.count.tracing.operation import Operation
+    from headway.count.workload import Workload
 
 __all__ = ["trace"]
 
@@ -62,24 +65,29 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    unnamed = any(op.by_hand or op.masked for op in runs[0])
+    first = runs[0].operations
+    unnamed = any(op.by_hand or op.masked for op in first)
     windows = build.window_lengths(model, unnamed)
-    windows += [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
+    windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
     longest = max(windows, default=0)
     if unnamed and not build.configs(model):
         longest = _longest_that_runs(model, made, longest)
     workloads = made.workloads(longest)
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     if not alike(runs):
-        runs = merged([_run(model, made.arguments(workload), backward=True) for workload in workloads])
-
-    known = candidates(workloads, made.drivers)
-    explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
+        runs = [_run(model, made.arguments(workload), backward=True) for workload in workloads]
+    explained = _explain(runs, workloads, made.drivers)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    source, idle = _source(model), classify.idle_modules(model, operations, parameters)
+    if idle and (states := states_for(model, made)):  # modules that only read another model's states rest without them
+        reading = _run(model, made.arguments(workloads[0]) | states, backward=False)
+        still = classify.idle_modules(model, reading.operations, parameters)
+        idle, rest = [path for path in idle if path in still], idle
+        source |= {"without": ", ".join(states)} if idle != rest else {}
     return CostModel(
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
@@ -87,8 +95,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
             Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares), home, p in trainable)
             for p, home in zip(parameters, homes, strict=True)
         ),
-        _source(model),
-        tuple(f"{path} (it never ran)" for path in classify.idle_modules(model, operations, parameters)),
+        source,
+        tuple(f"{path} (it never ran)" for path in idle),
     )
 
 
@@ -104,12 +112,22 @@ def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
     return longest
 
 
+def _explain(
+    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str]
+) -> list[tuple[Operation, Fitted]]:
+    """Find the driver of each operation, or the drivers whose sum it is."""
+    check_loops(runs, [workload.tokens for workload in workloads])
+    known = candidates(workloads, names)
+    operations = [run.operations for run in runs] if alike(runs) else merged(runs)
+    return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, known)]
+
+
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]:
-    """Run a model once and return its operations."""
+def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
+    """Run a model once and return what it ran."""
     blocks = classify.checkpointable_blocks(model)
 
     def block_of(path: str) -> str:
@@ -128,7 +146,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             backward_from(output)
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
-    return recorder.operations
+    return recorder
 
 
 def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:

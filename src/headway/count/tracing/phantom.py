@@ -267,13 +267,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made.known = known
             if product is None:
                 made.scores = scores.get(value.numel())
+                if packet is aten.sum and phantoms[0].scores is not None and value.dim() > 1:
+                    made.scores = phantoms[0].scores  # summed over heads, as an indexer does
                 if forward and known is None and _on_result is not None:
                     made.stays = _on_result(packet, args, made)
             else:
                 made.scores = product or None
             return made
-        if not value.is_meta:
-            return value
         return _integers(packet, args, value) if known is None else known
 
     return _map(wrap, out)
@@ -302,6 +302,8 @@ def _detached(source: Phantom) -> Phantom:
 
 def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
     """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
+    if not value.is_meta:
+        return value
     made = torch.zeros(value.shape, dtype=value.dtype)
     if packet in (aten.topk, aten.sort, aten.argsort) and value.dim():
         axis = {aten.topk: 2}.get(packet, 1)
