@@ -73,9 +73,11 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     if unnamed and not build.configs(model):
         longest = _longest_that_runs(model, made, longest)
     workloads = made.workloads(longest)
-    runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
-    if not alike(runs):
-        runs = [_run(model, made.arguments(workload), backward=True) for workload in workloads]
+    for workload in workloads[1:]:
+        runs.append(_run(model, made.arguments(workload), backward=False))
+        if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
+            runs[1:] = [_run(model, made.arguments(other), backward=True) for other in workloads[1:]]
+            break
     explained = _explain(runs, workloads, made.drivers)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)

@@ -24,7 +24,8 @@ def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
     """Refuse a module that goes from token to token in Python on a recurrence that is written out elementwise.
 
     Its state updates are multiply-adds that no product shows, so without a formula they would count as nothing. A cell
-    whose state meets a weight shows its products; the gates beside them are elementwise and of the state's own size.
+    whose state meets a weight shows its products, in the module or below it; the gates beside them are elementwise and
+    of the state's own size.
 
     Args:
         runs: what was run on each workload.
@@ -40,7 +41,8 @@ def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
 
     for path, spread in runs[-1].multiplied:
         counts = [run.multiplied[path, spread] for run in runs]
-        if steps(counts) and (spread or not steps([sum(op.module == path for op in run.operations) for run in runs])):
+        products = [sum(f"{op.module}.".startswith(path and f"{path}.") for op in run.operations) for run in runs]
+        if steps(counts) and (spread or not steps(products)):
             raise TraceError(
                 f"module {path or '(the model)'} runs {counts[0]} elementwise operations on {tokens[0]} tokens and "
                 f"{counts[-1]} on {tokens[-1]}: it loops over them one by one, a recurrence that no known formula "

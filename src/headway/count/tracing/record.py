@@ -145,7 +145,7 @@ class Recorder:
             self._on_backward(node, func, backward_flops(packet, args, out, node))
             return None
         if packet in ELEMENTWISE:
-            self._multiply(args)
+            self._multiply(args, out)
         read = READERS.get(packet)
         operation = None if read is None else read(self, args, out)
         if operation is None:
@@ -170,11 +170,11 @@ class Recorder:
             operation.scored.append(operand.scores)  # scores summed over heads, as an indexer does
         return operation
 
-    def _multiply(self, args: tuple[Any, ...]) -> None:
+    def _multiply(self, args: tuple[Any, ...], out: Any) -> None:
         """Note an elementwise product of activations, which a recurrence written as a loop is made of."""
         sizes = [a.numel() for a in args if isinstance(a, Phantom) and a.fed and a.numel() > 1]
         if len(sizes) > 1:
-            self.multiplied[self.module, len(set(sizes)) > 1] += 1
+            self.multiplied[self.module, out.numel() > min(sizes)] += 1
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
