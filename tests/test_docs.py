@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["conventions.md", "what-the-numbers-mean.md"]
+PAGES = ["conventions.md", "what-the-numbers-mean.md", "tracing.md"]
 BLOCKS = [
     block
     for page in PAGES

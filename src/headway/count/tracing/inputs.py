@@ -209,7 +209,7 @@ def call(model: nn.Module, arguments: Any) -> Any:
 
 
 def backward_from(output: Any) -> None:
-    """Run backward from the sum of the logits, else of the first floats that an output holds.
+    """Run backward from the sum of the logits, else of the first floats, or list of them, that an output holds.
 
     Raises:
         TraceError: the output holds no tensor of floats.
@@ -217,6 +217,8 @@ def backward_from(output: Any) -> None:
     pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
     while pending:
         value = pending.pop(0)
+        if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
+            value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             return
