@@ -87,8 +87,9 @@ LoraOption = Annotated[
 RecomputeOption = Annotated[
     str,
     typer.Option(
-        metavar="none|full|PATTERN",
-        help="Activation checkpointing: blocks whose forward runs twice. Counted apart, never in the total.",
+        metavar="none|full|CHOICE",
+        help="Activation checkpointing: what runs forward twice, counted apart, never in the total. A choice joins "
+        "reentrant, every:N, patterns of blocks (model.layers.*) and parts (attention, -mlp); see docs/counting.md.",
     ),
 ]
 

@@ -145,6 +145,8 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "pairs:sliding:": (1, lambda w, window: _after_past(masks.sliding_pairs, w, window)),
     # each query keeps k of the keys it may see
     "pairs:topk:": (1, lambda w, k: _after_past(masks.sliding_pairs, w, k)),
+    "pairs:compressed:": (1, lambda w, rate: _after_past(masks.compressed_pairs, w, rate)),
+    "pairs:compressed:topk:": (2, lambda w, rate, k: _after_past(masks.compressed_pairs, w, rate, k)),
     "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "patch_pairs:frame": (0, _frame_pairs),

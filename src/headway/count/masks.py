@@ -91,6 +91,25 @@ def chunked_pairs(lengths: IntsLike, chunk: int) -> int:
     return int((whole * (c * (c + 1) // 2) + rest * (rest + 1) // 2).sum())
 
 
+def compressed_pairs(lengths: IntsLike, rate: int, most: int | None = None) -> int:
+    """Count pairs of queries and compressed keys, of which each stands for `rate` tokens that lie before the query.
+
+    Args:
+        lengths: segment lengths [tokens], shape (N,), each >= 1.
+        rate: tokens in one compressed key; a rest that fills none is not compressed.
+        most: compressed keys that each query keeps at most; all when None.
+
+    Source: sum over t of min(floor(t / rate), most); DeepSeek-V4's compressed sparse attention.
+
+    >>> compressed_pairs([5], rate=2)
+    4
+    """
+    s = _lengths(lengths)
+    m = _positive(rate, "rate")
+    kept = s // m if most is None else np.minimum(s // m, _positive(most, "most"))
+    return int((m * (kept * (kept - 1) // 2) + kept * (s - m * kept + 1)).sum())
+
+
 def prefix_pairs(lengths: IntsLike, prefixes: IntsLike) -> int:
     """Count pairs of prefix attention: the prefix sees itself in full, the rest is causal.
 

@@ -15,7 +15,7 @@ from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for
+from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.recurrences import check_loops
 from headway.count.tracing.replacing import stand_ins
@@ -70,16 +70,19 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
     workloads = made.workloads(max(windows, default=0))
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
-    _check_alike(runs, workloads)
-
-    known = candidates(workloads, [*made.drivers, *(f"pairs:sliding:{w}" for w in dict.fromkeys(windows) if w > 0)])
-    alike = zip(*(run.operations for run in runs), strict=True)
-    explained = [(ops[0], f) for ops in alike for f in fit(ops, workloads, known)]
+    sliding = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
+    explained = _explain(runs, workloads, [*made.drivers, *sliding])
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    source, idle = _source(model), classify.idle_modules(model, operations, parameters)
+    if idle and (states := states_for(model, made)):  # modules that only read another model's states rest without them
+        reading = _run(model, made.arguments(workloads[0]) | states, backward=False)
+        still = classify.idle_modules(model, reading.operations, parameters)
+        idle, rest = [path for path in idle if path in still], idle
+        source |= {"without": ", ".join(states)} if idle != rest else {}
     return CostModel(
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
@@ -87,9 +90,19 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
             Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares), home, p in trainable)
             for p, home in zip(parameters, homes, strict=True)
         ),
-        _source(model),
-        tuple(f"{path} (it never ran)" for path in classify.idle_modules(model, operations, parameters)),
+        source,
+        tuple(f"{path} (it never ran)" for path in idle),
     )
+
+
+def _explain(
+    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str]
+) -> list[tuple[Operation, Fitted]]:
+    """Find the driver of each operation, or the drivers whose sum it is."""
+    _check_alike(runs, workloads)
+    known = candidates(workloads, names)
+    alike = zip(*(run.operations for run in runs), strict=True)
+    return [(operations[0], f) for operations in alike for f in fit(operations, workloads, known)]
 
 
 def _numel(shape: tuple[int, ...]) -> int:

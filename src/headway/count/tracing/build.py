@@ -185,15 +185,23 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
         by_hand: whether some attention does not go through a library's function.
     """
     found = [_LONGEST_UNNAMED_WINDOW] if by_hand else []
-    places = []
+    picked, rates, places = [0], [1], [LONGEST_WINDOW]
     for config in configs(model):
         for name, value in vars(config).items():
-            lengths = [v for v in (value if isinstance(value, list | tuple) else [value]) if type(v) is int]
-            if re.search("window|chunk|topk|top_k", name):
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            lengths = [v for v in values if type(v) is int]
+            if re.search("topk|top_k", name):
+                picked += lengths
+            elif re.search("window|chunk", name):
                 found += lengths
+            elif re.search("compress_rate|block_size", name):  # what is picked may be blocks of so many tokens
+                rates += lengths
             elif hasattr(config, "vocab_size") and _PLACES.fullmatch(name):
                 places += lengths
-    most = max(min(places, default=LONGEST_WINDOW) - _ROOM, 0)
+    found += [number * rate for number in set(picked) for rate in set(rates)]
+    most = max(min(places) - _ROOM, 0)
     return [min(length, most) for length in found if length <= LONGEST_WINDOW]
 
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from headway.count.workload import Workload
 
 # what may be added to a cost that grows with something else: so much for each of these
-_SQUARES = (("patch_pairs:frame", "source_pairs:full"), ("patches", "sources"), ("grids", "frames", "lone"))
 _ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources")
+# pairs, lengths and numbers of what sees itself in full together with tokens that are always there
+_SQUARES = (("patch_pairs:frame", "source_pairs:full"), ("patches", "sources"), ("grids", "frames", "lone"))
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def candidates(workloads: Sequence[Workload], names: Sequence[str]) -> dict[str,
 
 
 def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[str, list[int]]) -> list[Fitted]:
-    """Explain one operation from its record in each run, by one driver or by the sum of two.
+    """Explain one operation from its record in each run, by one driver or by a sum of them.
 
     A sum is a class token beside the patches of an image, or a picture whose tokens see each other inside a causal
     text; it is tried with four runs, whose two equations to spare leave nothing to chance.
@@ -66,8 +67,9 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if first.kind == "convolution" and len(padding) == 1 and min(padding) > 0:
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
-    if named and [drivers.parse(named)(w) for w in workloads] == units:
-        return [_fitted(first, named, Fraction(1), unit_flops)]
+    parts = named.split("+") if named else []
+    if parts and [sum(drivers.parse(part)(w) for part in parts) for w in workloads] == units:
+        return [_fitted(first, part, Fraction(1), unit_flops) for part in parts]
     matches: list[tuple[str, Fraction]] = []
     for driver, values in known.items():
         ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}
@@ -78,18 +80,28 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
             driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]
-    for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
-        if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
-            return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
-    for names in itertools.product(*_SQUARES) if first.kind == "attention" and len(runs) > 3 else ():
-        chosen = [next((d for d in known if d == name or d.startswith(f"{name}:")), "") for name in names]
-        if all(chosen) and (square := _square_of(units, *(known[d] for d in chosen))) is not None:
-            return [_fitted(first, d, f, unit_flops) for d, f in zip(chosen, square, strict=True)]
+    if len(runs) > 3 and (terms := _sum(units, known, first.kind)):
+        return [_fitted(first, driver, factor, unit_flops) for driver, factor in terms]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
         f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d)}."
     )
+
+
+def _sum(units: Sequence[int], known: dict[str, list[int]], kind: str) -> list[tuple[str, Fraction]]:
+    """Find drivers and factors whose sum explains an operation; empty where none does."""
+    for (one, xs), (other, ys) in itertools.permutations(known.items(), 2):
+        if other.startswith(_ADDED) and (two := _sum_of(units, xs, ys)) is not None:
+            return list(zip((one, other), two, strict=True))
+    for names in itertools.product(*_SQUARES) if kind == "attention" else ():
+        chosen = [next((d for d in known if d == name or d.startswith(f"{name}:")), "") for name in names]
+        if all(chosen) and (square := _square_of(units, *(known[d] for d in chosen))) is not None:
+            return list(zip(chosen, square, strict=True))
+    for one in ("pairs:full", "pairs:causal") if "tokens" in known else ():
+        if (three := _prompted(units, known[one], known["tokens"])) is not None:
+            return list(zip((one, "tokens", "segments"), three, strict=True))
+    return []
 
 
 def _sum_of(units: Sequence[int], xs: Sequence[int], ys: Sequence[int]) -> tuple[Fraction, Fraction] | None:
@@ -131,6 +143,19 @@ def _square_of(units: Sequence[int], *terms: Sequence[int]) -> tuple[Fraction, .
     )
     square = factors[1] ** 2 == 4 * factors[0] * factors[2]
     return factors if fits and square and min(factors) > 0 else None
+
+
+def _prompted(units: Sequence[int], pairs: Sequence[int], tokens: Sequence[int]) -> tuple[Fraction, ...] | None:
+    """Find whole positive factors of pairs, tokens and segments: a model that puts tokens of its own before each text.
+
+    Source: (s + p)^2 = s^2 + 2 p s + p^2, and as much for causal pairs.
+    """
+    rest = [u - x for u, x in zip(units, pairs, strict=True)]
+    slope = Fraction(rest[1] - rest[0], tokens[1] - tokens[0])
+    constant = rest[0] - slope * tokens[0]
+    fits = all(slope * t + constant == r for t, r in zip(tokens, rest, strict=True))
+    whole = slope.denominator == constant.denominator == 1
+    return (Fraction(1), slope, constant) if fits and whole and slope > 0 and constant > 0 else None
 
 
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:

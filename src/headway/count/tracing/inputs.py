@@ -38,6 +38,9 @@ _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
+# arguments that hand a decoder the states of another model; left out, its cross attention rests
+_STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
+
 PARTS: tuple[type[Part], ...] = (
     Grids,
     TiledFrames,
@@ -83,7 +86,7 @@ class Inputs:
         self._plain_token = _plain_token(getattr(model, "config", None))
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
-        """Plan single-segment workloads that no two drivers treat alike; four where towers mix their drivers.
+        """Plan four single-segment workloads that no two drivers treat alike.
 
         Args:
             longest_window: the largest attention window seen [tokens]; segments after the first exceed it, so that
@@ -91,7 +94,7 @@ class Inputs:
         """
         extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
         found = []
-        for run in range(4 if self.parts else 3):
+        for run in range(4):
             sizes: dict[str, Any] = {}
             for part in self.parts:
                 sizes |= part.sizes(run)
@@ -124,6 +127,7 @@ class Inputs:
         batch: dict[str, Any] = {
             "input_ids": torch.full((1, workload.tokens), self._plain_token),
             "position_ids": torch.arange(workload.tokens)[None],
+            "lang_ids": torch.zeros(1, dtype=torch.long),
             "use_cache": False,
         }
         start = 0
@@ -209,6 +213,17 @@ def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | Ex
     return GivenInputs(given) if callable(given) else ExampleInputs(given)
 
 
+def states_for(model: nn.Module, made: Inputs | GivenInputs | ExampleInputs) -> dict[str, torch.Tensor]:
+    """Make the states of another model that a forward takes and nothing gives yet; empty where it takes none."""
+    if not isinstance(made, Inputs) or "decoder_input_ids" in made.accepted:
+        return {}
+    config = getattr(model, "config", None)
+    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None)
+    shape = (1, _LENGTHS[1], width or 1)
+    names = [name for name in _STATES if name in made.accepted and name not in (part.takes for part in made.parts)]
+    return {name: Phantom(torch.empty(shape, device="meta", dtype=torch.bfloat16), fed=True) for name in names}
+
+
 def call(model: nn.Module, arguments: Any) -> Any:
     """Run a model on arguments by name (a dictionary), by position (a tuple or list), or on a single one."""
     if isinstance(arguments, dict):
@@ -269,4 +284,4 @@ def _plain_token(config: Any) -> int:
             v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
         }
         parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
-    return next(token for token in range(len(special) + 1) if token not in special)
+    return next(token for token in range(1, len(special) + 2) if token not in special)  # 0 often means padding

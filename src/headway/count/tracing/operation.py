@@ -37,7 +37,7 @@ class Operation:
             tokens of a recurrence.
         unit_flops: FLOPs per unit.
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
-        driver: known driver, where the seam says it; else it is found by comparing workloads.
+        driver: known driver, or several joined by a plus, where the mask says it; else found by comparing workloads.
         weight: shape of the weight, () where there is none.
         fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
         backward_flops: FLOPs that backward really dispatched.

@@ -253,6 +253,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made.known = known
             if product is None:
                 made.scores = scores.get(value.numel())
+                if packet is aten.sum and phantoms[0].scores is not None and value.dim() > 1:
+                    made.scores = phantoms[0].scores  # summed over heads, as an indexer does
                 if forward and known is None and _on_result is not None:
                     made.stays = _on_result(packet, args, made)
             else:

@@ -7,6 +7,7 @@ what the operands' pasts predict, or the trace fails.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headway.count.tracing.operation import Operation
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
+
+
+def _custom_function() -> str | None:
+    """Name the custom `autograd.Function` whose forward is running, if one is; it runs with gradients off."""
+    frame = None if torch.is_grad_enabled() else sys._getframe()
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return str(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+    return None
 
 
 @dataclass
@@ -68,7 +81,7 @@ class Recorder:
         if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
             raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
         per_head = four.expand(batch, -1, queries, keys)[:, 0]
-        driver = scores.name(per_head[0]) if queries == keys and len(per_head) == 1 else ""
+        driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
         return int(per_head.sum()), driver
 
     def path_of(self, module: nn.Module) -> str:
@@ -132,6 +145,12 @@ class Recorder:
         operation = read(self, args, out)
         if operation is None:
             return None
+        if function := _custom_function():
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies matrices inside {function}, a function with its own "
+                "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
+                "does not change what the model costs: trace the model without it, or before it is applied."
+            )
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
@@ -149,10 +168,11 @@ class Recorder:
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
         stays = scores.after(packet, args, out)
-        ended = args[0] if args else None
-        if isinstance(ended, Phantom) and packet in (aten._softmax, aten.topk):
-            scored = ended.scores is not None and ended.scores.kind != "attention"
-            if scored and (packet is aten._softmax or ended.stays is not None):
+        for ended in args[:2]:
+            if not isinstance(ended, Phantom) or ended.scores is None or ended.scores.kind == "attention":
+                continue
+            ends = packet is aten.topk or out.scores is None
+            if packet is aten._softmax or (ends and isinstance(ended.stays, torch.Tensor)):
                 self._bill(ended.scores, ended)
         return stays
 
@@ -171,7 +191,7 @@ class Recorder:
         pairs = queries * keys if mask is None else int(mask.sum())
         for product in (operation, *operation.scored):
             product.count_pairs(pairs, queries * keys)
-            product.driver = "" if mask is None or queries != keys else scores.name(mask)
+            product.driver = "" if mask is None else scores.name(mask)
 
     def _on_backward(self, node: Any, func: Any, flops: int) -> None:
         operation = self._by_node.get(node._sequence_nr())

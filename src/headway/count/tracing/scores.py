@@ -89,25 +89,45 @@ def of_mask(mask: torch.Tensor) -> Stays:
 
 
 def name(mask: torch.Tensor) -> str:
-    """Name the driver of a square mask (queries, keys), if each query sees what a known kind of mask shows it.
+    """Name the driver of a mask (queries, keys) if each query sees what a known kind of mask shows it, else "".
+
+    Keys beyond the queries' own are compressed ones; the two parts' drivers are then joined by a plus.
 
     >>> name(torch.ones(5, 5, dtype=torch.bool).tril())
     'pairs:causal'
     >>> name(torch.ones(5, 5, dtype=torch.bool).tril().triu(-1))
     'pairs:sliding:2'
     """
-    length = len(mask)
+    queries, keys = mask.shape
+    if keys > queries:
+        parts = (name(mask[:, :queries]), _name_compressed(mask[:, queries:]))
+        return "+".join(parts) if all(parts) else ""
+    if keys < queries:
+        return _name_compressed(mask)
     seen = mask.sum(-1)
-    place = torch.arange(1, length + 1)
+    place = torch.arange(1, queries + 1)
     most = int(seen.max())
     if bool((seen == place).all()):
         return "pairs:causal"
-    if bool((seen == length).all()):
+    if bool((seen == queries).all()):
         return "pairs:full"
     if bool((seen == place.clamp(max=most)).all()):
         last_keys = bool(mask[-1, -most:].all())
         return f"pairs:sliding:{most}" if last_keys else f"pairs:topk:{most}"
     return f"pairs:chunked:{most}" if bool((seen == (place - 1) % most + 1).all()) else ""
+
+
+def _name_compressed(mask: torch.Tensor) -> str:
+    """Name a mask over keys that each stand for some tokens before the query."""
+    seen = mask.sum(-1)
+    most = int(seen.max())
+    if most == 0:
+        return ""
+    rate = int((seen > 0).int().argmax()) + 1
+    every = torch.arange(1, len(mask) + 1) // rate
+    if bool((seen == every).all()):
+        return f"pairs:compressed:{rate}"
+    return f"pairs:compressed:topk:{rate}:{most}" if bool((seen == every.clamp(max=most)).all()) else ""
 
 
 def _made_on_shapes(value: Any, out: torch.Tensor) -> bool:

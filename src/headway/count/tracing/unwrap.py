@@ -75,12 +75,17 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     shells: list[tuple[nn.Module, nn.Module]] = []
     for module in model.modules():
         cls: Any = _own_class(module)
-        hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
-        if cls is not type(module) or any(_is_parallel(hook) for hook in hooks):
+        laid_over = [
+            module.__dict__.get("forward"),
+            *(hook for name in _HOOKS for hook in getattr(module, name).values()),
+        ]
+        if cls is not type(module) or any(_is_parallel(function) for function in laid_over):
             shells.append((module, cls.__new__(cls)))
             memo[id(module)] = shells[-1][1]
     for module, shell in shells:  # each by itself: fully_shard refuses to be copied, and hooks hold process groups
         kept = {key: value for key, value in module.__dict__.items() if not key.startswith(_COMPOSABLE_STATE)}
+        if _is_parallel(kept.get("forward")):  # transformers lays its own over a module's
+            del kept["forward"]
         for name in _HOOKS:
             kept[name] = type(kept[name])((key, h) for key, h in kept[name].items() if not _is_parallel(h))
         shell.__dict__.update(copy.deepcopy(kept, memo))
@@ -110,7 +115,7 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _is_parallel(thing: Any) -> bool:
-    """Say whether a class or a hook belongs to PyTorch's distributed package."""
+    """Say whether a class, hook or forward belongs to the distributed package of PyTorch or transformers."""
     while isinstance(thing, functools.partial):
         thing = thing.func
-    return str(getattr(thing, "__module__", "")).startswith("torch.distributed.")
+    return str(getattr(thing, "__module__", "")).startswith(("torch.distributed.", "transformers.distributed."))
