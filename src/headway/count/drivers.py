@@ -133,6 +133,7 @@ def _groups(lengths: Ints, size: int) -> int:
 _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "tokens": (0, lambda w: w.tokens),
     "segments": (0, lambda w: w.num_segments),
+    "transitions": (0, lambda w: w.tokens - w.num_segments),  # from a token to the next one of its segment
     "packs": (0, lambda w: w.num_packs),
     "patches": (0, lambda w: w.patches),
     "patches/": (1, _merged_patches),

@@ -13,19 +13,17 @@ from torch import nn
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
-from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
+from headway.count.tracing.loops import alike, merged
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.recurrences import check_loops
 from headway.count.tracing.replacing import stand_ins
+from headway.count.tracing.seams import Seams
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from headway.count.tracing.operation import Operation
-    from headway.count.workload import Workload
 
 __all__ = ["trace"]
 
@@ -66,12 +64,21 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
     first = runs[0].operations
-    windows = build.window_lengths(model, any(op.by_hand for op in first))
+    unnamed = any(op.by_hand or op.masked for op in first)
+    windows = build.window_lengths(model, unnamed)
     windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
-    workloads = made.workloads(max(windows, default=0))
+    longest = max(windows, default=0)
+    if unnamed and not build.configs(model):
+        longest = _longest_that_runs(model, made, longest)
+    workloads = made.workloads(longest)
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
+    check_loops(runs, [workload.tokens for workload in workloads])
+    ran = [run.operations for run in runs]
+    if not alike(ran):
+        ran = merged([_run(model, made.arguments(workload), backward=True).operations for workload in workloads])
     sliding = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
-    explained = _explain(runs, workloads, [*made.drivers, *sliding])
+    known = candidates(workloads, [*made.drivers, *sliding])
+    explained = [(same[0], f) for same in zip(*ran, strict=True) for f in fit(same, workloads, known)]
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
@@ -95,14 +102,16 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     )
 
 
-def _explain(
-    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str]
-) -> list[tuple[Operation, Fitted]]:
-    """Find the driver of each operation, or the drivers whose sum it is."""
-    _check_alike(runs, workloads)
-    known = candidates(workloads, names)
-    alike = zip(*(run.operations for run in runs), strict=True)
-    return [(operations[0], f) for operations in alike for f in fit(operations, workloads, known)]
+def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
+    """Halve a window until the model runs on longer segments; none can exceed its table of positions, or its mask."""
+    while longest:
+        try:
+            _run(model, made.arguments(made.workloads(longest)[-1]), backward=False)
+        except (RuntimeError, IndexError, ValueError, AssertionError):
+            longest //= 2
+        else:
+            break
+    return longest
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -130,24 +139,6 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
     return recorder
-
-
-def _check_alike(runs: list[Recorder], workloads: Sequence[Workload]) -> None:
-    """Refuse a model whose operations change with the workload; rows could not be told apart."""
-    first = runs[0].operations
-    check_loops([run.dispatched for run in runs], [workload.tokens for workload in workloads])
-    for run in runs[1:]:
-        other = run.operations
-        if len(other) != len(first):
-            raise TraceError(
-                f"the model runs {len(first)} counted operations on one workload and {len(other)} on another: "
-                "it loops over the data, and its cost per token is not fixed."
-            )
-        for a, b in zip(first, other, strict=True):
-            if (a.module, a.kind) != (b.module, b.kind):
-                raise TraceError(
-                    f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another."
-                )
 
 
 def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:

@@ -51,6 +51,8 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
         if op.kind in ("attention", "recurrence"):
             part = op.kind
+        elif isinstance(model.get_submodule(op.module), nn.RNNBase | nn.RNNCellBase):
+            part = "recurrence"
         elif head is not None and _inside(op.module, [head]):
             part = "head"
         elif tower != "language" and op.from_input:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 # what may be added to a cost that grows with something else: so much for each of these
 _ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources")
 # pairs, lengths and numbers of what sees itself in full together with tokens that are always there
-_SQUARES = (("patch_pairs:frame", "source_pairs:full"), ("patches", "sources"), ("grids", "frames", "lone"))
+_SQUARES = (
+    ("patch_pairs:frame", "patch_pairs:grid", "source_pairs:full"),
+    ("patches", "sources"),
+    ("grids", "frames", "lone"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if len({run.unit_flops for run in runs}) > 1:  # a product of two activations: its inner size grows too
         units, unit_flops = [run.forward_flops for run in runs], 1
     padding = {u - w.tokens for u, w in zip(units, workloads, strict=True)}
-    if first.kind == "convolution" and len(padding) == 1 and min(padding) > 0:
+    if first.kind == "convolution" and len(runs) > 1 and len(padding) == 1 and 0 < min(padding) < first.weight[-1]:
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
     parts = named.split("+") if named else []

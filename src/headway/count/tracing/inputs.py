@@ -81,7 +81,8 @@ class Inputs:
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
             )
-        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers), "segments"]
+        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
+        self.drivers += ["segments", "transitions"]
         self._lengths = _LENGTHS if (build.places(model) or _LONGEST_SEGMENT) > _LENGTHS[-1] else _SHORT_LENGTHS
         self._plain_token = _plain_token(getattr(model, "config", None))
 
@@ -151,7 +152,7 @@ class GivenInputs:
         self.drivers += ["patches", "patch_pairs:frame", "patch_pairs:grid", "patches/4", "patches/16", "frames"]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
         self.drivers += ["sources", "source_pairs:full", "pairs:cross", "audio", "audio_pairs:full", "clips"]
-        self.drivers += ["grids", "segments"]
+        self.drivers += ["grids", "segments", "transitions"]
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan single-segment workloads with sources, images and a clip of sizes that grow in unlike proportions."""

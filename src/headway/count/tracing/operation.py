@@ -43,6 +43,7 @@ class Operation:
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
         by_hand: whether it is a product of attention written out by hand.
+        masked: whether its pairs come from a mask that names no window.
         scored: earlier products that its scores were made from.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
     """
@@ -60,6 +61,7 @@ class Operation:
     backward_flops: int = 0
     saves_after: bool = False
     by_hand: bool = False
+    masked: bool = False
     scored: list[Operation] = field(default_factory=list)
     executed_flops: int = 0
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from headway.errors import TraceError
 
@@ -85,6 +86,10 @@ class Phantom(torch.Tensor):
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on shapes and hand it to the recorder."""
+        if torch.is_inference_mode_enabled():  # without autograd, nothing is decomposed on its way here
+            out = func.decompose(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
         return _run(func, args, kwargs or {})
 
 
@@ -176,6 +181,8 @@ def _key(value: Any) -> Any:
 
 def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation's meta kernel, or recall what it gave for the same shapes."""
+    if func._overloadpacket is aten._pack_padded_sequence:
+        return _pack(*args)
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
         key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
@@ -224,16 +231,30 @@ def _known(value: Any) -> Any:
     return value.known if isinstance(value, Phantom) else value
 
 
+def _pack(padded: Phantom, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack padded sequences by their real lengths; returns a meta tensor, and the real batch size of each step."""
+    thin = torch.zeros(*padded.shape[:2], 1)
+    data, batch_sizes = aten._pack_padded_sequence(thin, lengths, batch_first)
+    return padded.meta.new_empty(len(data), *padded.shape[2:]), batch_sizes
+
+
+def _answer(packet: Any, args: tuple[Any, ...]) -> Any:
+    """Answer what no kernel on shapes can tell; None for all other operations."""
+    if packet is aten._local_scalar_dense:
+        return 0.0 if args[0].known is None else args[0].known.item()
+    if packet in (aten.equal, aten.is_same_size):
+        return args[0].shape == args[1].shape
+    if packet is aten.detach and torch._C._current_autograd_node() is None:
+        return _detached(args[0])
+    return None
+
+
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet = func._overloadpacket
+    if (answer := _answer(packet, args)) is not None:
+        return answer
     if packet in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index):
         args = _index_without_masks(args)
-    elif packet is aten._local_scalar_dense:
-        return 0.0 if args[0].known is None else args[0].known.item()
-    elif packet in (aten.equal, aten.is_same_size):
-        return args[0].shape == args[1].shape
-    elif packet is aten.detach and torch._C._current_autograd_node() is None:
-        return _detached(args[0])
     out = _shapes(func, args, kwargs)
     phantoms, sources, fed = _past(args, kwargs)
     forward = torch._C._current_autograd_node() is None
@@ -260,6 +281,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 made.scores = product or None
             return made
+        if not value.is_meta:
+            return value
         return _integers(packet, args, value) if known is None else known
 
     return _map(wrap, out)
@@ -300,6 +323,9 @@ def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
     """Return what an in-place or `out=` operation wrote to, with its past brought up to date."""
+    if torch.Tag.inplace_view in func.tags:
+        with no_dispatch():
+            func(*args, **kwargs)  # its own sizes change, as those of its meta tensor did
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.count.tracing import build
-from headway.count.tracing.attention import Seams
 from headway.count.tracing.phantom import Phantom
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.seams import Seams
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -60,6 +60,7 @@ class Recorder:
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
         self._mask_pairs: dict[int, tuple[torch.Tensor, int, str]] = {}
+        self._found: dict[int, tuple[Any, Any]] = {}
 
     @property
     def module(self) -> str:
@@ -83,6 +84,12 @@ class Recorder:
         per_head = four.expand(batch, -1, queries, keys)[:, 0]
         driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
         return int(per_head.sum()), driver
+
+    def once(self, thing: Any, find: Callable[[], Any]) -> Any:
+        """Return what `find` finds out about an object that layers share; it is asked once."""
+        if id(thing) not in self._found:
+            self._found[id(thing)] = (thing, find())  # holding the object keeps its id its own
+        return self._found[id(thing)][1]
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
@@ -134,13 +141,14 @@ class Recorder:
                 "Its FLOPs would be missing, so the model is not counted."
             )
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            self.dispatched[self.module] += 1
+        if node is not None:
+            flops = backward_flops(packet, args, out, node)
+            if flops is not None:
+                self._on_backward(node, func, flops)
+            return None
+        self.dispatched[self.module] += 1
         read = READERS.get(packet)
         if read is None:
-            return None
-        if node is not None:
-            self._on_backward(node, func, backward_flops(packet, args))
             return None
         operation = read(self, args, out)
         if operation is None:

@@ -31,6 +31,8 @@ def whole(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner: nn.Module = model.module
         return whole(inner)
+    if _is_compiled(model):
+        return whole(model._orig_mod)  # type: ignore[arg-type]  # a module
     peft = sys.modules.get("peft")  # a peft model cannot exist where peft was not imported
     if peft is not None and isinstance(model, peft.PeftModel) and not model.active_peft_config.is_prompt_learning:
         return whole(model.get_base_model())
@@ -89,8 +91,14 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for name in _HOOKS:
             kept[name] = type(kept[name])((key, h) for key, h in kept[name].items() if not _is_parallel(h))
         shell.__dict__.update(copy.deepcopy(kept, memo))
+    for module in reversed([*model.modules()]):  # inner ones first
+        if _is_compiled(module):
+            memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
     twin = _bare(copy.deepcopy(model, memo))
     for module in twin.modules():
+        for name, value in vars(module).items():
+            if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
+                setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
     return twin
@@ -104,6 +112,11 @@ def _bare(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         module._modules[name] = _bare(child)
     return module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo")  # where nobody imported it, nothing is compiled
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:

@@ -225,7 +225,10 @@ def _explain(
         return "a recurrence is counted in its recurrent form; it ran in chunks, or in a loop of elementwise products"
     if module in scores:
         per_score, per_score_back = scores[module]
-        for square in (int((workload.segments**2).sum()), workload.patches**2):  # of a text, or of all pictures in a row
+        for square in (
+            int((workload.segments**2).sum()),
+            workload.patches**2,
+        ):  # of a text, or of all pictures in a row
             if seen == (square * per_score, square * per_score_back):
                 return f"eager attention runs all {square:,} scores, the mask allows {ledger[0] // per_score:,}"
     return None
