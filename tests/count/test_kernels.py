@@ -140,12 +140,19 @@ def test_a_scan_written_as_a_loop_is_refused():
         trace(Mixer(elementwise_scan))
 
 
-def test_the_short_convolution_package_is_read_as_a_convolution():
-    def run(q, k, v, g):
-        return causal_conv1d_fn(q.mT, torch.ones(12, 3), None, activation="silu").mT + k + v + g
+class ShortConvolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.weight = nn.Embedding(50, 12), nn.Linear(12, 50), nn.Parameter(torch.ones(12, 3))
 
-    (row,) = [row for row in trace(Mixer(run)).rows if row.op == "convolution"]
-    assert (row.driver, row.forward) == ("tokens", 2 * 12 * 3)
+    def forward(self, input_ids):
+        x = self.embed(input_ids).mT
+        return (self.head(causal_conv1d_fn(x, self.weight, None, activation="silu").mT),)
+
+
+def test_the_short_convolution_package_is_read_as_a_convolution():
+    (row,) = [row for row in trace(ShortConvolution()).rows if row.op == "convolution"]
+    assert (row.driver, row.forward, sum(g.flops for g in row.gradients)) == ("tokens", 2 * 12 * 3, 2 * 2 * 12 * 3)
 
 
 class KernelInterface:

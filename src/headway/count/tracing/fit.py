@@ -56,7 +56,8 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if len({run.unit_flops for run in runs}) > 1:  # a product of two activations: its inner size grows too
         units, unit_flops = [run.forward_flops for run in runs], 1
     padding = {u - w.tokens for u, w in zip(units, workloads, strict=True)}
-    if first.kind == "convolution" and len(runs) > 1 and len(padding) == 1 and 0 < min(padding) < first.weight[-1]:
+    width = first.weight[-1] if first.kind == "convolution" and first.weight else 0
+    if len(runs) > 1 and len(padding) == 1 and 0 < min(padding) < width:
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
     parts = named.split("+") if named else []

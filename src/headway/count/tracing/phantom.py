@@ -283,8 +283,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 made.scores = product or None
             return made
-        if not value.is_meta:
-            return value
         return _integers(packet, args, value) if known is None else known
 
     return _map(wrap, out)
@@ -313,6 +311,8 @@ def _detached(source: Phantom) -> Phantom:
 
 def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
     """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
+    if not value.is_meta:
+        return value
     if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
         return torch.zeros(value.shape, dtype=value.dtype)
     axis = 2 if packet is aten.topk else 1
