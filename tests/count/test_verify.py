@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import BloomConfig, GPTNeoConfig
+from transformers import BloomConfig, DeepseekV4Config, GPTNeoConfig, OPTConfig
 
 from headway.count import Workload, trace
 from headway.count.tracing import verify as module
@@ -44,6 +44,30 @@ def test_attention_by_hand_is_equal_or_explained(config):
     lines, _ = verify(model_class(config)._from_config(config, dtype=torch.float32), Workload([67]))
     assert [line for line in lines if line.explanation is None] == []
     assert sum("the mask allows" in line.explanation for line in lines) == 2
+
+
+def test_a_product_that_dropout_follows_at_once_keeps_its_backward():
+    config = OPTConfig(vocab_size=50, hidden_size=12, ffn_dim=20, num_hidden_layers=1, num_attention_heads=2,
+                       word_embed_proj_dim=12, max_position_embeddings=512)  # fmt: skip
+    lines, _ = verify(model_class(config)._from_config(config, dtype=torch.float32), Workload([67]))
+    assert [line for line in lines if line.explanation is None] == []
+    (fc2,) = [line for line in lines if line.module.endswith("fc2")]
+    assert fc2.counted == (2 * 67 * 12 * 20, 2 * 2 * 67 * 12 * 20)
+
+
+def test_scores_over_compressed_keys_are_explained():
+    config = DeepseekV4Config(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8, q_lora_rank=16,
+        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, o_groups=2, o_lora_rank=8,
+        index_topk=5, index_n_heads=2, index_head_dim=8, sliding_window=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+        compress_rates={"heavily_compressed_attention": 8, "compressed_sparse_attention": 4},
+    )  # fmt: skip
+    lines, _ = verify(model_class(config)._from_config(config, dtype=torch.float32), Workload([67]))
+    assert [line for line in lines if line.explanation is None] == []
+    # 67 queries on 67 keys and 8 or 16 compressed ones; the indexer scores the 16
+    run = [line.explanation.split(" scores")[0] for line in lines if "the mask allows" in line.explanation]
+    assert run == ["eager attention runs all 5,025", "eager attention runs all 1,072", "eager attention runs all 5,561"]
 
 
 def test_a_model_is_left_as_it_was():

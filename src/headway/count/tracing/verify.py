@@ -62,7 +62,8 @@ class Counted(TorchDispatchMode):
         backward: FLOPs by module path.
         outer: FLOPs of outer products without parameters, by module path.
         too_much: FLOPs of convolutions that PyTorch counts and no token has, by module path and whether it is backward.
-        unseen: operations outside aten, which PyTorch's counter has no formula for.
+        unseen: kernels that PyTorch's counter has no formula for.
+        fused: the same, by module path.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,6 +76,7 @@ class Counted(TorchDispatchMode):
         self.outer: Counter[str] = Counter()
         self.too_much: Counter[tuple[str, bool]] = Counter()
         self.unseen: set[str] = set()
+        self.fused: dict[str, str] = {}
 
     def __enter__(self) -> Any:
         def enter(module: nn.Module, _args: Any) -> None:
@@ -113,9 +115,11 @@ class Counted(TorchDispatchMode):
         if node is not None:
             path = self._module_of_node.get(node._sequence_nr(), path)
         elif any(a.requires_grad for a in operands):
-            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = path
+            # the first operation after a node was made is its own; dropout, say, allocates before it makes one
+            self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, path)
         if packet not in flop_registry:
-            if func.namespace != "aten":
+            if func.namespace != "aten" or packet.__name__.startswith("_scaled_dot_product"):
+                self.fused[path] = str(func)
                 self.unseen.add(f"{func} in {path or 'the model'}")
             return out
         flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
@@ -185,7 +189,8 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     ops: dict[str, str] = {}
-    scores: dict[str, tuple[int, int]] = {}  # attention: module -> FLOPs per score, forward and backward
+    # attention beside the towers: module -> driver -> FLOPs per score, forward and backward
+    scores: dict[str, dict[str, tuple[int, int]]] = {}
     for row in cost.rows:
         units = drivers.parse(row.driver)(workload)
         needed = sum(g.flops for g in row.gradients if g.needs & trained)
@@ -194,10 +199,11 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
         backward[path] += units * needed
         ops.setdefault(path, row.op)
         if row.op == "attention" and (drivers.tower(row.driver) == "language" or row.driver == "patch_pairs:frame"):
-            ahead, back = scores.get(row.module, (0, 0))  # attention by hand has a row for scores and one for values
-            scores[row.module] = (ahead + row.forward, back + needed)
+            of_driver = scores.setdefault(row.module, {})
+            ahead, back = of_driver.get(row.driver, (0, 0))  # attention by hand has a row for scores, one for values
+            of_driver[row.driver] = (ahead + row.forward, back + needed)
     lines = []
-    for module in dict.fromkeys([*forward, *counted.forward, *counted.outer]):
+    for module in dict.fromkeys([*forward, *counted.forward, *counted.outer, *counted.backward]):
         ours = (forward[module], backward[module])
         theirs = (counted.forward[module] + counted.outer[module], counted.backward[module])
         lines.append(
@@ -210,7 +216,7 @@ def _explain(
     module: str,
     ledger: tuple[int, int],
     counted: Counted,
-    scores: dict[str, tuple[int, int]],
+    scores: dict[str, dict[str, tuple[int, int]]],
     workload: Workload,
 ) -> str | None:
     seen = (counted.forward[module], counted.backward[module])
@@ -223,12 +229,14 @@ def _explain(
         )
     if module.endswith(_RECURRENCE):
         return "a recurrence is counted in its recurrent form; it ran in chunks, or in a loop of elementwise products"
-    if module in scores:
-        per_score, per_score_back = scores[module]
-        for square in (
-            int((workload.segments**2).sum()),
-            workload.patches**2,
-        ):  # of a text, or of all pictures in a row
-            if seen == (square * per_score, square * per_score_back):
-                return f"eager attention runs all {square:,} scores, the mask allows {ledger[0] // per_score:,}"
+    if module in counted.fused and seen == (0, 0):
+        return f"PyTorch's counter has no formula for {counted.fused[module]}"
+    per_scores = set(scores.get(module, {}).values())
+    if len(per_scores) == 1:
+        ((per_score, per_score_back),) = per_scores
+        allowed, run = ledger[0] // per_score, seen[0] // per_score
+        # every query's scores over all keys, be they its segment's or compressed ones beside them
+        rows = run % workload.tokens == 0 and run >= allowed
+        if rows and workload.num_segments == 1 and seen == (run * per_score, run * per_score_back):
+            return f"eager attention runs all {run:,} scores, the mask allows {allowed:,}"
     return None
