@@ -42,7 +42,7 @@ class Operation:
         fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
-        by_hand: whether it is a product of attention written out by hand.
+        by_hand: whether it is a product of attention whose softmax is written out by hand.
         masked: whether its pairs come from a mask that names no window.
         scored: earlier products that its scores were made from.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
@@ -78,7 +78,7 @@ class Operation:
 
     def count_pairs(self, pairs: int, scores: int) -> None:
         """Count only the pairs that the mask allows, of the scores that each head really computes."""
-        self.kind, self.by_hand, self.executed_flops = "attention", True, self.forward_flops
+        self.kind, self.executed_flops = "attention", self.forward_flops
         per_pair = self.forward_flops // scores
         self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
         self.units, self.unit_flops = pairs, per_pair

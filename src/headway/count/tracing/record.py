@@ -188,11 +188,14 @@ class Recorder:
                 continue
             ends = packet is aten.topk or out.scores is None
             if packet is aten._softmax or (ends and isinstance(ended.stays, torch.Tensor)):
-                self._bill(ended.scores, ended)
+                self._bill(ended.scores, ended, normalised=packet is aten._softmax)
         return stays
 
-    def _bill(self, operation: Operation, ended: Phantom) -> None:
-        """Bill a product of attention written by hand for the pairs that stay in its scores, in a batch of one."""
+    def _bill(self, operation: Operation, ended: Phantom, *, normalised: bool = True) -> None:
+        """Bill a product of attention written by hand for the pairs that stay in its scores, in a batch of one.
+
+        An indexer's scores are not normalised; it sees every key, and no window of its own needs to be looked for.
+        """
         if isinstance(ended.stays, str):
             raise TraceError(
                 f"module {self.module or '(the model)'} multiplies attention scores by hand, under a mask that cannot "
@@ -204,9 +207,10 @@ class Recorder:
         pairs = queries * keys if mask is None else int(torch.count_nonzero(mask))
         if not pairs:
             raise TraceError(f"module {self.module} masks all of its attention scores.")
+        driver = "" if mask is None else scores.name(mask)
         for product in (operation, *operation.scored):
             product.count_pairs(pairs, queries * keys)
-            product.driver = "" if mask is None else scores.name(mask)
+            product.driver, product.by_hand = driver, normalised
 
     def _on_backward(self, node: Any, func: Any, flops: int | None) -> None:
         if flops is None:
