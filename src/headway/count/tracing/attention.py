@@ -159,8 +159,10 @@ def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> 
         return None
     blocks = -(-keys // size)
     picked = torch.zeros(*found.shape[:2], blocks + 1, dtype=torch.bool)
-    picked.scatter_(-1, torch.where(found < 0, blocks, found).long(), True)
-    return picked[:, None, :, :blocks].repeat_interleave(size, dim=-1)[..., :keys]
+    index = found.long()
+    picked.scatter_(-1, index if int(index.min()) >= 0 else index.masked_fill(index < 0, blocks), True)
+    by_block = picked[:, None, :, :blocks]
+    return by_block if size == 1 else by_block.repeat_interleave(size, dim=-1)[..., :keys]
 
 
 def plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
