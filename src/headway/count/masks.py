@@ -124,7 +124,7 @@ def compressed_pairs(lengths: IntsLike, rate: int, most: int | None = None) -> i
     Source: sum over t of min(floor(t / rate), most); DeepSeek-V4's compressed sparse attention.
 
     >>> compressed_pairs([5], rate=2)
-    4
+    6
     """
     s = _lengths(lengths)
     m = _positive(rate, "rate")
