@@ -189,7 +189,7 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     ops: dict[str, str] = {}
-    # attention beside the towers: module -> driver -> FLOPs per score, forward and backward
+    # attention: module -> driver -> FLOPs per score, forward and backward
     scores: dict[str, dict[str, tuple[int, int]]] = {}
     for row in cost.rows:
         units = drivers.parse(row.driver)(workload)
@@ -235,8 +235,8 @@ def _explain(
     if len(per_scores) == 1:
         ((per_score, per_score_back),) = per_scores
         allowed, run = ledger[0] // per_score, seen[0] // per_score
-        # every query's scores over all keys, be they its segment's or compressed ones beside them
-        rows = run % workload.tokens == 0 and run >= allowed
-        if rows and workload.num_segments == 1 and seen == (run * per_score, run * per_score_back):
+        # one text's queries over all keys, its own and compressed ones beside them; or all pictures in a row
+        whole = workload.num_segments == 1 and run % workload.tokens == 0 and run >= allowed
+        if (whole or run == workload.patches**2) and seen == (run * per_score, run * per_score_back):
             return f"eager attention runs all {run:,} scores, the mask allows {allowed:,}"
     return None
