@@ -12,8 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part
+from headway.count.tracing import build
+from headway.count.tracing.grid_parts import Grids
+from headway.count.tracing.image_parts import (
+    Frames,
+    NestedFrames,
+    ReadFrames,
+    RobotFrames,
+    TiledFrames,
+    VideoFrames,
+    has_tower,
+)
+from headway.count.tracing.lone_parts import LoneFrames
+from headway.count.tracing.parts import WINDOW_SIDES, Part
+from headway.count.tracing.patch_parts import Patches
 from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.scores import HIDDEN
 from headway.count.workload import Workload
 from headway.errors import TraceError
 
@@ -21,13 +35,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
+_SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
 # arguments that hand a decoder the states of another model; left out, its cross attention rests
 _STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 
-PARTS: tuple[type[Part], ...] = (Grids,)  # a model takes the first that fits for each argument
+PARTS: tuple[type[Part], ...] = (
+    Grids,
+    TiledFrames,
+    ReadFrames,
+    RobotFrames,
+    LoneFrames,
+    Patches,
+    NestedFrames,
+    Frames,
+    VideoFrames,
+)  # a model takes the first that fits for each argument
 
 
 class Inputs:
@@ -46,19 +71,20 @@ class Inputs:
         for kind in PARTS:
             if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
                 self.parts.append(part)
-        if "input_ids" not in self.accepted:
+        if "input_ids" not in self.accepted and not self.parts:
             raise TraceError(
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
                 "input_ids. Give its arguments with trace(model, inputs=...)."
             )
         self._takes_images = any(part.takes == "pixel_values" for part in self.parts)
-        if "pixel_values" in self.accepted and not self._takes_images:
+        if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
             )
         self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
         self.drivers += ["segments", "transitions"]
+        self._lengths = _LENGTHS if (build.places(model) or _LONGEST_SEGMENT) > _LENGTHS[-1] else _SHORT_LENGTHS
         self._plain_token = _plain_token(getattr(model, "config", None))
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
@@ -74,7 +100,7 @@ class Inputs:
             sizes: dict[str, Any] = {}
             for part in self.parts:
                 sizes |= part.sizes(run)
-            length = self.positions(Workload([1], **sizes)) + _LENGTHS[run] + (extra if run else 0)
+            length = self.positions(Workload([1], **sizes)) + self._lengths[run] + (extra if run else 0)
             found.append(Workload([_next_prime(length)], **sizes))
         return found
 
@@ -208,7 +234,7 @@ def call(model: nn.Module, arguments: Any) -> Any:
 
 
 def backward_from(output: Any) -> None:
-    """Run backward from the sum of the logits, else of the first floats that an output holds.
+    """Run backward from the sum of the logits, else of the first floats, or list of them, that an output holds.
 
     Raises:
         TraceError: the output holds no tensor of floats.
@@ -216,6 +242,8 @@ def backward_from(output: Any) -> None:
     pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
     while pending:
         value = pending.pop(0)
+        if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
+            value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             return
@@ -227,12 +255,24 @@ def backward_from(output: Any) -> None:
 
 
 def as_phantoms(value: Any) -> Any:
-    """Replace the floats among arguments by phantoms that depend on the batch."""
+    """Replace the floats among arguments by phantoms that depend on the batch; masks stay real."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, Phantom):
+        if _is_mask(value):
+            return value.detach().to("cpu", torch.bfloat16)
         return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
     if isinstance(value, dict):
         return {name: as_phantoms(part) for name, part in value.items()}
     return type(value)(as_phantoms(part) for part in value) if isinstance(value, tuple | list) else value
+
+
+def _is_mask(floats: torch.Tensor) -> bool:
+    """Say whether floats are a mask: they hide by -inf, or by 0 beside 1, or by large negative numbers beside 0."""
+    if floats.is_meta or floats.dim() < 2:
+        return False
+    hidden = floats <= HIDDEN
+    zero = floats == 0
+    binary = bool(zero.any()) and bool((floats == 1).any()) and bool((zero | (floats == 1)).all())
+    return binary or bool(floats.isneginf().any()) or (bool(hidden.any()) and bool((hidden | zero).all()))
 
 
 def on_device(value: Any, device: torch.device) -> Any:
