@@ -246,16 +246,8 @@ class Workload:
         return self if other == 0 else NotImplemented
 
     def _state(self) -> tuple[Any, ...]:
-        return (
-            self._segments,
-            self._images,
-            self._videos,
-            self._slots,
-            self._sources,
-            self._audio,
-            self._past,
-            self._packs,
-        )
+        names = ("segments", "images", "videos", "slots", "sources", "audio", "past", "packs")  # as the constructor's
+        return tuple(getattr(self, f"_{name}") for name in names)
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(part if isinstance(part, int) else part.tobytes() for part in self._state())

@@ -21,7 +21,7 @@ class StepMeter:
     Args:
         cost_model: the model's cost rows, with what is frozen and adapted.
         peak: what one device can do, see `headway.devices.peak_for`.
-        recompute: activation checkpointing of this run: "none", "full" or a module pattern.
+        recompute: activation checkpointing of this run, as `CostModel.count` takes it.
         world_size: devices that share the work. The workloads handed to `add` must then be those of all of them
             together; to meter one rank alone, leave this at 1 and add that rank's workloads.
         num_warmup_steps: first steps to leave out of the run's summary (compilation, caches, allocator).
