@@ -238,16 +238,23 @@ def _pack(padded: Phantom, lengths: torch.Tensor, batch_first: bool) -> tuple[to
     return padded.meta.new_empty(len(data), *padded.shape[2:]), batch_sizes
 
 
+def _answer(packet: Any, args: tuple[Any, ...]) -> Any:
+    """Answer what no kernel on shapes can tell; None for all other operations."""
+    if packet is aten._local_scalar_dense:
+        return 0.0 if args[0].known is None else args[0].known.item()
+    if packet in (aten.equal, aten.is_same_size):
+        return args[0].shape == args[1].shape
+    if packet is aten.detach and torch._C._current_autograd_node() is None:
+        return _detached(args[0])
+    return None
+
+
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet = func._overloadpacket
+    if (answer := _answer(packet, args)) is not None:
+        return answer
     if packet in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index):
         args = _index_without_masks(args)
-    elif packet is aten._local_scalar_dense:
-        return 0.0 if args[0].known is None else args[0].known.item()
-    elif packet in (aten.equal, aten.is_same_size):
-        return args[0].shape == args[1].shape
-    elif packet is aten.detach and torch._C._current_autograd_node() is None:
-        return _detached(args[0])
     out = _shapes(func, args, kwargs)
     phantoms, sources, fed = _past(args, kwargs)
     forward = torch._C._current_autograd_node() is None
