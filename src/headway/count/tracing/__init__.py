@@ -19,6 +19,7 @@ from headway.count.tracing.loops import alike, check_loops, merged
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
 from headway.count.tracing.seams import Seams
+from headway.count.tracing.unwrap import plain_checkpoints
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
             runs[1:] = [_run(model, made.arguments(other), backward=True) for other in workloads[1:]]
             break
-    explained = _explain(runs, workloads, made.drivers)
+    windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
+    explained = _explain(runs, workloads, [*made.drivers, *windowed])
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
@@ -141,6 +143,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
         Recorder(model, block_of) as recorder,
         Seams(recorder),
         stand_ins(model, recorder),
+        plain_checkpoints(),
         torch.set_grad_enabled(backward),
     ):
         output = call(model, arguments)

@@ -7,6 +7,7 @@ operation that did the work of them all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from headway.count.tracing.operation import Operation
     from headway.count.tracing.record import Recorder
@@ -69,6 +70,8 @@ def merged(runs: Sequence[Recorder]) -> list[list[Operation]]:
         TraceError: an operation occurs on one workload and not on another.
     """
     groups = [_groups(run.operations) for run in runs]
+    if any(run.keys() != groups[0].keys() for run in groups):  # a mask may look like another kind on a small workload
+        groups = [_groups([replace(op, driver="") for op in run.operations]) for run in runs]
     for run in groups[1:]:
         for key in groups[0].keys() ^ run.keys():
             op = (groups[0].get(key) or run[key])[0]
@@ -84,23 +87,25 @@ def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
     groups: dict[Any, list[Operation]] = {}
     for op in run:
         shares = tuple((phase, Fraction(flops, op.unit_flops or 1), sources) for phase, flops, sources in op.products)
-        whole = all(share == 1 for _, share, _ in shares)
         needed = (op.block and op.saves_after, bool(op.backward_flops), shares)
-        key = (op.module, op.kind, op.weight, op.fed, op.driver, op.block, needed, None if whole else op.unit_flops)
+        key = (op.module, op.kind, op.weight, op.fed, op.driver, op.block, needed)
         groups.setdefault(key, []).append(op)
     return groups
 
 
 def _one(repeats: list[Operation]) -> Operation:
-    """Add up the work of repeats; a unit becomes 1 FLOP where they differ in what a unit is."""
+    """Add up the work of repeats; where their units differ, a unit becomes the least that gradients share out."""
     first = repeats[0]
-    same = all(op.unit_flops == first.unit_flops for op in repeats)
-    size: Callable[[Operation], int] = (lambda op: op.units) if same else (lambda op: op.forward_flops)
+    unit = first.unit_flops
+    if not unit:  # an elementwise recurrence
+        return replace(first, units=sum(op.units for op in repeats))
+    if any(op.unit_flops != unit for op in repeats):
+        unit = math.lcm(*(Fraction(flops, first.unit_flops).denominator for _, flops, _ in first.products))
     return replace(
         first,
-        units=sum(size(op) for op in repeats),
-        unit_flops=first.unit_flops if same else 1,
-        products=first.products if same else tuple((phase, 1, sources) for phase, _, sources in first.products),
+        units=sum(op.forward_flops for op in repeats) // unit,
+        unit_flops=unit,
+        products=tuple((phase, flops * unit // first.unit_flops, sources) for phase, flops, sources in first.products),
         from_input=any(op.from_input for op in repeats),
         backward_flops=sum(op.backward_flops for op in repeats),
         executed_flops=sum(op.executed_flops or op.forward_flops for op in repeats),

@@ -83,7 +83,7 @@ class Recorder:
             raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
         per_head = four.expand(batch, -1, queries, keys)[:, 0]
         driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
-        return int(per_head.sum()), driver
+        return int(torch.count_nonzero(per_head)), driver
 
     def once(self, thing: Any, find: Callable[[], Any]) -> Any:
         """Return what `find` finds out about an object that layers share; it is asked once."""
@@ -178,6 +178,10 @@ class Recorder:
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
+        if packet is aten.topk and args[0].forced is None and isinstance(args[0].stays, str):
+            raise TraceError(
+                f"module {self.module} picks by numbers that it placed itself: what it picks is not known."
+            )
         stays = scores.after(packet, args, out)
         for ended in args[:2]:
             if not isinstance(ended, Phantom) or ended.scores is None or ended.scores.kind == "attention":
@@ -197,9 +201,9 @@ class Recorder:
             )
         queries, keys = ended.shape[-2:]
         mask = ended.stays
-        if mask is not None and not mask.any():
+        pairs = queries * keys if mask is None else int(torch.count_nonzero(mask))
+        if not pairs:
             raise TraceError(f"module {self.module} masks all of its attention scores.")
-        pairs = queries * keys if mask is None else int(mask.sum())
         for product in (operation, *operation.scored):
             product.count_pairs(pairs, queries * keys)
             product.driver = "" if mask is None else scores.name(mask)
