@@ -13,6 +13,7 @@ STEP = Workload([3, 2], images=[(1, 4, 6), (2, 4, 6)], sources=[4, 0], audio=[8,
 VALUES = [
     ("tokens", 5, "language"),
     ("segments", 2, "language"),
+    ("transitions", 2 + 1, "language"),
     ("pairs:causal", 3 + 2 + 1 + 2 + 1, "language"),
     ("pairs:sliding:2", 1 + 2 + 2 + 1 + 2, "language"),
     ("pairs:chunked:2", 1 + 2 + 1 + 1 + 2, "language"),

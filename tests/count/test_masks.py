@@ -50,6 +50,24 @@ def test_a_compressed_key_is_seen_once_all_its_tokens_are(lengths, rate, most):
     assert masks.compressed_pairs(lengths, rate, most) == sum(min(n, most) for n in ready)
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=4),
+    st.none() | st.integers(0, 25),
+    st.none() | st.integers(0, 25),
+    st.booleans(),
+)
+def test_a_band_follows_the_diagonal_from_either_corner(sizes, left, right, bottom_right):
+    expected = 0
+    for queries, keys in sizes:
+        for q in range(queries):
+            diagonal = q + (keys - queries if bottom_right else 0)
+            first = 0 if left is None else diagonal - left
+            last = keys if right is None else diagonal + right
+            expected += sum(first <= k <= last for k in range(keys))
+    queries, keys = [q for q, _ in sizes], [k for _, k in sizes]
+    assert masks.banded_pairs(queries, keys, left=left, right=right, bottom_right=bottom_right) == expected
+
+
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=6))
 def test_a_prefix_sees_itself_in_full(pairs):
     pairs = [(s, min(p, s)) for s, p in pairs]
@@ -90,6 +108,7 @@ def test_lengths_beyond_64_bits_of_pairs_stay_exact():
         (lambda: masks.compressed_pairs([3], 0), "rate must be at least 1"),
         (lambda: masks.prefix_pairs([3], [4]), "prefix 4 is longer than its segment of 3"),
         (lambda: masks.cross_pairs([3, 4], [4]), "got 2 and 1"),
+        (lambda: masks.banded_pairs([3, 4], [4], left=None, right=0), "got 2 and 1"),
     ],
 )
 def test_impossible_lengths_are_refused(call, message):
