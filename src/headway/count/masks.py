@@ -91,6 +91,28 @@ def chunked_pairs(lengths: IntsLike, chunk: int) -> int:
     return int((whole * (c * (c + 1) // 2) + rest * (rest + 1) // 2).sum())
 
 
+def block_pairs(lengths: IntsLike, size: int, most: int) -> int:
+    """Count pairs of causal attention in which each query sees its own block and some whole blocks before it.
+
+    Args:
+        lengths: segment lengths [tokens], shape (N,), each >= 1.
+        size: tokens in a block; blocks are cut from each segment's first token.
+        most: blocks that each query sees at most, its own included.
+
+    Source: sum over t of min(t, (most - 1) size + (t - 1) mod size + 1); the block selection of MiniMax-M3.
+
+    >>> block_pairs([5], size=2, most=2)
+    13
+    """
+    s = _lengths(lengths)
+    b, n = _positive(size, "size"), _positive(most, "most")
+    head = np.minimum(s, b * n)
+    after = s - head
+    whole, rest = after // b, after % b
+    own = whole * (b * (b + 1) // 2) + rest * (rest + 1) // 2
+    return int((head * (head + 1) // 2 + after * (n - 1) * b + own).sum())
+
+
 def compressed_pairs(lengths: IntsLike, rate: int, most: int | None = None) -> int:
     """Count pairs of queries and compressed keys, of which each stands for `rate` tokens that lie before the query.
 

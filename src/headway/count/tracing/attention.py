@@ -122,12 +122,45 @@ def _transformers_seam(
         lengths = np.diff(boundaries.tolist())
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
-        pairs, driver = masked_pairs(_recorder, path, attention_mask, query, key, kwargs.get("indices"))
+        picked = _picked(module, path, key.shape[-2], kwargs)
+        pairs, driver = masked_pairs(_recorder, path, attention_mask, query, key, picked)
     else:
         pairs, driver = plain_pairs(query, key, causal, window)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
     out = attend(_recorder, path, query, key, value, pairs, driver, extra)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Read what an indexer picked for each query: keys, or blocks of keys, -1 for none.
+
+    Returns:
+        Booleans [batch, 1, queries, keys]; None where nothing is picked.
+
+    Raises:
+        TraceError: picks come in a form that is not known here; taking no notice of them would count too much.
+    """
+    given = {
+        name: value
+        for name, value in kwargs.items()
+        if isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and value.dim() > 2
+        and "position" not in name
+    }
+    found, size = given.pop("indices", None), 1
+    if "block_indices" in given:
+        found, size = given.pop("block_indices")[:, 0], int(module.indexer.block_size)  # type: ignore[union-attr, arg-type]  # heads pick alike here
+    if given:
+        raise TraceError(
+            f"module {path} hands {', '.join(given)} to its attention, which may pick keys in a way not known here."
+        )
+    if found is None:
+        return None
+    blocks = -(-keys // size)
+    picked = torch.zeros(*found.shape[:2], blocks + 1, dtype=torch.bool)
+    picked.scatter_(-1, torch.where(found < 0, blocks, found).long(), True)
+    return picked[:, None, :, :blocks].repeat_interleave(size, dim=-1)[..., :keys]
 
 
 def plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
@@ -150,12 +183,9 @@ def masked_pairs(
     mask: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
-    indices: torch.Tensor | None = None,
+    picked: torch.Tensor | None = None,
 ) -> tuple[int, str]:
-    """Count the pairs that a mask allows, and name its kind where it is a known one.
-
-    Of the keys that it allows, each query keeps those that an indexer picked: `indices` [batch, queries, picked].
-    """
+    """Count the pairs that a mask allows, of those that were picked, and name its kind where it is a known one."""
     batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
     stays = scores.of_mask(mask)
     if stays == "unclear":
@@ -164,9 +194,8 @@ def masked_pairs(
             "Give it a boolean mask, or none and a causal flag."
         )
     allowed = torch.ones(queries, keys, dtype=torch.bool) if stays is None else stays
-    if indices is not None:
-        picked = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool)
-        return recorder.count(allowed & picked.scatter_(-1, indices.long(), True)[:, None], batch, queries, keys)
+    if picked is not None:
+        return recorder.count(allowed & picked, batch, queries, keys)
     return (recorder.allowed if stays is mask else recorder.count)(allowed, batch, queries, keys)
 
 

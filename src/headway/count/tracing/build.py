@@ -23,7 +23,9 @@ def twin_of_model(model: nn.Module) -> nn.Module:
     """
     model = unwrap.whole(model)
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    held = (value for module in model.modules() for value in vars(module).values())
+    states = (t for t in held if isinstance(t, torch.Tensor) and t.grad_fn is not None)  # kept from an earlier forward
+    for tensor in (*model.parameters(), *model.buffers(), *states):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor)
     return unwrap.copy_modules(model, memo)

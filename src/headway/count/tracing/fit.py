@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from headway.count import drivers
+from headway.count.tracing.sums import sum_of_drivers
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -15,15 +15,6 @@ if TYPE_CHECKING:
 
     from headway.count.tracing.operation import Operation
     from headway.count.workload import Workload
-
-# what may be added to a cost that grows with something else: so much for each of these
-_ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources")
-# pairs, lengths and numbers of what sees itself in full together with tokens that are always there
-_SQUARES = (
-    ("patch_pairs:frame", "patch_pairs:grid", "source_pairs:full"),
-    ("patches", "sources"),
-    ("grids", "frames", "lone"),
-)
 
 
 @dataclass(frozen=True)
@@ -50,10 +41,7 @@ def candidates(workloads: Sequence[Workload], names: Sequence[str]) -> dict[str,
 
 
 def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[str, list[int]]) -> list[Fitted]:
-    """Explain one operation from its record in each run, by one driver or by a sum of them.
-
-    A sum is a class token beside the patches of an image, or a picture whose tokens see each other inside a causal
-    text; it is tried with four runs, whose two equations to spare leave nothing to chance.
+    """Explain one operation from its record in each run, by one driver or by a sum of drivers.
 
     Args:
         runs: the same operation on each workload.
@@ -68,7 +56,8 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if len({run.unit_flops for run in runs}) > 1:  # a product of two activations: its inner size grows too
         units, unit_flops = [run.forward_flops for run in runs], 1
     padding = {u - w.tokens for u, w in zip(units, workloads, strict=True)}
-    if first.kind == "convolution" and len(runs) > 1 and len(padding) == 1 and 0 < min(padding) < first.weight[-1]:
+    width = first.weight[-1] if first.kind == "convolution" and first.weight else 0
+    if len(runs) > 1 and len(padding) == 1 and 0 < min(padding) < width:
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
     parts = named.split("+") if named else []
@@ -84,82 +73,13 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
             driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]
-    if len(runs) > 3 and (terms := _sum(units, known, first.kind)):
+    if len(runs) > 3 and (terms := sum_of_drivers(units, known, squares=first.kind == "attention")):
         return [_fitted(first, driver, factor, unit_flops) for driver, factor in terms]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
         f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d)}."
     )
-
-
-def _sum(units: Sequence[int], known: dict[str, list[int]], kind: str) -> list[tuple[str, Fraction]]:
-    """Find drivers and factors whose sum explains an operation; empty where none does."""
-    for (one, xs), (other, ys) in itertools.permutations(known.items(), 2):
-        if other.startswith(_ADDED) and (two := _sum_of(units, xs, ys)) is not None:
-            return list(zip((one, other), two, strict=True))
-    for names in itertools.product(*_SQUARES) if kind == "attention" else ():
-        chosen = [next((d for d in known if d == name or d.startswith(f"{name}:")), "") for name in names]
-        if all(chosen) and (square := _square_of(units, *(known[d] for d in chosen))) is not None:
-            return list(zip(chosen, square, strict=True))
-    for one in ("pairs:full", "pairs:causal") if "tokens" in known else ():
-        if (three := _prompted(units, known[one], known["tokens"])) is not None:
-            return list(zip((one, "tokens", "segments"), three, strict=True))
-    return []
-
-
-def _sum_of(units: Sequence[int], xs: Sequence[int], ys: Sequence[int]) -> tuple[Fraction, Fraction] | None:
-    """Find positive factors with units = a x + b y in every run, if there are such."""
-    determinant = xs[0] * ys[1] - xs[1] * ys[0]
-    if not determinant:
-        return None
-    a = Fraction(units[0] * ys[1] - units[1] * ys[0], determinant)
-    b = Fraction(xs[0] * units[1] - xs[1] * units[0], determinant)
-    fits = all(a * x + b * y == u for u, x, y in zip(units, xs, ys, strict=True))
-    return (a, b) if fits and a > 0 and b > 0 else None
-
-
-def _square_of(units: Sequence[int], *terms: Sequence[int]) -> tuple[Fraction, ...] | None:
-    """Find m and k with units = m (pairs + 2 k lengths + k^2 numbers) in every run, if there are such.
-
-    Args:
-        units: of each run.
-        terms: pairs, lengths and numbers of each run.
-
-    Source: n positions of a picture and k beside them that see each other in full have (n + k)^2 = n^2 + 2 k n + k^2
-    pairs.
-    """
-    # three of the runs give the factors of the three terms; all four must agree, and the factors make a square
-    rows = [list(map(Fraction, row)) for row in zip(*terms, units, strict=True)]
-    for step in range(3):
-        pivot = next((row for row in rows[step:3] if row[step]), None)
-        if pivot is None:
-            return None
-        rows.remove(pivot)
-        rows.insert(step, pivot)
-        for other in rows[:3]:
-            if other is not pivot:
-                share = other[step] / pivot[step]
-                other[:] = [x - share * y for x, y in zip(other, pivot, strict=True)]
-    factors = tuple(rows[i][3] / rows[i][i] for i in range(3))
-    fits = all(
-        sum(f * x for f, x in zip(factors, run, strict=True)) == u for *run, u in zip(*terms, units, strict=True)
-    )
-    square = factors[1] ** 2 == 4 * factors[0] * factors[2]
-    return factors if fits and square and min(factors) > 0 else None
-
-
-def _prompted(units: Sequence[int], pairs: Sequence[int], tokens: Sequence[int]) -> tuple[Fraction, ...] | None:
-    """Find whole positive factors of pairs, tokens and segments: a model that puts tokens of its own before each text.
-
-    Source: (s + p)^2 = s^2 + 2 p s + p^2, and as much for causal pairs.
-    """
-    rest = [u - x for u, x in zip(units, pairs, strict=True)]
-    slope = Fraction(rest[1] - rest[0], tokens[1] - tokens[0])
-    constant = rest[0] - slope * tokens[0]
-    fits = all(slope * t + constant == r for t, r in zip(tokens, rest, strict=True))
-    whole = slope.denominator == constant.denominator == 1
-    return (Fraction(1), slope, constant) if fits and whole and slope > 0 and constant > 0 else None
 
 
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:

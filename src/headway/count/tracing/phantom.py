@@ -10,6 +10,7 @@ a mask has not hidden; and, of a constant, `known`: its data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ class Phantom(torch.Tensor):
         self.base = base
         self.scores = None
         self.stays = None
+        self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
         self.writes = 0  # in-place operations on it or on its views
         self._known: tuple[torch.Tensor, int] | None = None
 
@@ -281,8 +283,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 made.scores = product or None
             return made
-        if not value.is_meta:
-            return value
         return _integers(packet, args, value) if known is None else known
 
     return _map(wrap, out)
@@ -311,14 +311,19 @@ def _detached(source: Phantom) -> Phantom:
 
 def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
     """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
-    made = torch.zeros(value.shape, dtype=value.dtype)
-    if packet in (aten.topk, aten.sort, aten.argsort) and value.dim():
-        axis = {aten.topk: 2}.get(packet, 1)
-        dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
-        size = [1] * value.dim()
-        size[dim] = -1
-        made += torch.arange(value.shape[dim]).view(size)
-    return made
+    if not value.is_meta:
+        return value
+    if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
+        return torch.zeros(value.shape, dtype=value.dtype)
+    axis = 2 if packet is aten.topk else 1
+    dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
+    forced = args[0].forced
+    if forced is not None and dim % value.dim() == value.dim() - 1:
+        order = torch.arange(args[0].shape[-1]).expand(args[0].shape).scatter(-1, forced, -1)
+        return order.argsort(dim=-1, stable=True)[..., : value.shape[-1]].to(value.dtype)
+    size = [1] * value.dim()
+    size[dim] = -1
+    return torch.arange(value.shape[dim], dtype=value.dtype).view(size).expand(value.shape).clone()
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
@@ -363,5 +368,7 @@ def _overwritten(
         whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[-2:] == tensor.shape[-2:]
         tensor.base.stays = stays if whole else "unclear"
     tensor.stays = stays
+    if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:
+        tensor.forced = args[2] if args[1] % tensor.dim() == tensor.dim() - 1 else None
     _root(tensor).writes += 1
     tensor.known = known
