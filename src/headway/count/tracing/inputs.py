@@ -7,6 +7,7 @@ user gives a function from workloads to arguments, or an example.
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from headway.count.tracing import build
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
     Frames,
+    Images,
     NestedFrames,
     ReadFrames,
     RobotFrames,
@@ -25,7 +27,7 @@ from headway.count.tracing.image_parts import (
 )
 from headway.count.tracing.lone_parts import LoneFrames
 from headway.count.tracing.parts import WINDOW_SIDES, Part
-from headway.count.tracing.patch_parts import Patches
+from headway.count.tracing.patch_parts import FlattenedPatches, Patches
 from headway.count.tracing.phantom import Phantom
 from headway.count.tracing.scores import HIDDEN
 from headway.count.workload import Workload
@@ -42,6 +44,10 @@ _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 # arguments that hand a decoder the states of another model; left out, its cross attention rests
 _STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 
+# arguments that any text model takes, and that reach no other module than its tokens do
+_EVERYWHERE = ("attention_mask", "inputs_embeds", "labels", "past_key_values", "logits_to_keep")
+_TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
+
 PARTS: tuple[type[Part], ...] = (
     Grids,
     TiledFrames,
@@ -52,6 +58,7 @@ PARTS: tuple[type[Part], ...] = (
     NestedFrames,
     Frames,
     VideoFrames,
+    FlattenedPatches,
 )  # a model takes the first that fits for each argument
 
 
@@ -76,7 +83,7 @@ class Inputs:
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
                 "input_ids. Give its arguments with trace(model, inputs=...)."
             )
-        self._takes_images = any(part.takes == "pixel_values" for part in self.parts)
+        self._takes_images = any(isinstance(part, Images) for part in self.parts)
         if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
@@ -224,6 +231,17 @@ def states_for(model: nn.Module, made: Inputs | GivenInputs | ExampleInputs) -> 
     shape = (1, _LENGTHS[1], width or 1)
     names = [name for name in _STATES if name in made.accepted and name not in (part.takes for part in made.parts)]
     return {name: Phantom(torch.empty(shape, device="meta", dtype=torch.bfloat16), fed=True) for name in names}
+
+
+def without_arguments(made: Inputs | GivenInputs | ExampleInputs, workload: Workload) -> list[str]:
+    """Name the tensors that a forward takes for something of its own and that nothing gives.
+
+    What no forward can reach costs no step anything.
+    """
+    if not isinstance(made, Inputs):
+        return ["whatever is not given"]
+    given = {*made.arguments(workload), *_EVERYWHERE}
+    return [name for name, p in made.accepted.items() if name not in given and _TENSOR.search(str(p.annotation))]
 
 
 def call(model: nn.Module, arguments: Any) -> Any:

@@ -41,7 +41,7 @@ class LoneFrames(Frames):
         text = not {"input_ids", "decoder_input_ids"}.isdisjoint(accepted)
         apart = any(hasattr(type(m), cls.features) for m in model.modules()) or "image_embeds_position_mask" in accepted
         model_type = getattr(getattr(model, "config", None), "model_type", "")
-        shared = "qformer_input_ids" in accepted or model_type == "paligemma"
+        shared = not {"qformer_input_ids", "image_token_pooling"}.isdisjoint(accepted) or model_type == "paligemma"
         return super().of(model) if text and (shared or not apart) else None
 
     def sizes(self, run: int) -> dict[str, Any]:
@@ -78,6 +78,23 @@ class LoneFrames(Frames):
         made = super().pixels(grids, floats, text)
         if self.length > 1:
             made["pixel_values"] = floats((len(grids), self.length, *made["pixel_values"].shape[1:]))
+        if "image_token_pooling" in self.accepted:
+            made |= self._pooled(len(grids), floats)
         if self.instructed:
             made["qformer_input_ids"] = torch.ones((len(grids), int(text.sources.sum())), dtype=torch.long)
         return made
+
+    def _pooled(self, images: int, floats: Floats) -> dict[str, Any]:
+        """Make each picture's one crop, whose squares of 2 x 2 patches, partial ones too, become tokens (Molmo2)."""
+        edge, half = self.edge, -(-self.edge // 2)
+        corners = [(2 * y, 2 * x) for y in range(half) for x in range(half)]
+        square = ((0, 0), (0, 1), (1, 0), (1, 1))
+        pooling = [
+            [(y + b) * edge + x + a if y + b < edge and x + a < edge else -1 for b, a in square] for y, x in corners
+        ]
+        return {
+            "pixel_values": floats((images, edge**2, self.channels * self.patch**2)),
+            "image_token_pooling": torch.tensor(pooling).repeat(images, 1),
+            "image_grids": torch.tensor([[half, half, 0, 0]] * images),
+            "image_num_crops": torch.ones(images, dtype=torch.long),
+        }
