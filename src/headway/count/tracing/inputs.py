@@ -7,7 +7,9 @@ user gives a function from workloads to arguments, or an example.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
 _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
+_PRIME_GAP = 60  # the next prime is nearer than that, as far as segments reach
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
@@ -91,7 +94,8 @@ class Inputs:
             )
         self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
         self.drivers += ["segments", "transitions"]
-        self._lengths = _LENGTHS if (build.places(model) or _LONGEST_SEGMENT) > _LENGTHS[-1] else _SHORT_LENGTHS
+        self._places = build.places(model) or sys.maxsize
+        self._lengths = _LENGTHS if self._places > _LENGTHS[-1] else _SHORT_LENGTHS
         self._plain_token = _plain_token(getattr(model, "config", None))
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
@@ -102,14 +106,14 @@ class Inputs:
                 its edge is exercised.
         """
         extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
-        found = []
-        for run in range(4):
-            sizes: dict[str, Any] = {}
-            for part in self.parts:
-                sizes |= part.sizes(run)
-            length = self.positions(Workload([1], **sizes)) + self._lengths[run] + (extra if run else 0)
-            found.append(Workload([_next_prime(length)], **sizes))
-        return found
+        plans: list[dict[str, Any]] = [{}, {}, {}, {}]
+        for run, part in itertools.product(range(4), self.parts):
+            plans[run] |= part.sizes(run)
+        lengths = [self.positions(Workload([1], **plan)) + self._lengths[run] for run, plan in enumerate(plans)]
+        extra = min(extra, max(self._places - max(lengths) - _PRIME_GAP, 0))
+        return [
+            Workload([_next_prime(length + (extra if run else 0))], **plans[run]) for run, length in enumerate(lengths)
+        ]
 
     def positions(self, workload: Workload) -> int:
         """Count the text positions that the towers' inputs take."""
