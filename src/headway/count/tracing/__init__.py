@@ -92,7 +92,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         still = classify.idle_modules(model, reading.operations, parameters)
         idle, rest = [path for path in idle if path in still], idle
         source |= {"without": ", ".join(states)} if idle != rest else {}
-    if idle and not without_arguments(made, workloads[0]):  # no forward reaches them: a decoder of images, say
+    if (
+        idle and build.configs(model) and not without_arguments(made, workloads[0])
+    ):  # no forward reaches them: a decoder of images, say
         source |= {"unused": ", ".join(idle)}
         idle = []
     return CostModel(

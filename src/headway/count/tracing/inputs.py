@@ -31,6 +31,7 @@ from headway.count.tracing.lone_parts import LoneFrames
 from headway.count.tracing.parts import WINDOW_SIDES, Part
 from headway.count.tracing.patch_parts import FlattenedPatches, Patches
 from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.protein_parts import Proteins
 from headway.count.tracing.scores import HIDDEN
 from headway.count.workload import Workload
 from headway.errors import TraceError
@@ -62,6 +63,7 @@ PARTS: tuple[type[Part], ...] = (
     Frames,
     VideoFrames,
     FlattenedPatches,
+    Proteins,
 )  # a model takes the first that fits for each argument
 
 

@@ -71,6 +71,8 @@ def _lengthened(pairs: Fraction, lengths: Fraction, numbers: Fraction, *, causal
 def _solved(units: Sequence[int], terms: Sequence[Sequence[int]]) -> tuple[Fraction, ...]:
     """Find the positive factors of terms that add up to the units of every run; empty if there are none."""
     number = len(terms)
+    if len({*zip(*terms, strict=True)}) <= number:  # no run to spare: as many would agree with anything
+        return ()
     rows = [list(map(Fraction, row)) for row in zip(*terms, units, strict=True)]
     for step in range(number):  # Gauss-Jordan on as many runs as there are factors
         pivot = next((row for row in rows[step:number] if row[step]), None)
