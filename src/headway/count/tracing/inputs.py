@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from headway.count.tracing import build
+from headway.count.tracing.encoder_parts import SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
     Frames,
@@ -54,6 +55,7 @@ _TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated ma
 
 PARTS: tuple[type[Part], ...] = (
     Grids,
+    SourceFrames,
     TiledFrames,
     ReadFrames,
     RobotFrames,

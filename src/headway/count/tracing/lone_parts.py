@@ -26,6 +26,8 @@ class LoneFrames(Frames):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.in_text = self.token is not None and self.probe.has(self.features)
+        self.decodes = "decoder_input_ids" in self.accepted
+        self.placed = True  # if not in the text, then before it, or read by it
         self.instructed = "qformer_input_ids" in self.accepted
         self.prefixed = (
             getattr(self.config, "model_type", "") == "paligemma"
@@ -60,7 +62,7 @@ class LoneFrames(Frames):
         if grid not in self._positions:
             text = {"input_ids": torch.zeros((1, 8), dtype=torch.long), "use_cache": False}
             text |= self.pixels([grid], phantom_floats, Workload([8]))
-            self._positions[grid] = self.probe.prepended(text) if "input_ids" in self.accepted else 0
+            self._positions[grid] = 0 if self.decodes else self.probe.prepended(text)
         return self._positions[grid]
 
     def place(self, batch: dict[str, Any], start: int, lengths: list[int]) -> None:
@@ -69,6 +71,10 @@ class LoneFrames(Frames):
             super().place(batch, start, lengths)
             if self.prefixed:
                 batch["token_type_ids"] = 1 - batch["token_type_ids"]
+            return
+        if self.decodes:  # the segment is the decoder's; an encoder takes the image alone
+            batch.setdefault("decoder_input_ids", batch["input_ids"])
+            del batch["input_ids"]
             return
         for name in ("input_ids", "position_ids"):
             batch[name] = batch[name][:, : batch[name].shape[1] - sum(lengths)]

@@ -150,6 +150,12 @@ class FlattenedPatches(Patches):
         (image, *_) = super().sizes(run)["images"]
         return {"images": [image]} | ({"sources": [image[1] * image[2]]} if self.read else {})
 
+    def fill(self, batch: dict[str, Any], start: int, workload: Workload, floats: Floats) -> None:
+        """Add patches; the segment is a decoder's, where there is one."""
+        super().fill(batch, start, workload, floats)
+        if self.read:
+            batch.setdefault("decoder_input_ids", batch["input_ids"])
+
 
 def _towers(model: Any) -> list[Any]:
     """List the modules below those that place features in the text."""
