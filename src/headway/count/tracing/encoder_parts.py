@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headway.count.tracing import build
 from headway.count.tracing.image_parts import Frames
 
 if TYPE_CHECKING:
@@ -33,12 +34,13 @@ class SourceFrames(Frames):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.drivers = [*self.drivers, "sources", "source_pairs:full", "pairs:cross"]
+        self.reach = max(build.window_lengths(model, False), default=0)
 
     def sizes(self, run: int) -> dict[str, Any]:
-        """Give frames, and sources that hold them beside text of another length in each run."""
+        """Give frames, and sources that hold them beside text of another length in each run, beyond any window."""
         images = super().sizes(run)["images"]
         inside = sum(self.positions_of(grid) + 1 for grid in images)
-        return {"images": images, "sources": [inside + (149, 283, 571, 409)[run]]}
+        return {"images": images, "sources": [inside + (149, 283, 571, 409)[run] + (self.reach if run else 0)]}
 
     def positions(self, _workload: Workload) -> int:
         """Give none: the segment is the decoder's, and holds no image."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 # what may be added to a cost that grows with something else: so much for each of these
-_ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources")
+_ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources", "pairs:cross")
 # pairs, the lengths that they are squares of, and the number of those
 _FULL = (
     ("patch_pairs:frame", "patch_pairs:grid", "source_pairs:full"),
