@@ -100,6 +100,7 @@ class Patches(Images):
         self._form = _FORMS[form]
         self.drivers = ["patches", "patch_pairs:frame", *(f"patches/{n**2}" for n in (2, 3, 4, 6))]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
+        self.drivers += [f"patch_pairs:frame/{n**2}" for n in (2, 3, 4, 6)]
         self.drivers += ["frames"]
 
     @classmethod
