@@ -75,8 +75,9 @@ def _blocks(part: Images, grids: list[Grid], floats: Floats) -> dict[str, Any]:
 
 def _flattened(part: Images, grids: list[Grid], floats: Floats) -> dict[str, Any]:
     """Patches [images, patches, row, column and features] (Kosmos-2.5, Pix2Struct)."""
-    features = 2 + part.channels * part.patch**2
-    return {"flattened_patches": floats((len(grids), max(h * w for _, h, w in grids), features))}
+    places = [[(y + 1, x + 1) for y in range(h) for x in range(w)] for _, h, w in grids]
+    pixels = floats((len(grids), len(places[0]), part.channels * part.patch**2))
+    return {"flattened_patches": torch.cat([torch.tensor(places).to(pixels.dtype), pixels], dim=-1)}
 
 
 # an argument that tells the form -> its maker; the first that a forward, or its tower's method, names is taken
