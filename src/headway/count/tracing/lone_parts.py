@@ -25,14 +25,16 @@ class LoneFrames(Frames):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.in_text = self.token is not None and self.probe.has(self.features)
-        self.decodes = "decoder_input_ids" in self.accepted
+        self.decodes = {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys()
         self.placed = True  # if not in the text, then before it, or read by it
         self.instructed = "qformer_input_ids" in self.accepted
-        self.prefixed = (
-            getattr(self.config, "model_type", "") == "paligemma"
-        )  # its 0 stands for what all see, 1 for text
-        self.length = 4 if self.instructed and not self.probe.has("get_image_features") else 1
+        self.length = 1
+        if self.instructed and not self.probe.has(self.features):  # InstructBLIP for videos: clips of four frames
+            self.length, self.features = 4, "get_video_features"
+            self.token = getattr(self.config, "video_token_index", None)
+        self.in_text = self.token is not None and self.probe.has(self.features)
+        # PaliGemma's token types are 0 for what all of the text sees, 1 for the rest
+        self.prefixed = getattr(self.config, "model_type", "") == "paligemma"
         self.drivers = [f"lone:{self.length}:{self.edge}:{self.edge}"]
         self.drivers += ["sources", "source_pairs:full"] if self.instructed else []
 
