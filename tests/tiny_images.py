@@ -223,6 +223,73 @@ _IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": dict(_TOWER, image_size=[32, 32], patch_size=[PATCH, PATCH]),
         },
     ),
+    "gemma4": (
+        "Gemma4Config",
+        {
+            "text_config": dict(
+                **_TEXT, **_SLIDING, vocab_size=160, hidden_size_per_layer_input=0, num_kv_shared_layers=0
+            ),
+            "vision_config": dict(_TOWER, num_key_value_heads=2, head_dim=12, pooling_kernel_size=3),
+            "audio_config": None,
+            "image_token_id": 3,
+            "boi_token_id": 4,
+            "eoi_token_id": 5,
+            "video_token_id": 6,
+            "audio_token_id": 7,
+        },
+    ),
+    "fuyu": (
+        "FuyuConfig",
+        {
+            "text_config": dict(_LLAMA, model_type="persimmon"),
+            "image_token_id": 3,
+            "vocab_size": 160,
+            "hidden_size": 32,
+            "patch_size": PATCH,
+            "image_size": 32,
+        },
+    ),
+    "pix2struct": (
+        "Pix2StructConfig",
+        {
+            "text_config": {
+                "vocab_size": 160,
+                "hidden_size": 32,
+                "d_kv": 8,
+                "d_ff": 48,
+                "num_layers": 2,
+                "num_heads": 4,
+                "dropout_rate": 0.0,
+            },
+            "vision_config": dict(
+                _TOWER,
+                hidden_size=32,
+                patch_embed_hidden_size=3 * PATCH**2,
+                d_ff=40,
+                d_kv=12,
+                dropout_rate=0.0,
+                attention_dropout=0.0,
+            ),
+        },
+    ),
+    "vision_encoder_decoder": (
+        "VisionEncoderDecoderConfig",
+        {
+            "encoder": dict(_TOWER, model_type="vit", image_size=32),
+            "decoder": {
+                "model_type": "bert",
+                "vocab_size": 160,
+                "hidden_size": 24,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "is_decoder": True,
+                "add_cross_attention": True,
+                "hidden_dropout_prob": 0.0,
+                "attention_probs_dropout_prob": 0.0,
+            },
+        },
+    ),
 }
 IMAGE_FAMILIES = tuple(_IMAGE_FAMILIES)
 

@@ -25,6 +25,7 @@ VALUES = [
     ("patches", 24 + 48, "vision"),
     ("patches/4", 6 + 12, "vision"),
     ("patch_pairs:frame", 3 * 24**2, "vision"),
+    ("patch_pairs:frame/4", 3 * 24 * 6, "vision"),
     ("patch_pairs:grid", 24**2 + 48**2, "vision"),
     ("grids", 2, "vision"),
     ("frames", 3, "vision"),
@@ -68,6 +69,17 @@ def test_every_driver_adds_over_workloads(one, other):
 def test_an_unknown_driver_is_refused(driver):
     with pytest.raises(CostModelError, match=f"unknown driver '{driver}'"):
         parse(driver)
+
+
+def test_images_and_videos_are_told_apart_and_one_alone_is_held_to_its_size():
+    step = Workload([3, 2], images=[(1, 4, 6)] * 2, videos=[(2, 4, 6)])
+    assert [parse(f"{kind}frames:4:6")(step) for kind in ("", "image_", "video_")] == [4, 2, 2]
+    assert tower("video_frames:4:6") == "vision"
+    assert parse("lone:1:4:6")(Workload([3, 2], images=[(1, 4, 6)] * 2)) == 2
+    with pytest.raises(WorkloadError, match=r"3 images in 2 segments.*Give 1x4x6 at most once"):
+        parse("lone:1:4:6")(Workload([3, 2], images=[(1, 4, 6)] * 3))
+    with pytest.raises(WorkloadError, match="grid 2x4x6 does not fit this model, which takes 1x4x6 patches"):
+        parse("lone:1:4:6")(step)
 
 
 def test_towers_of_one_size_refuse_another():

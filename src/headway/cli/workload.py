@@ -50,14 +50,14 @@ def build_workload(
 
 
 def check_vision_tokens(cost_model: "CostModel", workload: "Workload") -> None:
-    """Refuse grids that need more tokens than the segments have.
+    """Refuse grids that need more tokens than the segments have, where the model merges patches into tokens.
 
     Raises:
         WorkloadError: they do.
     """
-    if not cost_model.has_vision or not workload.patches:
-        return
     group = cost_model.merge_group
+    if group == 1 or not workload.patches:  # a resampler, a class token, cross attention: positions are not patches
+        return
     needed = workload.patches // group
     if needed > workload.tokens:
         raise WorkloadError(

@@ -40,6 +40,12 @@ def _frame_pairs(workload: Workload) -> int:
     return int((t * (h * w) ** 2).sum())
 
 
+def _merging_pairs(workload: Workload, group: int) -> int:
+    """Count pairs of a frame's patches and what squares of `group` of them merge into: t h w (h w / group)."""
+    _merged_patches(workload, group)  # refuses what cannot be merged
+    return _frame_pairs(workload) // group
+
+
 def _grid_pairs(workload: Workload) -> int:
     """Count patch pairs of full attention over all frames of a grid: (t h w)^2."""
     return int((workload.grids.prod(axis=1) ** 2).sum())
@@ -152,6 +158,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "patch_pairs:frame": (0, _frame_pairs),
+    "patch_pairs:frame/": (1, _merging_pairs),
     "patch_pairs:grid": (0, _grid_pairs),
     "patch_pairs:window:": (1, _window_pairs),
     "sources": (0, lambda w: int(_read(w).sum())),

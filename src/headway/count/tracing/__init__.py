@@ -15,7 +15,7 @@ from torch import nn
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
+from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for, without_arguments
 from headway.count.tracing.loops import alike, check_loops, merged
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
@@ -93,6 +93,11 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         still = classify.idle_modules(model, reading.operations, parameters)
         idle, rest = [path for path in idle if path in still], idle
         source |= {"without": ", ".join(states)} if idle != rest else {}
+    if (
+        idle and build.configs(model) and not without_arguments(made, workloads[0])
+    ):  # no forward reaches them: a decoder of images, say
+        source |= {"unused": ", ".join(idle)}
+        idle = []
     return CostModel(
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),

@@ -51,9 +51,12 @@ def _fit_widths(config: Any) -> None:
     vision = getattr(config, "vision_config", None)
     if width is None or vision is None:
         return
-    for name in ("out_hidden_size", "projection_dim", "text_hidden_size"):
+    for name in ("out_hidden_size", "projection_dim"):
         if name in vars(vision):
             setattr(vision, name, width)
+    for part in build.subconfigs(config):
+        if "text_hidden_size" in vars(part):
+            part.text_hidden_size = width
     if {"embed_dim", "hidden_size"} <= set(vars(vision)):  # Qwen2-VL's tower names its own width embed_dim
         vision.hidden_size = width
     if "hidden_size" in vars(config):
@@ -75,7 +78,9 @@ def _fit_pictures(config: Any) -> None:
         if queries is not None and patches**2 not in queries:
             patches = math.isqrt(min(queries))
         unit = math.lcm(tokens, getattr(part, "scale_factor", 1))
-        vision.image_size = vision.patch_size * math.ceil(patches / unit) * unit
+        fitting = math.ceil(patches / unit) * unit
+        if fitting != vision.image_size // vision.patch_size:
+            vision.image_size = vision.patch_size * fitting
 
 
 def _fit_tokens(config: Any) -> None:

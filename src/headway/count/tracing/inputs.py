@@ -7,15 +7,20 @@ user gives a function from workloads to arguments, or an example.
 from __future__ import annotations
 
 import inspect
+import itertools
+import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from headway.count.tracing import build
+from headway.count.tracing.encoder_parts import SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
     Frames,
+    Images,
     NestedFrames,
     ReadFrames,
     RobotFrames,
@@ -25,8 +30,9 @@ from headway.count.tracing.image_parts import (
 )
 from headway.count.tracing.lone_parts import LoneFrames
 from headway.count.tracing.parts import WINDOW_SIDES, Part
-from headway.count.tracing.patch_parts import Patches
+from headway.count.tracing.patch_parts import FlattenedPatches, Patches
 from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.protein_parts import Proteins
 from headway.count.tracing.scores import HIDDEN
 from headway.count.workload import Workload
 from headway.errors import TraceError
@@ -36,14 +42,20 @@ if TYPE_CHECKING:
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
 _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
+_PRIME_GAP = 60  # the next prime is nearer than that, as far as segments reach
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
 # arguments that hand a decoder the states of another model; left out, its cross attention rests
 _STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 
+# arguments that any text model takes, and that reach no other module than its tokens do
+_EVERYWHERE = ("attention_mask", "inputs_embeds", "labels", "past_key_values", "logits_to_keep")
+_TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
+
 PARTS: tuple[type[Part], ...] = (
     Grids,
+    SourceFrames,
     TiledFrames,
     ReadFrames,
     RobotFrames,
@@ -52,6 +64,8 @@ PARTS: tuple[type[Part], ...] = (
     NestedFrames,
     Frames,
     VideoFrames,
+    FlattenedPatches,
+    Proteins,
 )  # a model takes the first that fits for each argument
 
 
@@ -76,7 +90,7 @@ class Inputs:
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
                 "input_ids. Give its arguments with trace(model, inputs=...)."
             )
-        self._takes_images = any(part.takes == "pixel_values" for part in self.parts)
+        self._takes_images = any(isinstance(part, Images) for part in self.parts)
         if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
@@ -84,7 +98,8 @@ class Inputs:
             )
         self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
         self.drivers += ["segments", "transitions"]
-        self._lengths = _LENGTHS if (build.places(model) or _LONGEST_SEGMENT) > _LENGTHS[-1] else _SHORT_LENGTHS
+        self._places = build.places(model) or sys.maxsize
+        self._lengths = _LENGTHS if self._places > _LENGTHS[-1] else _SHORT_LENGTHS
         self._plain_token = _plain_token(getattr(model, "config", None))
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
@@ -95,14 +110,14 @@ class Inputs:
                 its edge is exercised.
         """
         extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
-        found = []
-        for run in range(4):
-            sizes: dict[str, Any] = {}
-            for part in self.parts:
-                sizes |= part.sizes(run)
-            length = self.positions(Workload([1], **sizes)) + self._lengths[run] + (extra if run else 0)
-            found.append(Workload([_next_prime(length)], **sizes))
-        return found
+        plans: list[dict[str, Any]] = [{}, {}, {}, {}]
+        for run, part in itertools.product(range(4), self.parts):
+            plans[run] |= part.sizes(run)
+        lengths = [self.positions(Workload([1], **plan)) + self._lengths[run] for run, plan in enumerate(plans)]
+        extra = min(extra, max(self._places - max(lengths) - _PRIME_GAP, 0))
+        return [
+            Workload([_next_prime(length + (extra if run else 0))], **plans[run]) for run, length in enumerate(lengths)
+        ]
 
     def positions(self, workload: Workload) -> int:
         """Count the text positions that the towers' inputs take."""
@@ -224,6 +239,17 @@ def states_for(model: nn.Module, made: Inputs | GivenInputs | ExampleInputs) -> 
     shape = (1, _LENGTHS[1], width or 1)
     names = [name for name in _STATES if name in made.accepted and name not in (part.takes for part in made.parts)]
     return {name: Phantom(torch.empty(shape, device="meta", dtype=torch.bfloat16), fed=True) for name in names}
+
+
+def without_arguments(made: Inputs | GivenInputs | ExampleInputs, workload: Workload) -> list[str]:
+    """Name the tensors that a forward takes for something of its own and that nothing gives.
+
+    What no forward can reach costs no step anything.
+    """
+    if not isinstance(made, Inputs):
+        return ["whatever is not given"]
+    given = {*made.arguments(workload), *_EVERYWHERE}
+    return [name for name, p in made.accepted.items() if name not in given and _TENSOR.search(str(p.annotation))]
 
 
 def call(model: nn.Module, arguments: Any) -> Any:

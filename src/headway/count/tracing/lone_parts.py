@@ -25,12 +25,16 @@ class LoneFrames(Frames):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.in_text = self.token is not None and self.probe.has(self.features)
+        self.decodes = {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys()
+        self.placed = True  # if not in the text, then before it, or read by it
         self.instructed = "qformer_input_ids" in self.accepted
-        self.prefixed = (
-            getattr(self.config, "model_type", "") == "paligemma"
-        )  # its 0 stands for what all see, 1 for text
-        self.length = 4 if self.instructed and not self.probe.has("get_image_features") else 1
+        self.length = 1
+        if self.instructed and not self.probe.has(self.features):  # InstructBLIP for videos: clips of four frames
+            self.length, self.features = 4, "get_video_features"
+            self.token = getattr(self.config, "video_token_index", None)
+        self.in_text = self.token is not None and self.probe.has(self.features)
+        # PaliGemma's token types are 0 for what all of the text sees, 1 for the rest
+        self.prefixed = getattr(self.config, "model_type", "") == "paligemma"
         self.drivers = [f"lone:{self.length}:{self.edge}:{self.edge}"]
         self.drivers += ["sources", "source_pairs:full"] if self.instructed else []
 
@@ -41,7 +45,7 @@ class LoneFrames(Frames):
         text = not {"input_ids", "decoder_input_ids"}.isdisjoint(accepted)
         apart = any(hasattr(type(m), cls.features) for m in model.modules()) or "image_embeds_position_mask" in accepted
         model_type = getattr(getattr(model, "config", None), "model_type", "")
-        shared = "qformer_input_ids" in accepted or model_type == "paligemma"
+        shared = not {"qformer_input_ids", "image_token_pooling"}.isdisjoint(accepted) or model_type == "paligemma"
         return super().of(model) if text and (shared or not apart) else None
 
     def sizes(self, run: int) -> dict[str, Any]:
@@ -60,7 +64,7 @@ class LoneFrames(Frames):
         if grid not in self._positions:
             text = {"input_ids": torch.zeros((1, 8), dtype=torch.long), "use_cache": False}
             text |= self.pixels([grid], phantom_floats, Workload([8]))
-            self._positions[grid] = self.probe.prepended(text) if "input_ids" in self.accepted else 0
+            self._positions[grid] = 0 if self.decodes else self.probe.prepended(text)
         return self._positions[grid]
 
     def place(self, batch: dict[str, Any], start: int, lengths: list[int]) -> None:
@@ -70,6 +74,10 @@ class LoneFrames(Frames):
             if self.prefixed:
                 batch["token_type_ids"] = 1 - batch["token_type_ids"]
             return
+        if self.decodes:  # the segment is the decoder's; an encoder takes the image alone
+            batch.setdefault("decoder_input_ids", batch["input_ids"])
+            del batch["input_ids"]
+            return
         for name in ("input_ids", "position_ids"):
             batch[name] = batch[name][:, : batch[name].shape[1] - sum(lengths)]
 
@@ -78,6 +86,23 @@ class LoneFrames(Frames):
         made = super().pixels(grids, floats, text)
         if self.length > 1:
             made["pixel_values"] = floats((len(grids), self.length, *made["pixel_values"].shape[1:]))
+        if "image_token_pooling" in self.accepted:
+            made |= self._pooled(len(grids), floats)
         if self.instructed:
             made["qformer_input_ids"] = torch.ones((len(grids), int(text.sources.sum())), dtype=torch.long)
         return made
+
+    def _pooled(self, images: int, floats: Floats) -> dict[str, Any]:
+        """Make each picture's one crop, whose squares of 2 x 2 patches, partial ones too, become tokens (Molmo2)."""
+        edge, half = self.edge, -(-self.edge // 2)
+        corners = [(2 * y, 2 * x) for y in range(half) for x in range(half)]
+        square = ((0, 0), (0, 1), (1, 0), (1, 1))
+        pooling = [
+            [(y + b) * edge + x + a if y + b < edge and x + a < edge else -1 for b, a in square] for y, x in corners
+        ]
+        return {
+            "pixel_values": floats((images, edge**2, self.channels * self.patch**2)),
+            "image_token_pooling": torch.tensor(pooling).repeat(images, 1),
+            "image_grids": torch.tensor([[half, half, 0, 0]] * images),
+            "image_num_crops": torch.ones(images, dtype=torch.long),
+        }

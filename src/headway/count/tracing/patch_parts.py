@@ -73,6 +73,13 @@ def _blocks(part: Images, grids: list[Grid], floats: Floats) -> dict[str, Any]:
     return {"pixel_values": floats((patches, frames, part.patch, part.patch, part.channels))}
 
 
+def _flattened(part: Images, grids: list[Grid], floats: Floats) -> dict[str, Any]:
+    """Patches [images, patches, row, column and features] (Kosmos-2.5, Pix2Struct)."""
+    places = [[(y + 1, x + 1) for y in range(h) for x in range(w)] for _, h, w in grids]
+    pixels = floats((len(grids), len(places[0]), part.channels * part.patch**2))
+    return {"flattened_patches": torch.cat([torch.tensor(places).to(pixels.dtype), pixels], dim=-1)}
+
+
 # an argument that tells the form -> its maker; the first that a forward, or its tower's method, names is taken
 _FORMS: dict[str, Callable[[Images, list[Grid], Floats], dict[str, Any]]] = {
     "spatial_shapes": _shapes,
@@ -82,6 +89,7 @@ _FORMS: dict[str, Callable[[Images, list[Grid], Floats], dict[str, Any]]] = {
     "image_sizes": _pictures,
     "image_patches": _sequence,
     "audio_input_ids": _blocks,
+    "flattened_patches": _flattened,
 }
 
 
@@ -93,6 +101,7 @@ class Patches(Images):
         self._form = _FORMS[form]
         self.drivers = ["patches", "patch_pairs:frame", *(f"patches/{n**2}" for n in (2, 3, 4, 6))]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
+        self.drivers += [f"patch_pairs:frame/{n**2}" for n in (2, 3, 4, 6)]
         self.drivers += ["frames"]
 
     @classmethod
@@ -117,6 +126,37 @@ class Patches(Images):
     def pixels(self, grids: list[Grid], floats: Floats, _text: Workload) -> dict[str, Any]:
         """Make the arguments of the model's form."""
         return self._form(self, grids, floats)
+
+
+class FlattenedPatches(Patches):
+    """Patches [images, patches, row and column and features] of an image of any size (Kosmos-2.5, Pix2Struct).
+
+    Each text has one; where a decoder reads its patches, they are its sources.
+    """
+
+    takes = "flattened_patches"
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model's signature."""
+        return cls(model, cls.takes) if cls.takes in inspect.signature(model.forward).parameters else None
+
+    def __init__(self, model: Any, form: str) -> None:
+        super().__init__(model, form)
+        self.read = "decoder_input_ids" in self.accepted
+        self.drivers = [*self.drivers, "pairs:cross"] if self.read else self.drivers
+        self.placed = not self.read
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give one image, whose patches the text reads where it has them as sources."""
+        (image, *_) = super().sizes(run)["images"]
+        return {"images": [image]} | ({"sources": [image[1] * image[2]]} if self.read else {})
+
+    def fill(self, batch: dict[str, Any], start: int, workload: Workload, floats: Floats) -> None:
+        """Add patches; the segment is a decoder's, where there is one."""
+        super().fill(batch, start, workload, floats)
+        if self.read:
+            batch.setdefault("decoder_input_ids", batch["input_ids"])
 
 
 def _towers(model: Any) -> list[Any]:

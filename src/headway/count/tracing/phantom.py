@@ -313,6 +313,8 @@ def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.
     """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
     if not value.is_meta:
         return value
+    if packet is aten.ne:  # unknown floats do not happen to be the number that code looks for
+        return torch.ones(value.shape, dtype=value.dtype)
     if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
         return torch.zeros(value.shape, dtype=value.dtype)
     axis = 2 if packet is aten.topk else 1

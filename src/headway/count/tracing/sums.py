@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 # what may be added to a cost that grows with something else: so much for each of these
-_ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources")
+_ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources", "pairs:cross")
 # pairs, the lengths that they are squares of, and the number of those
 _FULL = (
     ("patch_pairs:frame", "patch_pairs:grid", "source_pairs:full"),
@@ -71,6 +71,8 @@ def _lengthened(pairs: Fraction, lengths: Fraction, numbers: Fraction, *, causal
 def _solved(units: Sequence[int], terms: Sequence[Sequence[int]]) -> tuple[Fraction, ...]:
     """Find the positive factors of terms that add up to the units of every run; empty if there are none."""
     number = len(terms)
+    if len({*zip(*terms, strict=True)}) <= number:  # no run to spare: as many would agree with anything
+        return ()
     rows = [list(map(Fraction, row)) for row in zip(*terms, units, strict=True)]
     for step in range(number):  # Gauss-Jordan on as many runs as there are factors
         pivot = next((row for row in rows[step:number] if row[step]), None)

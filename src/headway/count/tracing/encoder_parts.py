@@ -1,0 +1,55 @@
+"""Images that an encoder reads among its text, for a decoder that writes the segment (Florence-2)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.count.tracing import build
+from headway.count.tracing.image_parts import Frames
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from headway.count.tracing.parts import Floats
+    from headway.count.workload import Workload
+
+
+class SourceFrames(Frames):
+    """Frames whose features stand in what the encoder reads: a source is as long as its text and images together."""
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model's signature: ids for an encoder and a decoder, and features in one of them."""
+        accepted = inspect.signature(model.forward).parameters
+        apart = any(hasattr(type(module), cls.features) for module in model.modules())
+        return (
+            super().of(model)
+            if apart and {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys()
+            else None
+        )
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.drivers = [*self.drivers, "sources", "source_pairs:full", "pairs:cross"]
+        self.reach = max(build.window_lengths(model, False), default=0)
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give frames, and sources that hold them beside text of another length in each run, beyond any window."""
+        images = super().sizes(run)["images"]
+        inside = sum(self.positions_of(grid) + 1 for grid in images)
+        return {"images": images, "sources": [inside + (149, 283, 571, 409)[run] + (self.reach if run else 0)]}
+
+    def positions(self, _workload: Workload) -> int:
+        """Give none: the segment is the decoder's, and holds no image."""
+        return 0
+
+    def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
+        """Add pixels, and the encoder's tokens beside the decoder's."""
+        segment = batch.setdefault("decoder_input_ids", batch["input_ids"])
+        batch.setdefault("decoder_position_ids", batch["position_ids"])
+        length = int(workload.sources.sum())
+        batch["input_ids"], batch["position_ids"] = segment[:, :1].repeat(1, length), torch.arange(length)[None]
+        super().fill(batch, 0, workload, floats)
