@@ -2,6 +2,11 @@
 
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
 four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patch_pairs:window:8`.
+
+What an encoder's convolutions make of its frames follows a slash, since they round: `audio/2` counts ceil(L / 2)
+positions of each clip of L frames, `audio/4:7` those of a stride of 4 whose first position needs 7 frames, and
+`audio/8:1:100` ceil(p / 8) of each piece p of at most 100 frames. `audio_pairs:full/2`, `pairs:cross/2` and the like count
+pairs of such positions.
 """
 
 from __future__ import annotations
@@ -13,12 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.count import masks
+from headway.count.workload import Ints, Workload
 from headway.errors import CostModelError, WorkloadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from headway.count.workload import Ints, Workload
 
 
 def _merged_patches(workload: Workload, group: int) -> int:
@@ -82,9 +86,48 @@ def _fixed_clips(workload: Workload, frames: int) -> int:
     return len(workload.audio)
 
 
-def _groups(lengths: Ints, size: int) -> int:
-    """Count groups of `size`, the last one of each length perhaps partly filled."""
-    return int((-(-lengths // size)).sum())
+def _fixed_sources(workload: Workload, frames: int) -> int:
+    """Count the sources of an encoder that takes one length only."""
+    read = workload.sources[workload.sources > 0]
+    other = read != frames
+    if other.any():
+        raise WorkloadError(
+            f"A source of {int(read[np.argmax(other)])} frames does not fit this model, whose encoder pads every "
+            f"source to {frames} feature frames and computes them all: give {frames} for each segment, with *N for N."
+        )
+    return len(read)
+
+
+def shorten(lengths: Ints, stride: int, first: int = 1, piece: int = 0) -> Ints:
+    """Count the positions that strided convolutions make of each length.
+
+    Args:
+        lengths: feature frames, shape (N,), each >= 0.
+        stride: frames from one position to the next, over all convolutions.
+        first: frames that the first position needs, beyond padding; 1 where the last position may be partly filled.
+        piece: frames after which an encoder starts afresh; 0 where it reads each length whole.
+
+    Source: a convolution gives floor((L + 2 padding - kernel) / stride) + 1 positions (torch.nn.Conv1d), and floors of
+    floors compose: floor((floor((L - f) / s) + 1 - g) / t) = floor((L - f - s (g - 1)) / (s t)).
+
+    >>> shorten(np.array([7, 8, 0]), 2).tolist()
+    [4, 4, 0]
+    """
+    if piece:
+        full = int(shorten(np.array([piece]), stride, first)[0])
+        return lengths // piece * full + shorten(lengths % piece, stride, first)
+    return np.maximum((lengths - first) // stride + 1, 0)
+
+
+def _shortened(workload: Workload, *steps: int) -> Workload:
+    """Put in place of each source and clip what convolutions make of it."""
+    audio = shorten(workload.audio, *steps)
+    return Workload(workload.segments, sources=shorten(workload.sources, *steps), audio=audio[audio > 0])
+
+
+def _read(workload: Workload) -> Ints:
+    """Return the lengths of sources that are read at all."""
+    return workload.sources[workload.sources > 0]
 
 
 # name, with its separator before a parameter -> (number of parameters, evaluation)
@@ -105,20 +148,28 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "patch_pairs:grid": (0, _grid_pairs),
     "patch_pairs:window:": (1, _window_pairs),
     "sources": (0, lambda w: int(w.sources.sum())),
-    "sources/": (1, lambda w, size: _groups(w.sources, size)),
-    "source_pairs:full": (0, lambda w: masks.full_pairs(w.sources[w.sources > 0])),
+    "sources:": (1, _fixed_sources),
+    "source_pairs:full": (0, lambda w: masks.full_pairs(_read(w))),
+    "source_pairs:block:": (1, lambda w, block: masks.block_pairs(_read(w), block)),
+    "source_pairs:local:": (2, lambda w, before, after: masks.local_pairs(_read(w), before, after)),
+    "source_pairs:relative": (0, lambda w: masks.relative_pairs(_read(w))),
     "audio": (0, lambda w: int(w.audio.sum())),
-    "audio/": (1, lambda w, size: _groups(w.audio, size)),
     "audio_pairs:full": (0, lambda w: masks.full_pairs(w.audio)),
+    "audio_pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.audio, window)),
+    "audio_pairs:block:": (1, lambda w, block: masks.block_pairs(w.audio, block)),
+    "audio_pairs:local:": (2, lambda w, before, after: masks.local_pairs(w.audio, before, after)),
+    "audio_pairs:relative": (0, lambda w: masks.relative_pairs(w.audio)),
     "clips": (0, lambda w: len(w.audio)),
     "clips:": (1, _fixed_clips),
 }
+_STRIDED = ("sources", "source_pairs:", "pairs:cross", "audio", "audio_pairs:")
 _TOWERS = {
     "vision": ("patches", "patch_pairs", "grids", "frames"),
     "audio": ("audio", "clips"),
     "source": ("source", "pairs:cross"),
 }
 _PARAMETERS = re.compile(r"(.*?)((?<=[:/])\d+(?::\d+)*)?")
+_STEPS = re.compile(r"[1-9]\d*(:[1-9]\d*){0,2}")
 
 
 def parse(driver: str) -> Callable[[Workload], int]:
@@ -132,13 +183,20 @@ def parse(driver: str) -> Callable[[Workload], int]:
     5
     >>> parse("patches/4")(Workload([9], images=[(1, 4, 6)]))
     6
+    >>> parse("audio_pairs:full/2")(Workload([9], audio=[7]))
+    16
     """
+    base, _, steps = driver.partition("/")
+    if base.startswith(_STRIDED) and _STEPS.fullmatch(steps):
+        evaluate, numbers = parse(base), [int(n) for n in steps.split(":")]
+        return lambda workload: evaluate(_shortened(workload, *numbers))
     name, digits = _PARAMETERS.fullmatch(driver).groups()  # type: ignore[union-attr]  # anything matches
     parameters = [int(n) for n in digits.split(":")] if digits else []
     number, function = _DRIVERS.get(name, (-1, None))
     if function is None or number != len(parameters) or 0 in parameters:
         raise CostModelError(
-            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (a number follows each final / or :)."
+            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (a number follows each final / or :), and what "
+            "follows a / after audio and sources, such as audio_pairs:full/2."
         )
     return lambda workload: function(workload, *parameters)
 

@@ -112,13 +112,21 @@ def number_parameters(model: nn.Module) -> list[str]:
     return names
 
 
+def run_every_layer(model: nn.Module) -> None:
+    """Switch off LayerDrop, which skips layers of some models at random while they train; their cost is of them all."""
+    for holder in (*model.modules(), *configs(model)):
+        for name in [key for key, value in vars(holder).items() if key.endswith("layerdrop") and value]:
+            setattr(holder, name, 0.0)
+
+
 def configs(model: nn.Module) -> list[Any]:
     """Collect the configurations in which a model's modules look up their attention and experts."""
     return [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
 
 
 def use_seams(model: nn.Module) -> None:
-    """Point every attention at the recording seams and every expert layer at grouped products."""
+    """Point every attention at the recording seams and every expert layer at grouped products; let every layer run."""
+    run_every_layer(model)
     if configs(model):
         attention.register()
     for config in configs(model):

@@ -39,10 +39,12 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     attending = {op.module for op in operations if op.kind == "attention"}
     experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
     head = _head_path(model)
+    encoder = _encoder(operations, fitted)
     names = []
     for op, fit in zip(operations, fitted, strict=True):
         tower = drivers.tower(fit.driver)
-        tower = "language" if tower == "source" else tower
+        if tower == "source":
+            tower = "audio" if encoder is not None and _inside(op.module, [encoder]) else "language"
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
         if op.kind == "attention":
             part = "attention"
@@ -62,6 +64,16 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
             part = "mlp"
         names.append(f"{tower}.{part}")
     return names
+
+
+def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str | None:
+    """Find the outermost module of an encoder that reads sources as floats, hence speech; None if it reads tokens."""
+    sources = [op for op, fit in zip(operations, fitted, strict=True) if fit.driver.startswith("source")]
+    others = {op.module for op in operations} - {op.module for op in sources}
+    path = next((op.module for op in sources if op.from_input), None)
+    while path and not any(_inside(other, [_parent(path)]) for other in others):
+        path = _parent(path)
+    return path
 
 
 def parameter_components(operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]) -> list[str]:

@@ -72,11 +72,18 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}
         if len(ratios) == 1:
             matches.append((driver, ratios.pop()))
-    if matches:  # one that counts these very units, where there is one
-        driver, ratio = min(matches, key=lambda match: match[1] != 1)
+    if matches:  # one that counts these very units, where there is one; else pairs for attention
+        pairs = {
+            d for d, r in matches if first.kind == "attention" and "pairs" in d and unit_flops % r.denominator == 0
+        }
+        driver, ratio = min(matches, key=lambda match: (match[1] != 1, match[0] not in pairs))
         return [_fitted(first, driver, ratio, unit_flops)]
     for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
-        if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
+        if (
+            other.startswith(_ADDED)
+            and not other.startswith("sources/")
+            and (factors := _sum_of(units, xs, ys)) is not None
+        ):
             return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part
+from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part, plain_token
 from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.source_parts import SourceFeatures, SourceIds, SourceWaves
 from headway.count.workload import Workload
 from headway.errors import TraceError
 
@@ -24,11 +25,14 @@ _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals 
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
-PARTS: tuple[type[Part], ...] = (Grids,)  # a model takes the first that fits for each argument
+# a model takes the first that fits for each argument
+PARTS: tuple[type[Part], ...] = (Grids, SourceIds, SourceFeatures, SourceWaves)
 
 
 class Inputs:
     """The inputs of a model that takes `input_ids`, with what its towers take.
+
+    Of an encoder-decoder the segment is `decoder_input_ids`, and what the encoder reads is a part.
 
     Args:
         model: a phantom twin, or a real model.
@@ -39,11 +43,12 @@ class Inputs:
 
     def __init__(self, model: nn.Module) -> None:
         self.accepted = inspect.signature(model.forward).parameters
+        self._decoder = "decoder_" if "decoder_input_ids" in self.accepted else ""
         self.parts: list[Part] = []
         for kind in PARTS:
             if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
                 self.parts.append(part)
-        if "input_ids" not in self.accepted:
+        if f"{self._decoder}input_ids" not in self.accepted:
             raise TraceError(
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
                 "input_ids. Give its arguments with trace(model, inputs=...)."
@@ -55,7 +60,8 @@ class Inputs:
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
             )
         self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers), "segments"]
-        self._plain_token = _plain_token(getattr(model, "config", None))
+        self.strided = [name for part in self.parts for name in part.strided]
+        self._plain_token = plain_token(getattr(model, "config", None))
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan single-segment workloads that no two drivers treat alike; four where towers mix their drivers.
@@ -97,8 +103,8 @@ class Inputs:
             return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
 
         batch: dict[str, Any] = {
-            "input_ids": torch.full((1, workload.tokens), self._plain_token),
-            "position_ids": torch.arange(workload.tokens)[None],
+            f"{self._decoder}input_ids": torch.full((1, workload.tokens), self._plain_token),
+            f"{self._decoder}position_ids": torch.arange(workload.tokens)[None],
             "use_cache": False,
         }
         start = 0
@@ -118,6 +124,7 @@ class GivenInputs:
 
     def __init__(self, function: Callable[[Workload], Any]) -> None:
         self._function = function
+        self.strided: list[str] = []
         self.drivers = ["tokens", "pairs:causal", "pairs:full"]
         self.drivers += ["patches", "patch_pairs:frame", "patch_pairs:grid", "patches/4", "patches/16", "frames"]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
@@ -158,6 +165,7 @@ class ExampleInputs:
     """
 
     drivers = ("segments",)
+    strided = ()
 
     def __init__(self, example: Any) -> None:
         self._example = example
@@ -232,16 +240,3 @@ def _next_prime(n: int) -> int:
     while any(n % d == 0 for d in range(2, int(n**0.5) + 1)):
         n += 1
     return n
-
-
-def _plain_token(config: Any) -> int:
-    """Pick a token number that means nothing special to the model, nor to any tower of it."""
-    parts: list[Any] = [config] if config is not None else []
-    special: set[int] = set()
-    while parts:
-        part = parts.pop()
-        special |= {
-            v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
-        }
-        parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
-    return next(token for token in range(len(special) + 1) if token not in special)

@@ -26,6 +26,25 @@ class Operand:
         return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
 
 
+@dataclass(frozen=True)
+class Window:
+    """What a convolution does along one direction.
+
+    Attributes:
+        read: positions of its input.
+        made: positions of its output.
+        span: input positions that one output position reads, holes included.
+        stride: input positions from one output position to the next.
+        padding: positions added on each side.
+    """
+
+    read: int
+    made: int
+    span: int
+    stride: int
+    padding: int
+
+
 @dataclass
 class Operation:
     """One product that forward ran.
@@ -42,6 +61,7 @@ class Operation:
         saves_after: whether a tensor was saved for backward after it, inside its block.
         mask: of attention written by hand: the scores that count, broadcast over [..., queries, keys].
         executed_flops: FLOPs that forward dispatched, where these are more than count.
+        windows: of a convolution, what it does along each direction.
     """
 
     module: str
@@ -57,6 +77,7 @@ class Operation:
     saves_after: bool = False
     mask: torch.Tensor | None = None
     executed_flops: int = 0
+    windows: tuple[Window, ...] = ()
 
     @property
     def forward_flops(self) -> int:
