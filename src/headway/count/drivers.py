@@ -5,8 +5,8 @@ four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patc
 
 What an encoder's convolutions make of its frames follows a slash, since they round: `audio/2` counts ceil(L / 2)
 positions of each clip of L frames, `audio/4:7` those of a stride of 4 whose first position needs 7 frames, and
-`audio/8:1:100` ceil(p / 8) of each piece p of at most 100 frames. `audio_pairs:full/2`, `pairs:cross/2` and the like count
-pairs of such positions.
+`audio/8:1:100` ceil(p / 8) of each piece p of at most 100 frames. `audio_pairs:full/2`, `pairs:cross/2` and
+the like count pairs of such positions.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _fixed_clips(workload: Workload, frames: int) -> int:
 
 def _fixed_sources(workload: Workload, frames: int) -> int:
     """Count the sources of an encoder that takes one length only."""
-    read = workload.sources[workload.sources > 0]
+    read = _read(workload)
     other = read != frames
     if other.any():
         raise WorkloadError(
@@ -122,38 +122,70 @@ def shorten(lengths: Ints, stride: int, first: int = 1, piece: int = 0) -> Ints:
 def _shortened(workload: Workload, *steps: int) -> Workload:
     """Put in place of each source and clip what convolutions make of it."""
     audio = shorten(workload.audio, *steps)
-    return Workload(workload.segments, sources=shorten(workload.sources, *steps), audio=audio[audio > 0])
+    return Workload(
+        workload.segments, sources=shorten(workload.sources, *steps), audio=audio[audio > 0], past=workload.past
+    )
+
+
+def _after_past(pairs: Callable[..., int], workload: Workload, *parameters: int) -> int:
+    """Count a causal mask's pairs whose queries are the segments' tokens and whose keys reach back into the past.
+
+    Source: causal masks are those of the whole run cut at the last query, so the new queries' pairs are the pairs of
+    past and segment together less those of the past.
+    """
+    if not workload.past.size:
+        return pairs(workload.segments, *parameters)
+    before = workload.past[workload.past > 0]
+    return pairs(workload.past + workload.segments, *parameters) - pairs(before, *parameters)
+
+
+def _full_pairs(workload: Workload) -> int:
+    """Count pairs of bidirectional attention, whose earlier tokens would see later ones and cannot be cached."""
+    if workload.past.size:
+        raise WorkloadError(
+            "This model attends in both directions, so its earlier tokens cannot be cached and a segment has no past. "
+            "Give whole segments and leave the past out."
+        )
+    return masks.full_pairs(workload.segments)
 
 
 def _read(workload: Workload) -> Ints:
-    """Return the lengths of sources that are read at all."""
-    return workload.sources[workload.sources > 0]
+    """Return the sources that an encoder reads; those of a segment with a past were read when it began."""
+    sources = workload.sources
+    return (
+        sources[(sources > 0) & (workload.past == 0)] if workload.past.size and sources.size else sources[sources > 0]
+    )
 
 
 # name, with its separator before a parameter -> (number of parameters, evaluation)
 _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "tokens": (0, lambda w: w.tokens),
     "segments": (0, lambda w: w.num_segments),
+    "packs": (0, lambda w: w.num_packs),
     "patches": (0, lambda w: w.patches),
     "patches/": (1, _merged_patches),
     "grids": (0, lambda w: len(w.grids)),
     "frames": (0, lambda w: int(w.grids[:, 0].sum())),
     "frames:": (2, _fixed_frames),
-    "pairs:full": (0, lambda w: masks.full_pairs(w.segments)),
-    "pairs:causal": (0, lambda w: masks.causal_pairs(w.segments)),
-    "pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.segments, window)),
-    "pairs:chunked:": (1, lambda w, chunk: masks.chunked_pairs(w.segments, chunk)),
+    "pairs:full": (0, _full_pairs),
+    "pairs:causal": (0, lambda w: _after_past(masks.causal_pairs, w)),
+    "pairs:sliding:": (1, lambda w, window: _after_past(masks.sliding_pairs, w, window)),
+    # each query keeps k of the keys it may see
+    "pairs:topk:": (1, lambda w, k: _after_past(masks.sliding_pairs, w, k)),
+    "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "patch_pairs:frame": (0, _frame_pairs),
     "patch_pairs:grid": (0, _grid_pairs),
     "patch_pairs:window:": (1, _window_pairs),
-    "sources": (0, lambda w: int(w.sources.sum())),
+    "sources": (0, lambda w: int(_read(w).sum())),
     "sources:": (1, _fixed_sources),
+    "source_offsets": (0, lambda w: int((2 * _read(w) - 1).sum())),
     "source_pairs:full": (0, lambda w: masks.full_pairs(_read(w))),
     "source_pairs:block:": (1, lambda w, block: masks.block_pairs(_read(w), block)),
     "source_pairs:local:": (2, lambda w, before, after: masks.local_pairs(_read(w), before, after)),
     "source_pairs:relative": (0, lambda w: masks.relative_pairs(_read(w))),
     "audio": (0, lambda w: int(w.audio.sum())),
+    "audio_offsets": (0, lambda w: int((2 * w.audio - 1).sum())),
     "audio_pairs:full": (0, lambda w: masks.full_pairs(w.audio)),
     "audio_pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.audio, window)),
     "audio_pairs:block:": (1, lambda w, block: masks.block_pairs(w.audio, block)),
@@ -162,7 +194,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "clips": (0, lambda w: len(w.audio)),
     "clips:": (1, _fixed_clips),
 }
-_STRIDED = ("sources", "source_pairs:", "pairs:cross", "audio", "audio_pairs:")
+_STRIDED = ("source", "pairs:cross", "audio")
 _TOWERS = {
     "vision": ("patches", "patch_pairs", "grids", "frames"),
     "audio": ("audio", "clips"),
@@ -195,8 +227,8 @@ def parse(driver: str) -> Callable[[Workload], int]:
     number, function = _DRIVERS.get(name, (-1, None))
     if function is None or number != len(parameters) or 0 in parameters:
         raise CostModelError(
-            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (a number follows each final / or :), and what "
-            "follows a / after audio and sources, such as audio_pairs:full/2."
+            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (a number follows each final / or :), "
+            "and those of audio and sources with what follows a slash, such as audio_pairs:full/2."
         )
     return lambda workload: function(workload, *parameters)
 

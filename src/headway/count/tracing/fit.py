@@ -73,17 +73,15 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         if len(ratios) == 1:
             matches.append((driver, ratios.pop()))
     if matches:  # one that counts these very units, where there is one; else pairs for attention
-        pairs = {
-            d for d, r in matches if first.kind == "attention" and "pairs" in d and unit_flops % r.denominator == 0
-        }
+        attends = first.kind == "attention"
+        pairs = {d for d, ratio in matches if attends and "pairs" in d and unit_flops % ratio.denominator == 0}
         driver, ratio = min(matches, key=lambda match: (match[1] != 1, match[0] not in pairs))
+        if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
+            driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]
     for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
-        if (
-            other.startswith(_ADDED)
-            and not other.startswith("sources/")
-            and (factors := _sum_of(units, xs, ys)) is not None
-        ):
+        added = other.startswith(_ADDED) and not other.startswith("sources/")
+        if added and (factors := _sum_of(units, xs, ys)) is not None:
             return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
@@ -109,4 +107,5 @@ def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> 
         raise TraceError(
             f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}."
         )
-    return Fitted(driver, int(forward), forward / first.unit_flops, ratio)
+    scale = forward / first.unit_flops if first.unit_flops else ratio  # an elementwise recurrence costs nothing
+    return Fitted(driver, int(forward), scale, ratio)

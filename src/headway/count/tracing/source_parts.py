@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headway.count.workload import Workload
 
 _SOURCES = (149, 311, 571, 229)  # primes; windows of the encoder are added from the second run on
-_PAIRS = ("source_pairs:full", "pairs:cross", "source_pairs:relative")
+_PAIRS = ("source_pairs:full", "pairs:cross", "source_pairs:relative", "source_offsets")
 
 
 def _source_of(workload: Workload) -> int:
