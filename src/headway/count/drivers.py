@@ -104,7 +104,8 @@ def shorten(lengths: Ints, stride: int, first: int = 1, piece: int = 0) -> Ints:
     Args:
         lengths: feature frames, shape (N,), each >= 0.
         stride: frames from one position to the next, over all convolutions.
-        first: frames that the first position needs, beyond padding; 1 where the last position may be partly filled.
+        first: frames that the first position needs, beyond padding; 1 where the last position may be partly filled, 0
+            or less where padding alone fills positions.
         piece: frames after which an encoder starts afresh; 0 where it reads each length whole.
 
     Source: a convolution gives floor((L + 2 padding - kernel) / stride) + 1 positions (torch.nn.Conv1d), and floors of
@@ -116,7 +117,7 @@ def shorten(lengths: Ints, stride: int, first: int = 1, piece: int = 0) -> Ints:
     if piece:
         full = int(shorten(np.array([piece]), stride, first)[0])
         return lengths // piece * full + shorten(lengths % piece, stride, first)
-    return np.maximum((lengths - first) // stride + 1, 0)
+    return np.where(lengths > 0, np.maximum((lengths - first) // stride + 1, 0), 0)
 
 
 def _shortened(workload: Workload, *steps: int) -> Workload:
@@ -201,7 +202,7 @@ _TOWERS = {
     "source": ("source", "pairs:cross"),
 }
 _PARAMETERS = re.compile(r"(.*?)((?<=[:/])\d+(?::\d+)*)?")
-_STEPS = re.compile(r"[1-9]\d*(:[1-9]\d*){0,2}")
+_STEPS = re.compile(r"[1-9]\d*(:-?\d+(:[1-9]\d*)?)?")
 
 
 def parse(driver: str) -> Callable[[Workload], int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.count.tracing import hearing
-from headway.count.tracing.parts import Part
+from headway.count.tracing.parts import Part, plain_token
 from headway.count.tracing.probe import Probe
 from headway.errors import TraceError
 
@@ -104,7 +104,14 @@ class AudioFeatures(Part):
 
     def _ask(self, speech: Speech, frames: int) -> int:
         """Ask the model how many text positions one clip takes."""
-        return self._probe.rows(_FEATURES, self._heard(speech, 1, frames, hearing.phantom_floats))
+        heard = self._heard(speech, 1, frames, hearing.phantom_floats)
+        if self._probe.has(_FEATURES):
+            try:
+                return self._probe.rows(_FEATURES, heard)
+            except hearing.MISFITS:  # it may want the text too
+                pass
+        text = {"input_ids": torch.full((1, 8), plain_token(self._config))}
+        return self._probe.rows_before_text({**text, **heard})
 
     def _positions_of(self, frames: int) -> int:
         if frames not in self._positions:

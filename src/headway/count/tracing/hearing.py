@@ -24,7 +24,8 @@ _EVEN = (1200, 2016, 1632, 2400)  # for what takes multiples only
 _SAMPLES = 160  # of a waveform for each frame of features: speech at 16 kHz, a frame each 10 ms
 _WIDTHS = (80, 128)  # mel bands where a configuration does not say
 _LONGEST_WINDOW = 1 << 14
-_MISFITS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError, AttributeError)
+# what a model raises on shapes that do not fit it
+MISFITS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def find(config: Any, argument: str, hear: Callable[[Speech, int], object]) -> S
                 hear(speech, frames)
         except TraceError as error:
             refused = error
-        except _MISFITS as error:
+        except MISFITS as error:
             refused = refused or error
         else:
             return speech

@@ -56,6 +56,30 @@ class Probe:
             output = output["last_hidden_state"] if pooled is None else pooled
         return _rows(output)
 
+    def rows_before_text(self, arguments: dict[str, Any]) -> int:
+        """Count the rows that the last part of a model to finish before its text gives; the text may then fail.
+
+        Args:
+            arguments: the forward's, whose text holds no token for what the towers read.
+        """
+        rows: list[int] = []
+        base = getattr(self._model, self._model.base_model_prefix, self._model)
+
+        def finish(_part: nn.Module, _args: Any, output: Any) -> None:
+            output = output.get("last_hidden_state") if isinstance(output, dict) else output
+            rows.append(_rows(output))
+
+        hooks = [child.register_forward_hook(finish) for child in base.children()]
+        try:
+            self._run(self._model, arguments)
+        except Exception:
+            if not rows:
+                raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return rows[-1]
+
     def prepended(self, arguments: dict[str, Any]) -> int:
         """Count the positions that the model puts before its text: those of its logits beyond the tokens given."""
         logits = self._run(self._model, arguments).logits

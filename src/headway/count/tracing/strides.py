@@ -32,7 +32,7 @@ class _Length:
         stride: frames.
         first: frames; 0 or less where padding makes more positions than there are strides.
         piece: frames after which the encoder starts afresh; 0 where it does not.
-        seen: the length in each run [positions].
+        seen: the length in each run [positions], () where no convolution reads it.
     """
 
     stride: int
@@ -43,6 +43,8 @@ class _Length:
     def after(self, windows: Sequence[Window]) -> _Length | None:
         """Follow the length through a convolution, given its window in each run; None if it reads another length."""
         one = windows[0]
+        if not self.seen:
+            return None
         extra = {w.read - n for w, n in zip(windows, self.seen, strict=True)}
         if len(extra) != 1 or not 0 <= min(extra) <= _MOST_PADDING:
             return None
@@ -58,10 +60,9 @@ class _Length:
 
     def steps(self) -> str:
         """Write it as what follows the slash of a driver."""
-        first = self.first if self.first > 0 else self.first + -(-(1 - self.first) // self.stride) * self.stride
         if self.piece:
-            return f"{self.stride}:{first}:{self.piece}"
-        return f"{self.stride}:{first}" if first > 1 else f"{self.stride}"
+            return f"{self.stride}:{self.first}:{self.piece}"
+        return f"{self.stride}" if self.first == 1 else f"{self.stride}:{self.first}"
 
 
 def strides(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]) -> list[str]:
@@ -79,11 +80,13 @@ def strides(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]) 
     for operations in zip(*runs, strict=True):
         for windows in zip(*(operation.windows for operation in operations), strict=True):
             piece = windows[0].read
-            if len({w.read for w in windows}) == 1 and operations[0].from_input and piece < min(start):
-                found.append(_Length(1, 1, piece, (piece,) * len(runs)))
+            alike = len({w.read for w in windows}) == 1 and windows[0].made > 1
+            if alike and operations[0].from_input and piece < min(start):
+                found += [_Length(1, 1, piece, (piece,) * len(runs)), _Length(piece, 1, 0, ())]
             made = next((m for length in reversed(found) if (m := length.after(windows)) is not None), None)
             if made is not None and made not in found and _borne_out(made, start):
                 found.append(made)
+    found.sort(key=lambda length: length.piece)  # whole clips first: pieces of a multiple of the stride change nothing
     merged = [more for length in found for more in length.merged()]
     return [steps for steps in dict.fromkeys(length.steps() for length in (*found, *merged)) if steps != "1"]
 
