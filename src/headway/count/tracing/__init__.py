@@ -18,7 +18,7 @@ from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
-from headway.count.tracing.strides import strides
+from headway.count.tracing.strides import shortened
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     _check_alike(runs)
 
-    steps = strides(runs, workloads) if made.strided else []
-    known = candidates(workloads, [*made.drivers, *(f"{name}/{step}" for step in steps for name in made.strided)])
+    strided = shortened(runs, workloads, made.strided) if made.strided else []
+    known = candidates(workloads, [*made.drivers, *strided])
     explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from headway.count import masks
 from headway.count.tracing import scores
 from headway.count.tracing.operation import Operand, Operation
-from headway.count.tracing.phantom import Phantom, phantom
+from headway.count.tracing.phantom import Phantom, blank, phantom
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def attend(
     pairs: int,
     driver: str = "",
     extra: tuple[torch.Tensor, ...] = (),
+    longest: int = 0,
 ) -> torch.Tensor:
     """Record one attention over `pairs` pairs and return its output's shape.
 
@@ -70,6 +71,7 @@ def attend(
         pairs: allowed (query, key) pairs, summed over the batch, for one head.
         driver: what `pairs` is proportional to, where the seam says it.
         extra: further tensors that the output depends on (attention sinks).
+        longest: length of the longest piece, where pieces are packed [positions].
 
     Returns:
         Output [..., heads, tokens, v size].
@@ -86,9 +88,11 @@ def attend(
         ("dgrad", 2 * heads * qk, q_from),
         ("dgrad", 2 * heads * qk, k_from),
     )
-    operation = recorder.add(
-        Operation(module, "attention", pairs, 2 * heads * (qk + vo), products, recorder.block_of(module), driver=driver)
+    operation = Operation(
+        module, "attention", pairs, 2 * heads * (qk + vo), products, recorder.block_of(module), driver
     )
+    operation.longest = longest
+    recorder.add(operation)
     extras = [t for t in extra if isinstance(t, Phantom)]
     out: torch.Tensor = _Attend.apply(operation, *tensors, *extras)  # type: ignore[no-untyped-call]
     return out
@@ -109,16 +113,17 @@ def _transformers_seam(
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     window = kwargs.get("sliding_window")
-    driver = ""
+    driver, longest = "", 0
     if boundaries is not None:
         lengths = np.diff(boundaries.tolist())
+        longest = int(lengths.max())
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
         pairs, driver = _masked_pairs(_recorder, path, attention_mask, query, key, kwargs.get("indices"))
     else:
         pairs, driver = _plain_pairs(query, key, causal, window)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
-    out = attend(_recorder, path, query, key, value, pairs, driver, extra)
+    out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -227,7 +232,8 @@ class Seams(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention and any(isinstance(a, Phantom) for a in args[:3]):
             return self._sdpa(*args, **kwargs)
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        return blank(made) if func in (torch.zeros, torch.empty) else made
 
     def _sdpa(
         self,

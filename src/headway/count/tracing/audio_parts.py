@@ -98,7 +98,7 @@ class AudioFeatures(Part):
 
     def _heard(self, speech: Speech, clips: int, frames: int, floats: Floats) -> dict[str, Any]:
         """Make the arguments that carry clips of one length."""
-        real = torch.ones((clips, frames), dtype=torch.bool)
+        real = (torch.arange(speech.padded(frames)) < frames).expand(clips, -1)
         masks = {name: real for name in _MASKS if name in self._accepted}
         return {self.takes: floats(speech.of(clips, frames)), **masks}
 
@@ -117,6 +117,12 @@ class AudioFeatures(Part):
         if frames not in self._positions:
             self._positions[frames] = self._ask(self.speech, frames)
         return self._positions[frames]
+
+
+class AudioWaves(AudioFeatures):
+    """Clips as samples of a waveform [clips, samples]: `input_values` beside `input_ids`."""
+
+    takes = "input_values"
 
 
 def _has_tower(model: Any) -> bool:

@@ -36,15 +36,21 @@ class Speech:
         shape: of one frame and what is around it: `frames` stands for the frames, numbers for themselves.
         lengths: of what is read in each of four runs [frames]; all alike where a model takes one length only.
         fixed: that length, else 0.
+        multiple: what clips are padded to a multiple of, under a mask [frames].
     """
 
     shape: tuple[int | str, ...]
     lengths: tuple[int, ...]
     fixed: int = 0
+    multiple: int = 1
+
+    def padded(self, frames: int) -> int:
+        """Give the length that clips of so many frames are handed over in."""
+        return -(-frames // self.multiple) * self.multiple
 
     def of(self, clips: int, frames: int) -> tuple[int, ...]:
         """Give the shape of so many clips of so many frames."""
-        return (clips, *(frames if size == "frames" else int(size) for size in self.shape))
+        return (clips, *(self.padded(frames) if size == "frames" else int(size) for size in self.shape))
 
 
 def subconfigs(config: Any) -> Iterator[Any]:
@@ -117,10 +123,13 @@ def _layouts(config: Any, waves: bool) -> Iterator[Speech]:
     if waves:
         shapes = [("frames",), (1, "frames")]
     else:
-        widths = dict.fromkeys([*numbers(config, "mel|feat|input_dim|input_size|audio_embed_dim"), *_WIDTHS])
+        single = [*numbers(config, "mel|feat|input_dim|input_size|audio_embed_dim"), *_WIDTHS]
+        stacks = numbers(config, "stack")  # frames side by side in one
+        widths = dict.fromkeys([*single, *(width * frames for width in single for frames in stacks)])
         shapes = [shape for width in widths for shape in ((width, "frames"), ("frames", width))]
     unit = _SAMPLES if waves else 1
-    for lengths in (_FREE, _EVEN):
-        yield from (Speech(shape, tuple(n * unit for n in lengths)) for shape in shapes)
+    for lengths, multiples in ((_FREE, [1, *windows(config)]), (_EVEN, [1])):
+        for multiple in multiples:
+            yield from (Speech(shape, tuple(n * unit for n in lengths), multiple=multiple) for shape in shapes)
     for positions in numbers(config, "max_source_positions|max_position_embeddings"):
         yield from (Speech(shape, (2 * positions,) * 4, 2 * positions) for shape in shapes)

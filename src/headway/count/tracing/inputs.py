@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headway.count.tracing.audio_parts import AudioFeatures
+from headway.count.tracing.audio_parts import AudioFeatures, AudioWaves
 from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part, plain_token
 from headway.count.tracing.phantom import Phantom
 from headway.count.tracing.source_parts import SourceFeatures, SourceIds, SourceWaves
@@ -27,7 +27,7 @@ _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
 # a model takes the first that fits for each argument
-PARTS: tuple[type[Part], ...] = (Grids, SourceIds, SourceFeatures, SourceWaves, AudioFeatures)
+PARTS: tuple[type[Part], ...] = (Grids, SourceIds, SourceFeatures, SourceWaves, AudioFeatures, AudioWaves)
 
 
 class Inputs:

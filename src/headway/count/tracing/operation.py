@@ -65,6 +65,7 @@ class Operation:
         scored: earlier products that its scores were made from.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
         windows: of a convolution, what it does along each direction.
+        longest: of attention over packed pieces, the length of the longest [positions].
     """
 
     module: str
@@ -83,6 +84,7 @@ class Operation:
     scored: list[Operation] = field(default_factory=list)
     executed_flops: int = 0
     windows: tuple[Window, ...] = ()
+    longest: int = 0
 
     @property
     def forward_flops(self) -> int:

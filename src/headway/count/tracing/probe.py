@@ -63,17 +63,23 @@ class Probe:
             arguments: the forward's, whose text holds no token for what the towers read.
         """
         rows: list[int] = []
+        running: list[nn.Module] = []
         base = getattr(self._model, self._model.base_model_prefix, self._model)
 
+        def start(part: nn.Module, _args: Any) -> None:
+            running.append(part)
+
         def finish(_part: nn.Module, _args: Any, output: Any) -> None:
+            running.pop()
             output = output.get("last_hidden_state") if isinstance(output, dict) else output
             rows.append(_rows(output))
 
-        hooks = [child.register_forward_hook(finish) for child in base.children()]
+        hooks = [child.register_forward_pre_hook(start) for child in base.children()]
+        hooks += [child.register_forward_hook(finish) for child in base.children()]
         try:
             self._run(self._model, arguments)
         except Exception:
-            if not rows:
+            if running or not rows:  # it was a part that failed, not the text that misses its tokens
                 raise
         finally:
             for hook in hooks:

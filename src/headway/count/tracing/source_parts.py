@@ -46,7 +46,7 @@ class SourceIds(Part):
     def __init__(self, config: Any) -> None:
         sizes = hearing.windows(config)
         self.strided = ["sources", *_PAIRS, *hearing.windowed("source_pairs", sizes)]
-        self.drivers = self.strided
+        self.drivers = [*self.strided]
         self._reach = max(sizes, default=0)
         self._token = plain_token(config)
 

@@ -65,7 +65,22 @@ class _Length:
         return f"{self.stride}" if self.first == 1 else f"{self.stride}:{self.first}"
 
 
-def strides(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]) -> list[str]:
+def shortened(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload], names: Sequence[str]) -> list[str]:
+    """List drivers that count what convolutions make of the frames, likeliest first.
+
+    Args:
+        runs: the operations of each run, alike in all of them.
+        workloads: what was run.
+        names: drivers of sources or audio, up to the slash.
+    """
+    blocks = sorted({op.longest for operations in runs for op in operations if op.longest})
+    pairs = [
+        name.replace(":full", f":block:{block}") for name in names if name.endswith("_pairs:full") for block in blocks
+    ]
+    return [f"{name}/{steps}" for steps in _strides(runs, workloads) for name in (*names, *pairs)]
+
+
+def _strides(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]) -> list[str]:
     """List what may follow the slash of a driver of sources or audio, likeliest first.
 
     Args:

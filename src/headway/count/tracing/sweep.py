@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from headway.count.conventions.verl import LISTED_TYPES
-from headway.count.tracing import build, trace
+from headway.count.tracing import audio_defaults, build, trace
 from headway.errors import HeadwayError, TraceError
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
         vision: Any = getattr(config, "vision_config", None)
         if hasattr(vision, "out_hidden_size"):  # the two towers' own defaults need not fit each other
             vision.out_hidden_size = config.get_text_config().hidden_size
+        audio_defaults.fit_audio(config)
         build.twin_of_config(config)
     except Exception as error:  # noqa: BLE001  # any failure of foreign code is a result here
         return failed("not built", error)
