@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from headway.count import CostModel, Workload, drivers, trace
+from headway.count.recompute import run_again
 from headway.count.tracing.build import model_class
 from tiny_models import PATCH, VISION_FAMILIES, tiny_config
 
@@ -160,3 +161,33 @@ def check(model: nn.Module, family: str) -> None:
     rest = seen_backward - backward
     assert sum(flops * n for flops, n in rest.items()) == experts
     assert experts or not rest
+
+
+def enable_checkpointing(model: nn.Module, *, reentrant: bool = False) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if not reentrant:  # transformers asks for the gradient of the embeddings, which only reentrant checkpoints need
+        for part in model.modules():
+            if hasattr(part, "disable_input_require_grads"):
+                part.disable_input_require_grads()
+    return model
+
+
+def check_recompute(plain: nn.Module, checkpointed: nn.Module, cost: CostModel, family: str, choice: str) -> None:
+    """Hold what a checkpointed step dispatches on top of a plain one against the ledger's recomputation.
+
+    Eager attention runs the whole square of scores again, where the ledger has the pairs of the mask.
+    """
+    before, after = (
+        count_backward(count_forward(model, inputs(model, family))[0].sum()) for model in (plain, checkpointed)
+    )
+    assert not before - after
+    trained = sum(1 << i for i, p in enumerate(cost.parameters) if p.trainable)
+    extra = 0
+    for i in run_again(cost.rows, trained, choice, cost.name):
+        row = cost.rows[i]
+        if row.op == "attention":
+            per_score, squares = eager_attention(plain, row.module)
+            extra += per_score * sum(squares) - drivers.parse(row.driver)(workload(family)) * row.forward
+    recompute = cost.count(workload(family), recompute=choice).recompute
+    assert recompute > 0
+    assert sum((after - before).elements()) == recompute + extra

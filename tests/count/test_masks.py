@@ -37,6 +37,19 @@ def test_chunks_restart_in_every_segment(lengths, chunk):
     assert masks.chunked_pairs(lengths, chunk) == drawn(lengths, lambda q, k: k <= q and k // chunk == q // chunk)
 
 
+@given(lengths, st.integers(1, 9), st.integers(1, 4))
+def test_a_query_sees_its_own_block_and_whole_blocks_before(lengths, size, most):
+    expected = drawn(lengths, lambda q, k: k <= q and q // size - k // size < most)  # the last blocks, as any others
+    assert masks.block_pairs(lengths, size, most) == expected
+
+
+@given(lengths, st.integers(1, 9), st.integers(1, 9))
+def test_a_compressed_key_is_seen_once_all_its_tokens_are(lengths, rate, most):
+    ready = [(q + 1) // rate for s in lengths for q in range(s)]
+    assert masks.compressed_pairs(lengths, rate) == sum(ready)
+    assert masks.compressed_pairs(lengths, rate, most) == sum(min(n, most) for n in ready)
+
+
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=6))
 def test_a_prefix_sees_itself_in_full(pairs):
     pairs = [(s, min(p, s)) for s, p in pairs]
@@ -74,6 +87,7 @@ def test_lengths_beyond_64_bits_of_pairs_stay_exact():
         (lambda: masks.causal_pairs([3, 0]), "at least 1, got 0"),
         (lambda: masks.sliding_pairs([3], 0), "window must be at least 1"),
         (lambda: masks.chunked_pairs([3], -1), "chunk must be at least 1"),
+        (lambda: masks.compressed_pairs([3], 0), "rate must be at least 1"),
         (lambda: masks.prefix_pairs([3], [4]), "prefix 4 is longer than its segment of 3"),
         (lambda: masks.cross_pairs([3, 4], [4]), "got 2 and 1"),
     ],

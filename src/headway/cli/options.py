@@ -87,8 +87,9 @@ LoraOption = Annotated[
 RecomputeOption = Annotated[
     str,
     typer.Option(
-        metavar="none|full|PATTERN",
-        help="Activation checkpointing: blocks whose forward runs twice. Counted apart, never in the total.",
+        metavar="none|full|CHOICE",
+        help="Activation checkpointing: what runs forward twice, counted apart, never in the total. A choice joins "
+        "reentrant, every:N, patterns of blocks (model.layers.*) and parts (attention, -mlp); see docs/counting.md.",
     ),
 ]
 
@@ -96,7 +97,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 DeviceOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="H100, H200, A100, A800, an exact CUDA name, or a dense peak [FLOP/s]."),
+    typer.Option(metavar="NAME", help="A device that `headway devices` lists, such as H100, or a dense peak [FLOP/s]."),
 ]
 
 RanksOption = Annotated[int, typer.Option(metavar="N", help="Devices that shared the step.")]

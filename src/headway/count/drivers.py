@@ -2,6 +2,7 @@
 
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
 four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patch_pairs:window:8`.
+Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
 
 What an encoder's convolutions make of its frames follows a slash, since they round: `audio/2` counts ceil(L / 2)
 positions of each clip of L frames, `audio/4:7` those of a stride of 4 whose first position needs 7 frames, and
@@ -73,6 +74,21 @@ def _fixed_frames(workload: Workload, height: int, width: int) -> int:
             f"to {height} x {width} patches each: give 1x{height}x{width}, with *N for N images or tiles."
         )
     return int(workload.grids[:, 0].sum())
+
+
+def _lone_grids(workload: Workload, frames: int, height: int, width: int) -> int:
+    """Count the grids of a model that takes one of one size with each segment."""
+    other = (workload.grids != (frames, height, width)).any(axis=1)
+    size = f"{frames}x{height}x{width}"
+    if other.any():
+        bad = "x".join(map(str, workload.grids[int(np.argmax(other))].tolist()))
+        raise WorkloadError(f"The grid {bad} does not fit this model, which takes {size} patches: give that.")
+    if len(other) > workload.num_segments:
+        raise WorkloadError(
+            f"{len(other)} images in {workload.num_segments} segments: this model takes one image with each segment. "
+            f"Give {size} at most once for a segment."
+        )
+    return len(other)
 
 
 def _fixed_clips(workload: Workload, frames: int) -> int:
@@ -162,17 +178,22 @@ def _read(workload: Workload) -> Ints:
 _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "tokens": (0, lambda w: w.tokens),
     "segments": (0, lambda w: w.num_segments),
+    "transitions": (0, lambda w: w.tokens - w.num_segments),  # from a token to the next one of its segment
     "packs": (0, lambda w: w.num_packs),
     "patches": (0, lambda w: w.patches),
     "patches/": (1, _merged_patches),
     "grids": (0, lambda w: len(w.grids)),
     "frames": (0, lambda w: int(w.grids[:, 0].sum())),
     "frames:": (2, _fixed_frames),
+    "lone:": (3, _lone_grids),
     "pairs:full": (0, _full_pairs),
     "pairs:causal": (0, lambda w: _after_past(masks.causal_pairs, w)),
     "pairs:sliding:": (1, lambda w, window: _after_past(masks.sliding_pairs, w, window)),
     # each query keeps k of the keys it may see
     "pairs:topk:": (1, lambda w, k: _after_past(masks.sliding_pairs, w, k)),
+    "pairs:blocks:": (2, lambda w, size, most: _after_past(masks.block_pairs, w, size, most)),
+    "pairs:compressed:": (1, lambda w, rate: _after_past(masks.compressed_pairs, w, rate)),
+    "pairs:compressed:topk:": (2, lambda w, rate, k: _after_past(masks.compressed_pairs, w, rate, k)),
     "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "patch_pairs:frame": (0, _frame_pairs),
@@ -182,14 +203,14 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "sources:": (1, _fixed_sources),
     "source_offsets": (0, lambda w: int((2 * _read(w) - 1).sum())),
     "source_pairs:full": (0, lambda w: masks.full_pairs(_read(w))),
-    "source_pairs:block:": (1, lambda w, block: masks.block_pairs(_read(w), block)),
+    "source_pairs:block:": (1, lambda w, block: masks.full_block_pairs(_read(w), block)),
     "source_pairs:local:": (2, lambda w, before, after: masks.local_pairs(_read(w), before, after)),
     "source_pairs:relative": (0, lambda w: masks.relative_pairs(_read(w))),
     "audio": (0, lambda w: int(w.audio.sum())),
     "audio_offsets": (0, lambda w: int((2 * w.audio - 1).sum())),
     "audio_pairs:full": (0, lambda w: masks.full_pairs(w.audio)),
     "audio_pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.audio, window)),
-    "audio_pairs:block:": (1, lambda w, block: masks.block_pairs(w.audio, block)),
+    "audio_pairs:block:": (1, lambda w, block: masks.full_block_pairs(w.audio, block)),
     "audio_pairs:local:": (2, lambda w, before, after: masks.local_pairs(w.audio, before, after)),
     "audio_pairs:relative": (0, lambda w: masks.relative_pairs(w.audio)),
     "clips": (0, lambda w: len(w.audio)),
@@ -197,7 +218,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
 }
 _STRIDED = ("source", "pairs:cross", "audio")
 _TOWERS = {
-    "vision": ("patches", "patch_pairs", "grids", "frames"),
+    "vision": ("patches", "patch_pairs", "grids", "frames", "lone"),
     "audio": ("audio", "clips"),
     "source": ("source", "pairs:cross"),
 }
@@ -219,6 +240,10 @@ def parse(driver: str) -> Callable[[Workload], int]:
     >>> parse("audio_pairs:full/2")(Workload([9], audio=[7]))
     16
     """
+    for kind in ("image", "video"):
+        if driver.startswith(f"{kind}_"):
+            alone = parse(driver.removeprefix(f"{kind}_"))
+            return lambda workload: alone(Workload(workload.segments, **{f"{kind}s": getattr(workload, f"{kind}s")}))
     base, _, steps = driver.partition("/")
     if base.startswith(_STRIDED) and _STEPS.fullmatch(steps):
         evaluate, numbers = parse(base), [int(n) for n in steps.split(":")]
@@ -236,7 +261,8 @@ def parse(driver: str) -> Callable[[Workload], int]:
 
 def tower(driver: str) -> str:
     """Say whose work a driver counts: `vision` (patches), `audio` (frames), `source` (an encoder's) or `language`."""
-    return next((name for name, starts in _TOWERS.items() if driver.startswith(starts)), "language")
+    counted = driver.removeprefix("image_").removeprefix("video_")
+    return next((name for name, starts in _TOWERS.items() if counted.startswith(starts)), "language")
 
 
 def is_vision(driver: str) -> bool:

@@ -13,16 +13,21 @@ from torch import nn
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
-from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for
+from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
+from headway.count.tracing.loops import alike, check_loops, merged
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
+from headway.count.tracing.seams import Seams
 from headway.count.tracing.strides import shortened
+from headway.count.tracing.unwrap import plain_checkpoints
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.count.tracing.operation import Operation
+    from headway.count.workload import Workload
 
 __all__ = ["trace"]
 
@@ -62,20 +67,32 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    windows = build.window_lengths(model, any(op.by_hand for op in runs[0]))
-    windows += [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
-    workloads = made.workloads(max(windows, default=0))
-    runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
-    _check_alike(runs)
-
-    strided = shortened(runs, workloads, made.strided) if made.strided else []
-    known = candidates(workloads, [*made.drivers, *strided])
-    explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
+    first = runs[0].operations
+    unnamed = any(op.by_hand or op.masked for op in first)
+    windows = build.window_lengths(model, unnamed)
+    windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
+    longest = max(windows, default=0)
+    if unnamed and not build.configs(model):
+        longest = _longest_that_runs(model, made, longest)
+    workloads = made.workloads(longest)
+    for workload in workloads[1:]:
+        runs.append(_run(model, made.arguments(workload), backward=False))
+        if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
+            runs[1:] = [_run(model, made.arguments(other), backward=True) for other in workloads[1:]]
+            break
+    windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
+    explained = _explain(runs, workloads, [*made.drivers, *windowed], made.strided)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    source, idle = _source(model), classify.idle_modules(model, operations, parameters)
+    if idle and (states := states_for(model, made)):  # modules that only read another model's states rest without them
+        reading = _run(model, made.arguments(workloads[0]) | states, backward=False)
+        still = classify.idle_modules(model, reading.operations, parameters)
+        idle, rest = [path for path in idle if path in still], idle
+        source |= {"without": ", ".join(states)} if idle != rest else {}
     return CostModel(
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
@@ -83,17 +100,39 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
             Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares), home, p in trainable)
             for p, home in zip(parameters, homes, strict=True)
         ),
-        _source(model),
-        tuple(f"{path} (it never ran)" for path in classify.idle_modules(model, operations, parameters)),
+        source,
+        tuple(f"{path} (it never ran)" for path in idle),
     )
+
+
+def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
+    """Halve a window until the model runs on longer segments; none can exceed its table of positions, or its mask."""
+    while longest:
+        try:
+            _run(model, made.arguments(made.workloads(longest)[-1]), backward=False)
+        except (RuntimeError, IndexError, ValueError, AssertionError):
+            longest //= 2
+        else:
+            break
+    return longest
+
+
+def _explain(
+    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str], strided: Sequence[str]
+) -> list[tuple[Operation, Fitted]]:
+    """Find the driver of each operation, or the drivers whose sum it is."""
+    check_loops(runs, [workload.tokens for workload in workloads])
+    operations = [run.operations for run in runs] if alike(runs) else merged(runs)
+    known = candidates(workloads, [*names, *(shortened(operations, workloads, strided) if strided else ())])
+    return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, known)]
 
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]:
-    """Run a model once and return its operations."""
+def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
+    """Run a model once and return what it ran."""
     blocks = classify.checkpointable_blocks(model)
 
     def block_of(path: str) -> str:
@@ -105,6 +144,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
         Recorder(model, block_of) as recorder,
         Seams(recorder),
         stand_ins(model, recorder),
+        plain_checkpoints(),
         torch.set_grad_enabled(backward),
     ):
         output = call(model, arguments)
@@ -112,22 +152,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             backward_from(output)
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
-    return recorder.operations
-
-
-def _check_alike(runs: list[list[Operation]]) -> None:
-    """Refuse a model whose operations change with the workload; rows could not be told apart."""
-    for other in runs[1:]:
-        if len(other) != len(runs[0]):
-            raise TraceError(
-                f"the model runs {len(runs[0])} counted operations on one workload and {len(other)} on another: "
-                "it loops over the data, and its cost per token is not fixed."
-            )
-        for a, b in zip(runs[0], other, strict=True):
-            if (a.module, a.kind) != (b.module, b.kind):
-                raise TraceError(
-                    f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another."
-                )
+    return recorder
 
 
 def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:

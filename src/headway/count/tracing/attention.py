@@ -1,4 +1,4 @@
-"""Attention recorded at the ecosystem's own seams: transformers' attention and mask interfaces, and PyTorch's SDPA.
+"""Attention recorded at a seam, and the first of them: transformers' attention and mask interfaces.
 
 A seam sees heads, both head sizes, the mask and the window, which no matrix product further down would tell. The mask
 is a real boolean tensor here, so the pairs it allows are counted, and the count must agree with the formula of the
@@ -7,17 +7,17 @@ kind of mask that the model names.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
 from headway.count.tracing import scores
 from headway.count.tracing.operation import Operand, Operation
-from headway.count.tracing.phantom import Phantom, blank, phantom
+from headway.count.tracing.phantom import Phantom, phantom
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def attend(
     pairs: int,
     driver: str = "",
     extra: tuple[torch.Tensor, ...] = (),
+    masked: bool = False,
     longest: int = 0,
 ) -> torch.Tensor:
     """Record one attention over `pairs` pairs and return its output's shape.
@@ -71,6 +72,7 @@ def attend(
         pairs: allowed (query, key) pairs, summed over the batch, for one head.
         driver: what `pairs` is proportional to, where the seam says it.
         extra: further tensors that the output depends on (attention sinks).
+        masked: whether `pairs` come from a mask that names no window.
         longest: length of the longest piece, where pieces are packed [positions].
 
     Returns:
@@ -79,6 +81,11 @@ def attend(
     Source: forward Q K^T and P V; backward dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q (FlashAttention, Dao et al.
     2022, appendix B.2); its recomputation of Q K^T is not useful work.
     """
+    if not pairs:
+        raise TraceError(
+            f"module {module or '(the model)'} masks all of its attention scores: its mask depends on floats, which "
+            "have no data in a trace."
+        )
     heads, qk, vo = q.shape[-3], q.shape[-1], v.shape[-1]
     tensors = [t if isinstance(t, Phantom) else phantom(t, fed=True) for t in (q, k, v)]
     q_from, k_from, v_from = (Operand.of(t).sources for t in tensors)
@@ -88,9 +95,8 @@ def attend(
         ("dgrad", 2 * heads * qk, q_from),
         ("dgrad", 2 * heads * qk, k_from),
     )
-    operation = Operation(
-        module, "attention", pairs, 2 * heads * (qk + vo), products, recorder.block_of(module), driver
-    )
+    block, unit_flops = recorder.block_of(module), 2 * heads * (qk + vo)
+    operation = Operation(module, "attention", pairs, unit_flops, products, block, driver=driver, masked=masked)
     operation.longest = longest
     recorder.add(operation)
     extras = [t for t in extra if isinstance(t, Phantom)]
@@ -119,17 +125,50 @@ def _transformers_seam(
         longest = int(lengths.max())
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
-        pairs, driver = _masked_pairs(_recorder, path, attention_mask, query, key, kwargs.get("indices"))
+        picked = _picked(module, path, key.shape[-2], kwargs)
+        pairs, driver = masked_pairs(_recorder, path, attention_mask, query, key, picked)
     else:
-        pairs, driver = _plain_pairs(query, key, causal, window)
+        pairs, driver = plain_pairs(query, key, causal, window)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
-    out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest)
+    out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest=longest)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
+def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Read what an indexer picked for each query: keys, or blocks of keys, -1 for none.
+
+    Returns:
+        Booleans [batch, 1, queries, keys]; None where nothing is picked.
+
+    Raises:
+        TraceError: picks come in a form that is not known here; taking no notice of them would count too much.
+    """
+    given = {
+        name: value
+        for name, value in kwargs.items()
+        if isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and value.dim() > 2
+        and "position" not in name
+    }
+    found, size = given.pop("indices", None), 1
+    if "block_indices" in given:
+        found, size = given.pop("block_indices")[:, 0], int(module.indexer.block_size)  # type: ignore[union-attr, arg-type]  # heads pick alike here
+    if given:
+        raise TraceError(
+            f"module {path} hands {', '.join(given)} to its attention, which may pick keys in a way not known here."
+        )
+    if found is None:
+        return None
+    blocks = -(-keys // size)
+    picked = torch.zeros(*found.shape[:2], blocks + 1, dtype=torch.bool)
+    picked.scatter_(-1, torch.where(found < 0, blocks, found).long(), True)
+    return picked[:, None, :, :blocks].repeat_interleave(size, dim=-1)[..., :keys]
+
+
+def plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
     """Count pairs of an attention without a mask tensor."""
-    batch, (queries, keys) = q.shape[0], (q.shape[-2], k.shape[-2])
+    batch, (queries, keys) = math.prod(q.shape[:-3]), (q.shape[-2], k.shape[-2])
     if queries != keys:
         if causal or window:
             raise TraceError(f"causal attention of {queries} queries over {keys} keys without a mask is ambiguous.")
@@ -141,18 +180,15 @@ def _plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | N
     return batch * masks.full_pairs([queries]), ""
 
 
-def _masked_pairs(
+def masked_pairs(
     recorder: Recorder,
     path: str,
     mask: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
-    indices: torch.Tensor | None = None,
+    picked: torch.Tensor | None = None,
 ) -> tuple[int, str]:
-    """Count the pairs that a mask allows, and name its kind where it is a known one.
-
-    Of the keys that it allows, each query keeps those that an indexer picked: `indices` [batch, queries, picked].
-    """
+    """Count the pairs that a mask allows, of those that were picked, and name its kind where it is a known one."""
     batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
     stays = scores.of_mask(mask)
     if stays == "unclear":
@@ -161,9 +197,8 @@ def _masked_pairs(
             "Give it a boolean mask, or none and a causal flag."
         )
     allowed = torch.ones(queries, keys, dtype=torch.bool) if stays is None else stays
-    if indices is not None:
-        picked = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool)
-        return recorder.count(allowed & picked.scatter_(-1, indices.long(), True)[:, None], batch, queries, keys)
+    if picked is not None:
+        return recorder.count(allowed & picked, batch, queries, keys)
     return (recorder.allowed if stays is mask else recorder.count)(allowed, batch, queries, keys)
 
 
@@ -207,49 +242,8 @@ def register() -> None:
         AttentionMaskInterface.register(name, _float_mask_seam if name == BY_HAND else _mask_seam)
 
 
-def _set_recorder(recorder: Recorder | None) -> Recorder | None:
+def set_recorder(recorder: Recorder | None) -> Recorder | None:
+    """Set the trace that transformers' seam records into; returns the one before."""
     global _recorder  # transformers calls the seam as a plain function
     previous, _recorder = _recorder, recorder
     return previous
-
-
-class Seams(TorchFunctionMode):
-    """While active, attention calls are recorded by `recorder` instead of being decomposed."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __enter__(self) -> Any:
-        self._previous = _set_recorder(self.recorder)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *exception: Any) -> None:
-        _set_recorder(self._previous)
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention and any(isinstance(a, Phantom) for a in args[:3]):
-            return self._sdpa(*args, **kwargs)
-        made = func(*args, **kwargs)
-        return blank(made) if func in (torch.zeros, torch.empty) else made
-
-    def _sdpa(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        _dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **_options: Any,
-    ) -> torch.Tensor:
-        """Stand in for `F.scaled_dot_product_attention`."""
-        path = self.recorder.module
-        if attn_mask is not None:
-            pairs, driver = _masked_pairs(self.recorder, path, attn_mask, query, key)
-        else:
-            pairs, driver = _plain_pairs(query, key, is_causal, None)
-        extra = () if attn_mask is None else (attn_mask,)
-        return attend(self.recorder, path, query, key, value, pairs, driver, extra)

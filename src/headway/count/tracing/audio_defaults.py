@@ -12,9 +12,11 @@ def fit_audio(config: Any) -> None:
         config: a default configuration of transformers.
     """
     text = config.get_text_config()
-    for tower in (getattr(config, name, None) for name in ("audio_config", "encoder_config")):
-        if "output_dim" in getattr(tower, "__dict__", {}) and "text_config" in vars(config):
-            tower.output_dim = text.hidden_size
+    tower: Any = getattr(config, "audio_config", None)
+    if hasattr(tower, "output_dim") and "text_config" in vars(config):
+        tower.output_dim = text.hidden_size
+    projector: Any
+    encoder: Any
     projector, encoder = getattr(config, "projector_config", None), getattr(config, "encoder_config", None)
     if hasattr(projector, "encoder_hidden_size") and hasattr(encoder, "hidden_dim"):
         projector.encoder_hidden_size = encoder.hidden_dim

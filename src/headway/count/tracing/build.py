@@ -23,7 +23,9 @@ def twin_of_model(model: nn.Module) -> nn.Module:
     """
     model = unwrap.whole(model)
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    held = (value for module in model.modules() for value in vars(module).values())
+    states = (t for t in held if isinstance(t, torch.Tensor) and t.grad_fn is not None)  # kept from an earlier forward
+    for tensor in (*model.parameters(), *model.buffers(), *states):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor)
     return unwrap.copy_modules(model, memo)
@@ -78,8 +80,12 @@ LONGEST_WINDOW = 1 << 14  # a longer window is believed as its seam names it [to
 # attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
 _LONGEST_UNNAMED_WINDOW = 4096
 _PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
-_ROOM = 300  # what workloads add to a window, up to the next prime [tokens]
+_ROOM = 400  # what workloads add to a window, up to the next prime [tokens]
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
+
+
+# lists of the layers whose outputs are features: as many in a shorter tower, so that the projector's width stays
+_FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers", "intermediate_layers_indices")
 
 
 def with_layers(config: Any, layers: int) -> Any:
@@ -92,6 +98,11 @@ def with_layers(config: Any, layers: int) -> Any:
     while pending:
         part = pending.pop()
         pending += [sub for key in part.sub_configs if (sub := getattr(part, key, None)) is not None]
+        if isinstance(inserted := getattr(part, "insert_layer_id", None), int):  # a merger between two of the layers
+            part.insert_layer_id = min(inserted, layers - 2)
+        for key in _FEATURE_LAYERS:
+            if isinstance(value := getattr(part, key, None), list | tuple):
+                setattr(part, key, [min(max(index, -layers), layers - 1) for index in value])
         depth = next((n for key in _DEPTHS if isinstance(n := getattr(part, key, None), int)), 0)
         if depth <= layers:
             continue
@@ -106,6 +117,14 @@ def with_layers(config: Any, layers: int) -> Any:
             if getattr(part, key, None) == depth:
                 setattr(part, key, layers)
     return config
+
+
+def subconfigs(config: Any) -> list[Any]:
+    """List a configuration and those inside it."""
+    found = [config]
+    for part in found:
+        found += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    return found
 
 
 def model_class(config: Any) -> Any:
@@ -159,6 +178,13 @@ def configs(model: nn.Module) -> list[Any]:
     return [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
 
 
+def places(model: nn.Module) -> int | None:
+    """Read how many tokens a model's text may have, where its configuration says so."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
 def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
     """List the lengths at which a model's attention may change without saying so [tokens].
 
@@ -170,15 +196,23 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
         by_hand: whether some attention does not go through a library's function.
     """
     found = [_LONGEST_UNNAMED_WINDOW] if by_hand else []
-    places = []
+    picked, rates, places = [0], [1], [LONGEST_WINDOW]
     for config in configs(model):
         for name, value in vars(config).items():
-            lengths = [v for v in (value if isinstance(value, list | tuple) else [value]) if type(v) is int]
-            if re.search("window|chunk|topk|top_k", name):
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            lengths = [v for v in values if type(v) is int]
+            if re.search("topk|top_k", name):
+                picked += lengths
+            elif re.search("window|chunk", name):
                 found += lengths
+            elif re.search("compress_rate|block_size", name):  # what is picked may be blocks of so many tokens
+                rates += lengths
             elif hasattr(config, "vocab_size") and _PLACES.fullmatch(name):
                 places += lengths
-    most = max(min(places, default=LONGEST_WINDOW) - _ROOM, 0)
+    found += [number * rate for number in set(picked) for rate in set(rates)]
+    most = max(min(places) - _ROOM, 0)
     return [min(length, most) for length in found if length <= LONGEST_WINDOW]
 
 

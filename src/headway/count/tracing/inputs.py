@@ -12,9 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headway.count.tracing import build
 from headway.count.tracing.audio_parts import AudioFeatures, AudioWaves
-from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part, plain_token
+from headway.count.tracing.grid_parts import Grids
+from headway.count.tracing.image_parts import (
+    Frames,
+    NestedFrames,
+    ReadFrames,
+    RobotFrames,
+    TiledFrames,
+    VideoFrames,
+    has_tower,
+)
+from headway.count.tracing.lone_parts import LoneFrames
+from headway.count.tracing.parts import WINDOW_SIDES, Part, plain_token
+from headway.count.tracing.patch_parts import Patches
 from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.scores import HIDDEN
 from headway.count.tracing.source_parts import SourceFeatures, SourceIds, SourceWaves
 from headway.count.workload import Workload
 from headway.errors import TraceError
@@ -23,11 +37,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
+_SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
-# a model takes the first that fits for each argument
-PARTS: tuple[type[Part], ...] = (Grids, SourceIds, SourceFeatures, SourceWaves, AudioFeatures, AudioWaves)
+# arguments that hand a decoder the states of another model; left out, its cross attention rests
+_STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
+
+PARTS: tuple[type[Part], ...] = (
+    Grids,
+    TiledFrames,
+    ReadFrames,
+    RobotFrames,
+    LoneFrames,
+    Patches,
+    NestedFrames,
+    Frames,
+    VideoFrames,
+    SourceIds,
+    SourceFeatures,
+    SourceWaves,
+    AudioFeatures,
+    AudioWaves,
+)  # a model takes the first that fits for each argument
 
 
 class Inputs:
@@ -49,23 +81,25 @@ class Inputs:
         for kind in PARTS:
             if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
                 self.parts.append(part)
-        if f"{self._decoder}input_ids" not in self.accepted:
+        if f"{self._decoder}input_ids" not in self.accepted and not self.parts:
             raise TraceError(
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
                 "input_ids. Give its arguments with trace(model, inputs=...)."
             )
         self._takes_images = any(part.takes == "pixel_values" for part in self.parts)
-        if "pixel_values" in self.accepted and not self._takes_images:
+        if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
             )
-        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers), "segments"]
-        self.strided = [name for part in self.parts for name in part.strided]
+        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
+        self.drivers += ["segments", "transitions"]
+        self._lengths = _LENGTHS if (build.places(model) or _LONGEST_SEGMENT) > _LENGTHS[-1] else _SHORT_LENGTHS
         self._plain_token = plain_token(getattr(model, "config", None))
+        self.strided = [name for part in self.parts for name in part.strided]
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
-        """Plan single-segment workloads that no two drivers treat alike; four where towers mix their drivers.
+        """Plan four single-segment workloads that no two drivers treat alike.
 
         Args:
             longest_window: the largest attention window seen [tokens]; segments after the first exceed it, so that
@@ -73,11 +107,11 @@ class Inputs:
         """
         extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
         found = []
-        for run in range(4 if self.parts else 3):
+        for run in range(4):
             sizes: dict[str, Any] = {}
             for part in self.parts:
                 sizes |= part.sizes(run)
-            length = self.positions(Workload([1], **sizes)) + _LENGTHS[run] + (extra if run else 0)
+            length = self.positions(Workload([1], **sizes)) + self._lengths[run] + (extra if run else 0)
             found.append(Workload([_next_prime(length)], **sizes))
         return found
 
@@ -106,6 +140,7 @@ class Inputs:
         batch: dict[str, Any] = {
             f"{self._decoder}input_ids": torch.full((1, workload.tokens), self._plain_token),
             f"{self._decoder}position_ids": torch.arange(workload.tokens)[None],
+            "lang_ids": torch.zeros(1, dtype=torch.long),
             "use_cache": False,
         }
         start = 0
@@ -130,7 +165,7 @@ class GivenInputs:
         self.drivers += ["patches", "patch_pairs:frame", "patch_pairs:grid", "patches/4", "patches/16", "frames"]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
         self.drivers += ["sources", "source_pairs:full", "pairs:cross", "audio", "audio_pairs:full", "clips"]
-        self.drivers += ["grids", "segments"]
+        self.drivers += ["grids", "segments", "transitions"]
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan single-segment workloads with sources, images and a clip of sizes that grow in unlike proportions."""
@@ -193,6 +228,17 @@ def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | Ex
     return GivenInputs(given) if callable(given) else ExampleInputs(given)
 
 
+def states_for(model: nn.Module, made: Inputs | GivenInputs | ExampleInputs) -> dict[str, torch.Tensor]:
+    """Make the states of another model that a forward takes and nothing gives yet; empty where it takes none."""
+    if not isinstance(made, Inputs) or "decoder_input_ids" in made.accepted:
+        return {}
+    config = getattr(model, "config", None)
+    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None)
+    shape = (1, _LENGTHS[1], width or 1)
+    names = [name for name in _STATES if name in made.accepted and name not in (part.takes for part in made.parts)]
+    return {name: Phantom(torch.empty(shape, device="meta", dtype=torch.bfloat16), fed=True) for name in names}
+
+
 def call(model: nn.Module, arguments: Any) -> Any:
     """Run a model on arguments by name (a dictionary), by position (a tuple or list), or on a single one."""
     if isinstance(arguments, dict):
@@ -201,7 +247,7 @@ def call(model: nn.Module, arguments: Any) -> Any:
 
 
 def backward_from(output: Any) -> None:
-    """Run backward from the sum of the logits, else of the first floats that an output holds.
+    """Run backward from the sum of the logits, else of the first floats, or list of them, that an output holds.
 
     Raises:
         TraceError: the output holds no tensor of floats.
@@ -209,6 +255,8 @@ def backward_from(output: Any) -> None:
     pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
     while pending:
         value = pending.pop(0)
+        if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
+            value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             return
@@ -220,12 +268,24 @@ def backward_from(output: Any) -> None:
 
 
 def as_phantoms(value: Any) -> Any:
-    """Replace the floats among arguments by phantoms that depend on the batch."""
+    """Replace the floats among arguments by phantoms that depend on the batch; masks stay real."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, Phantom):
+        if _is_mask(value):
+            return value.detach().to("cpu", torch.bfloat16)
         return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
     if isinstance(value, dict):
         return {name: as_phantoms(part) for name, part in value.items()}
     return type(value)(as_phantoms(part) for part in value) if isinstance(value, tuple | list) else value
+
+
+def _is_mask(floats: torch.Tensor) -> bool:
+    """Say whether floats are a mask: they hide by -inf, or by 0 beside 1, or by large negative numbers beside 0."""
+    if floats.is_meta or floats.dim() < 2:
+        return False
+    hidden = floats <= HIDDEN
+    zero = floats == 0
+    binary = bool(zero.any()) and bool((floats == 1).any()) and bool((zero | (floats == 1)).all())
+    return binary or bool(floats.isneginf().any()) or (bool(hidden.any()) and bool((hidden | zero).all()))
 
 
 def on_device(value: Any, device: torch.device) -> Any:

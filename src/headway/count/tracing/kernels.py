@@ -32,10 +32,10 @@ def _linear_attention(recorder: Recorder, *args: Any, delta: bool, **kwargs: Any
     query = _argument(args, kwargs, 0, "q", "query")
     key = _argument(args, kwargs, 1, "k", "key")
     value = _argument(args, kwargs, 2, "v", "value")
-    if query.dim() != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2] or kwargs.get("head_first"):
+    if query.dim() != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2]:
         raise TraceError(
-            f"module {recorder.module} runs a recurrence on q {tuple(query.shape)}, k {tuple(key.shape)}, "
-            f"v {tuple(value.shape)}; what is read is [batch, tokens, heads, size], with q and k alike."
+            f"module {recorder.module or '(the model)'} runs a recurrence on q {tuple(query.shape)}, "
+            f"k {tuple(key.shape)}, v {tuple(value.shape)}; it reads [batch, tokens, heads, size], q and k alike."
         )
     batch, length, heads, v_size = value.shape
     gates = [t for t in (*args[3:], *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point()]

@@ -56,12 +56,13 @@ class Operation:
             tokens of a recurrence.
         unit_flops: FLOPs per unit.
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
-        driver: known driver, where the seam says it; else it is found by comparing workloads.
+        driver: known driver, or several joined by a plus, where the mask says it; else found by comparing workloads.
         weight: shape of the weight, () where there is none.
         fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
         by_hand: whether it is a product of attention written out by hand.
+        masked: whether its pairs come from a mask that names no window.
         scored: earlier products that its scores were made from.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
         windows: of a convolution, what it does along each direction.
@@ -81,6 +82,7 @@ class Operation:
     backward_flops: int = 0
     saves_after: bool = False
     by_hand: bool = False
+    masked: bool = False
     scored: list[Operation] = field(default_factory=list)
     executed_flops: int = 0
     windows: tuple[Window, ...] = ()

@@ -10,10 +10,12 @@ a mask has not hidden; and, of a constant, `known`: its data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from headway.errors import TraceError
 
@@ -65,6 +67,7 @@ class Phantom(torch.Tensor):
         self.base = base
         self.scores = None
         self.stays = None
+        self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
         self.writes = 0  # in-place operations on it or on its views
         self._known: tuple[torch.Tensor, int] | None = None
 
@@ -85,6 +88,10 @@ class Phantom(torch.Tensor):
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on shapes and hand it to the recorder."""
+        if torch.is_inference_mode_enabled():  # without autograd, nothing is decomposed on its way here
+            out = func.decompose(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
         return _run(func, args, kwargs or {})
 
 
@@ -185,6 +192,8 @@ def _key(value: Any) -> Any:
 
 def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation's meta kernel, or recall what it gave for the same shapes."""
+    if func._overloadpacket is aten._pack_padded_sequence:
+        return _pack(*args)
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
         key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
@@ -233,16 +242,30 @@ def _known(value: Any) -> Any:
     return value.known if isinstance(value, Phantom) else value
 
 
+def _pack(padded: Phantom, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack padded sequences by their real lengths; returns a meta tensor, and the real batch size of each step."""
+    thin = torch.zeros(*padded.shape[:2], 1)
+    data, batch_sizes = aten._pack_padded_sequence(thin, lengths, batch_first)
+    return padded.meta.new_empty(len(data), *padded.shape[2:]), batch_sizes
+
+
+def _answer(packet: Any, args: tuple[Any, ...]) -> Any:
+    """Answer what no kernel on shapes can tell; None for all other operations."""
+    if packet is aten._local_scalar_dense:
+        return 0.0 if args[0].known is None else args[0].known.item()
+    if packet in (aten.equal, aten.is_same_size):
+        return args[0].shape == args[1].shape
+    if packet is aten.detach and torch._C._current_autograd_node() is None:
+        return _detached(args[0])
+    return None
+
+
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet = func._overloadpacket
+    if (answer := _answer(packet, args)) is not None:
+        return answer
     if packet in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index):
         args = _index_without_masks(args)
-    elif packet is aten._local_scalar_dense:
-        return 0.0 if args[0].known is None else args[0].known.item()
-    elif packet in (aten.equal, aten.is_same_size):
-        return args[0].shape == args[1].shape
-    elif packet is aten.detach and torch._C._current_autograd_node() is None:
-        return _detached(args[0])
     out = _shapes(func, args, kwargs)
     phantoms, sources, fed = _past(args, kwargs)
     forward = torch._C._current_autograd_node() is None
@@ -262,6 +285,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made.known = known
             if product is None:
                 made.scores = scores.get(value.numel())
+                if packet is aten.sum and phantoms[0].scores is not None and value.dim() > 1:
+                    made.scores = phantoms[0].scores  # summed over heads, as an indexer does
                 if forward and known is None and _on_result is not None:
                     made.stays = _on_result(packet, args, made)
             else:
@@ -295,18 +320,26 @@ def _detached(source: Phantom) -> Phantom:
 
 def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
     """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
-    made = torch.zeros(value.shape, dtype=value.dtype)
-    if packet in (aten.topk, aten.sort, aten.argsort) and value.dim():
-        axis = {aten.topk: 2}.get(packet, 1)
-        dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
-        size = [1] * value.dim()
-        size[dim] = -1
-        made += torch.arange(value.shape[dim]).view(size)
-    return made
+    if not value.is_meta:
+        return value
+    if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
+        return torch.zeros(value.shape, dtype=value.dtype)
+    axis = 2 if packet is aten.topk else 1
+    dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
+    forced = args[0].forced
+    if forced is not None and dim % value.dim() == value.dim() - 1:
+        order = torch.arange(args[0].shape[-1]).expand(args[0].shape).scatter(-1, forced, -1)
+        return order.argsort(dim=-1, stable=True)[..., : value.shape[-1]].to(value.dtype)
+    size = [1] * value.dim()
+    size[dim] = -1
+    return torch.arange(value.shape[dim], dtype=value.dtype).view(size).expand(value.shape).clone()
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
     """Return what an in-place or `out=` operation wrote to, with its past brought up to date."""
+    if torch.Tag.inplace_view in func.tags:
+        with no_dispatch():
+            func(*args, **kwargs)  # its own sizes change, as those of its meta tensor did
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -344,5 +377,7 @@ def _overwritten(
         whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[-2:] == tensor.shape[-2:]
         tensor.base.stays = stays if whole else "unclear"
     tensor.stays = stays
+    if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:
+        tensor.forced = args[2] if args[1] % tensor.dim() == tensor.dim() - 1 else None
     _root(tensor).writes += 1
     tensor.known = known

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.count.tracing import build
-from headway.count.tracing.attention import Seams
 from headway.count.tracing.phantom import Phantom
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.seams import Seams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ class Probe:
     @property
     def _model(self) -> nn.Module:
         if self._twin is None:
-            first = next(self._given.parameters(), None)
+            first: object = next(self._given.parameters(), None)
             self._twin = self._given if isinstance(first, Phantom) else build.twin_of_model(self._given)
             build.use_seams(self._twin)
         return self._twin
@@ -64,7 +64,8 @@ class Probe:
         """
         rows: list[int] = []
         running: list[nn.Module] = []
-        base = getattr(self._model, self._model.base_model_prefix, self._model)
+        model: Any = self._model
+        base = getattr(model, model.base_model_prefix, model)
 
         def start(part: nn.Module, _args: Any) -> None:
             running.append(part)

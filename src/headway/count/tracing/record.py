@@ -7,6 +7,8 @@ what the operands' pasts predict, or the trace fails.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from headway.count.tracing import scores
 from headway.count.tracing.phantom import Phantom, Recording, Stays, aten
-from headway.count.tracing.readers import OPAQUE, READERS, backward_flops
+from headway.count.tracing.readers import ELEMENTWISE, OPAQUE, READERS, backward_flops
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -25,6 +27,18 @@ if TYPE_CHECKING:
 
     from headway.count.tracing.operation import Operation
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
+
+
+def _custom_function() -> str | None:
+    """Name the custom `autograd.Function` whose forward is running, if one is; it runs with gradients off."""
+    frame = None if torch.is_grad_enabled() else sys._getframe()
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return str(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+    return None
+
 
 @dataclass
 class Recorder:
@@ -32,18 +46,21 @@ class Recorder:
 
     Attributes:
         operations: in forward order.
+        multiplied: elementwise products of activations by module path, and by whether one is spread over the other.
         block_of: path of a module to the path of the checkpointable block that holds it.
     """
 
     model: nn.Module
     block_of: Callable[[str], str]
     operations: list[Operation] = field(default_factory=list)
+    multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
         self._mask_pairs: dict[int, tuple[torch.Tensor, int, str]] = {}
+        self._found: dict[int, tuple[Any, Any]] = {}
 
     @property
     def module(self) -> str:
@@ -65,8 +82,14 @@ class Recorder:
         if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
             raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
         per_head = four.expand(batch, -1, queries, keys)[:, 0]
-        driver = scores.name(per_head[0]) if queries == keys and len(per_head) == 1 else ""
-        return int(per_head.sum()), driver
+        driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
+        return int(torch.count_nonzero(per_head)), driver
+
+    def once(self, thing: Any, find: Callable[[], Any]) -> Any:
+        """Return what `find` finds out about an object that layers share; it is asked once."""
+        if id(thing) not in self._found:
+            self._found[id(thing)] = (thing, find())  # holding the object keeps its id its own
+        return self._found[id(thing)][1]
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
@@ -118,15 +141,21 @@ class Recorder:
                 "Its FLOPs would be missing, so the model is not counted."
             )
         node: Any = torch._C._current_autograd_node()
-        read = READERS.get(packet)
-        if read is None:
-            return None
         if node is not None:
-            self._on_backward(node, func, backward_flops(packet, args))
+            self._on_backward(node, func, backward_flops(packet, args, out, node))
             return None
-        operation = read(self, args, out)
+        if packet in ELEMENTWISE:
+            self._multiply(args, out)
+        read = READERS.get(packet)
+        operation = None if read is None else read(self, args, out)
         if operation is None:
             return None
+        if function := _custom_function():
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies matrices inside {function}, a function with its own "
+                "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
+                "does not change what the model costs: trace the model without it, or before it is applied."
+            )
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
@@ -141,13 +170,24 @@ class Recorder:
             operation.scored.append(operand.scores)  # scores summed over heads, as an indexer does
         return operation
 
+    def _multiply(self, args: tuple[Any, ...], out: Any) -> None:
+        """Note an elementwise product of activations, which a recurrence written as a loop is made of."""
+        sizes = [a.numel() for a in args if isinstance(a, Phantom) and a.fed and a.numel() > 1]
+        if len(sizes) > 1:
+            self.multiplied[self.module, out.numel() > min(sizes)] += 1
+
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
+        if packet is aten.topk and args[0].forced is None and isinstance(args[0].stays, str):
+            raise TraceError(
+                f"module {self.module} picks by numbers that it placed itself: what it picks is not known."
+            )
         stays = scores.after(packet, args, out)
-        ended = args[0] if args else None
-        if isinstance(ended, Phantom) and packet in (aten._softmax, aten.topk):
-            scored = ended.scores is not None and ended.scores.kind != "attention"
-            if scored and (packet is aten._softmax or ended.stays is not None):
+        for ended in args[:2]:
+            if not isinstance(ended, Phantom) or ended.scores is None or ended.scores.kind == "attention":
+                continue
+            ends = packet is aten.topk or out.scores is None
+            if packet is aten._softmax or (ends and isinstance(ended.stays, torch.Tensor)):
                 self._bill(ended.scores, ended)
         return stays
 
@@ -161,14 +201,16 @@ class Recorder:
             )
         queries, keys = ended.shape[-2:]
         mask = ended.stays
-        if mask is not None and not mask.any():
+        pairs = queries * keys if mask is None else int(torch.count_nonzero(mask))
+        if not pairs:
             raise TraceError(f"module {self.module} masks all of its attention scores.")
-        pairs = queries * keys if mask is None else int(mask.sum())
         for product in (operation, *operation.scored):
             product.count_pairs(pairs, queries * keys)
-            product.driver = "" if mask is None or queries != keys else scores.name(mask)
+            product.driver = "" if mask is None else scores.name(mask)
 
-    def _on_backward(self, node: Any, func: Any, flops: int) -> None:
+    def _on_backward(self, node: Any, func: Any, flops: int | None) -> None:
+        if flops is None:
+            return
         operation = self._by_node.get(node._sequence_nr())
         if operation is not None:
             operation.backward_flops += flops

@@ -10,13 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _COMPOSABLE_STATE = "__composable_api_state_key"  # under such keys fully_shard keeps its state in a module's __dict__
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,6 +36,8 @@ def whole(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner: nn.Module = model.module
         return whole(inner)
+    if _is_compiled(model):
+        return whole(model._orig_mod)  # type: ignore[arg-type]  # a module
     peft = sys.modules.get("peft")  # a peft model cannot exist where peft was not imported
     if peft is not None and isinstance(model, peft.PeftModel) and not model.active_peft_config.is_prompt_learning:
         return whole(model.get_base_model())
@@ -75,20 +82,59 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     shells: list[tuple[nn.Module, nn.Module]] = []
     for module in model.modules():
         cls: Any = _own_class(module)
-        hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
-        if cls is not type(module) or any(_is_parallel(hook) for hook in hooks):
+        laid_over = [
+            module.__dict__.get("forward"),
+            *(hook for name in _HOOKS for hook in getattr(module, name).values()),
+        ]
+        altered = cls is not type(module) or any(_is_parallel(function) for function in laid_over)
+        if altered and not _is_compiled(module):
             shells.append((module, cls.__new__(cls)))
             memo[id(module)] = shells[-1][1]
+    for module in reversed([*model.modules()]):  # inner ones first
+        if _is_compiled(module):
+            memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
     for module, shell in shells:  # each by itself: fully_shard refuses to be copied, and hooks hold process groups
         kept = {key: value for key, value in module.__dict__.items() if not key.startswith(_COMPOSABLE_STATE)}
+        if _is_parallel(kept.get("forward")):  # transformers lays its own over a module's
+            del kept["forward"]
         for name in _HOOKS:
             kept[name] = type(kept[name])((key, h) for key, h in kept[name].items() if not _is_parallel(h))
         shell.__dict__.update(copy.deepcopy(kept, memo))
     twin = _bare(copy.deepcopy(model, memo))
     for module in twin.modules():
+        for name, value in vars(module).items():
+            if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
+                setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
     return twin
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Run what a model's own code hands to `torch.utils.checkpoint.checkpoint` plainly, once."""
+    names = {"CheckpointFunction": _Plain, "_checkpoint_without_reentrant_generator": _around_nothing}
+    before = {name: getattr(torch.utils.checkpoint, name) for name in names}
+    for name, stand_in in names.items():
+        setattr(torch.utils.checkpoint, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(torch.utils.checkpoint, name, original)
+
+
+class _Plain:
+    """Stands in for the autograd function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _around_nothing(*_args: Any, **_options: Any) -> Iterator[None]:
+    """Stand in for what a checkpoint does before its function and after."""
+    yield
 
 
 def _bare(module: nn.Module) -> nn.Module:
@@ -101,6 +147,11 @@ def _bare(module: nn.Module) -> nn.Module:
     return module
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo")  # where nobody imported it, nothing is compiled
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def _own_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class before `fully_shard` made a subclass of it and of its own mixin."""
     cls = type(module)
@@ -110,7 +161,7 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _is_parallel(thing: Any) -> bool:
-    """Say whether a class or a hook belongs to PyTorch's distributed package."""
+    """Say whether a class, hook or forward belongs to the distributed package of PyTorch or transformers."""
     while isinstance(thing, functools.partial):
         thing = thing.func
-    return str(getattr(thing, "__module__", "")).startswith("torch.distributed.")
+    return str(getattr(thing, "__module__", "")).startswith(("torch.distributed.", "transformers.distributed."))
