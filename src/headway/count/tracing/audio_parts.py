@@ -47,7 +47,14 @@ class AudioFeatures(Part):
         self._probe = Probe(model)
         self._positions: dict[int, int] = {}
         self.token = self._find_token()
-        self.speech = hearing.find(self._config, self.takes, self._ask)
+        self._has_method = self._probe.has(_FEATURES)
+        try:
+            self.speech = hearing.find(self._config, self.takes, self._ask)
+        except TraceError:
+            if not self._has_method:
+                raise
+            self._has_method = False  # it wants the text too, or what a forward does without
+            self.speech = hearing.find(self._config, self.takes, self._ask)
         if self.speech.fixed:
             self.drivers = [f"clips:{self.speech.fixed}"]
         else:
@@ -105,11 +112,8 @@ class AudioFeatures(Part):
     def _ask(self, speech: Speech, frames: int) -> int:
         """Ask the model how many text positions one clip takes."""
         heard = self._heard(speech, 1, frames, hearing.phantom_floats)
-        if self._probe.has(_FEATURES):
-            try:
-                return self._probe.rows(_FEATURES, heard)
-            except hearing.MISFITS:  # it may want the text too
-                pass
+        if self._has_method:
+            return self._probe.rows(_FEATURES, heard)
         text = {"input_ids": torch.full((1, 8), plain_token(self._config))}
         return self._probe.rows_before_text({**text, **heard})
 
