@@ -3,6 +3,11 @@
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
 four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patch_pairs:window:8`.
 Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
+
+What an encoder's convolutions make of its frames follows a slash, since they round: `audio/2` counts ceil(L / 2)
+positions of each clip of L frames, `audio/4:7` those of a stride of 4 whose first position needs 7 frames, and
+`audio/8:1:100` ceil(p / 8) of each piece p of at most 100 frames. `audio_pairs:full/2`, `pairs:cross/2` and
+the like count pairs of such positions.
 """
 
 from __future__ import annotations
@@ -103,6 +108,48 @@ def _fixed_clips(workload: Workload, frames: int) -> int:
     return len(workload.audio)
 
 
+def _fixed_sources(workload: Workload, frames: int) -> int:
+    """Count the sources of an encoder that takes one length only."""
+    read = _read(workload)
+    other = read != frames
+    if other.any():
+        raise WorkloadError(
+            f"A source of {int(read[np.argmax(other)])} frames does not fit this model, whose encoder pads every "
+            f"source to {frames} feature frames and computes them all: give {frames} for each segment, with *N for N."
+        )
+    return len(read)
+
+
+def shorten(lengths: Ints, stride: int, first: int = 1, piece: int = 0) -> Ints:
+    """Count the positions that strided convolutions make of each length.
+
+    Args:
+        lengths: feature frames, shape (N,), each >= 0.
+        stride: frames from one position to the next, over all convolutions.
+        first: frames that the first position needs, beyond padding; 1 where the last position may be partly filled, 0
+            or less where padding alone fills positions.
+        piece: frames after which an encoder starts afresh; 0 where it reads each length whole.
+
+    Source: a convolution gives floor((L + 2 padding - kernel) / stride) + 1 positions (torch.nn.Conv1d), and floors of
+    floors compose: floor((floor((L - f) / s) + 1 - g) / t) = floor((L - f - s (g - 1)) / (s t)).
+
+    >>> shorten(np.array([7, 8, 0]), 2).tolist()
+    [4, 4, 0]
+    """
+    if piece:
+        full = int(shorten(np.array([piece]), stride, first)[0])
+        return lengths // piece * full + shorten(lengths % piece, stride, first)
+    return np.where(lengths > 0, np.maximum((lengths - first) // stride + 1, 0), 0)
+
+
+def _shortened(workload: Workload, *steps: int) -> Workload:
+    """Put in place of each source and clip what convolutions make of it."""
+    audio = shorten(workload.audio, *steps)
+    return Workload(
+        workload.segments, sources=shorten(workload.sources, *steps), audio=audio[audio > 0], past=workload.past
+    )
+
+
 def _after_past(pairs: Callable[..., int], workload: Workload, *parameters: int) -> int:
     """Count a causal mask's pairs whose queries are the segments' tokens and whose keys reach back into the past.
 
@@ -127,12 +174,10 @@ def _full_pairs(workload: Workload) -> int:
 
 def _read(workload: Workload) -> Ints:
     """Return the sources that an encoder reads; those of a segment with a past were read when it began."""
-    return workload.sources[workload.past == 0] if workload.past.size else workload.sources
-
-
-def _groups(lengths: Ints, size: int) -> int:
-    """Count groups of `size`, the last one of each length perhaps partly filled."""
-    return int((-(-lengths // size)).sum())
+    sources = workload.sources
+    return (
+        sources[(sources > 0) & (workload.past == 0)] if workload.past.size and sources.size else sources[sources > 0]
+    )
 
 
 # name, with its separator before a parameter -> (number of parameters, evaluation)
@@ -162,20 +207,30 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "patch_pairs:grid": (0, _grid_pairs),
     "patch_pairs:window:": (1, _window_pairs),
     "sources": (0, lambda w: int(_read(w).sum())),
-    "sources/": (1, lambda w, size: _groups(_read(w), size)),
-    "source_pairs:full": (0, lambda w: masks.full_pairs(_read(w)[_read(w) > 0])),
+    "sources:": (1, _fixed_sources),
+    "source_offsets": (0, lambda w: int((2 * _read(w) - 1).sum())),
+    "source_pairs:full": (0, lambda w: masks.full_pairs(_read(w))),
+    "source_pairs:block:": (1, lambda w, block: masks.full_block_pairs(_read(w), block)),
+    "source_pairs:local:": (2, lambda w, before, after: masks.local_pairs(_read(w), before, after)),
+    "source_pairs:relative": (0, lambda w: masks.relative_pairs(_read(w))),
     "audio": (0, lambda w: int(w.audio.sum())),
-    "audio/": (1, lambda w, size: _groups(w.audio, size)),
+    "audio_offsets": (0, lambda w: int((2 * w.audio - 1).sum())),
     "audio_pairs:full": (0, lambda w: masks.full_pairs(w.audio)),
+    "audio_pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.audio, window)),
+    "audio_pairs:block:": (1, lambda w, block: masks.full_block_pairs(w.audio, block)),
+    "audio_pairs:local:": (2, lambda w, before, after: masks.local_pairs(w.audio, before, after)),
+    "audio_pairs:relative": (0, lambda w: masks.relative_pairs(w.audio)),
     "clips": (0, lambda w: len(w.audio)),
     "clips:": (1, _fixed_clips),
 }
+_STRIDED = ("source", "pairs:cross", "audio")
 _TOWERS = {
     "vision": ("patches", "patch_pairs", "grids", "frames", "lone"),
     "audio": ("audio", "clips"),
     "source": ("source", "pairs:cross"),
 }
 _PARAMETERS = re.compile(r"(.*?)((?<=[:/])\d+(?::\d+)*)?")
+_STEPS = re.compile(r"[1-9]\d*(:-?\d+(:[1-9]\d*)?)?")
 
 
 def parse(driver: str) -> Callable[[Workload], int]:
@@ -189,17 +244,24 @@ def parse(driver: str) -> Callable[[Workload], int]:
     5
     >>> parse("patches/4")(Workload([9], images=[(1, 4, 6)]))
     6
+    >>> parse("audio_pairs:full/2")(Workload([9], audio=[7]))
+    16
     """
     for kind in ("image", "video"):
         if driver.startswith(f"{kind}_"):
             alone = parse(driver.removeprefix(f"{kind}_"))
             return lambda workload: alone(Workload(workload.segments, **{f"{kind}s": getattr(workload, f"{kind}s")}))
+    base, _, steps = driver.partition("/")
+    if base.startswith(_STRIDED) and _STEPS.fullmatch(steps):
+        evaluate, numbers = parse(base), [int(n) for n in steps.split(":")]
+        return lambda workload: evaluate(_shortened(workload, *numbers))
     name, digits = _PARAMETERS.fullmatch(driver).groups()  # type: ignore[union-attr]  # anything matches
     parameters = [int(n) for n in digits.split(":")] if digits else []
     number, function = _DRIVERS.get(name, (-1, None))
     if function is None or number != len(parameters) or 0 in parameters:
         raise CostModelError(
-            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (a number follows each final / or :)."
+            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (a number follows each final / or :), "
+            "and those of audio and sources with what follows a slash, such as audio_pairs:full/2."
         )
     return lambda workload: function(workload, *parameters)
 

@@ -91,6 +91,58 @@ def chunked_pairs(lengths: IntsLike, chunk: int) -> int:
     return int((whole * (c * (c + 1) // 2) + rest * (rest + 1) // 2).sum())
 
 
+def full_block_pairs(lengths: IntsLike, block: int) -> int:
+    """Count pairs of bidirectional attention inside consecutive blocks of each segment.
+
+    Args:
+        lengths: segment lengths [tokens], shape (N,), each >= 1.
+        block: block length [tokens]; the last block of a segment may be shorter.
+
+    Source: with s = q * block + r: q * block^2 + r^2.
+
+    >>> full_block_pairs([5], block=2)
+    9
+    """
+    s = _lengths(lengths)
+    b = _positive(block, "block")
+    return int((s // b * b**2 + (s % b) ** 2).sum())
+
+
+def local_pairs(lengths: IntsLike, before: int, after: int) -> int:
+    """Count pairs of attention in which each query sees its neighbours.
+
+    Args:
+        lengths: segment lengths [tokens], shape (N,), each >= 1.
+        before: keys before the query that it may see [tokens].
+        after: keys after the query that it may see [tokens].
+
+    Source: s for the query itself, and s - d pairs at each distance d from 1 to what is seen on that side.
+
+    >>> local_pairs([4], before=1, after=2)
+    12
+    """
+    s = _lengths(lengths)
+    pairs = s
+    for reach in (before, after):
+        if reach < 0:
+            raise WorkloadError(f"a query sees 0 neighbours or more on each side, got {reach}.")
+        far = np.minimum(s - 1, reach)
+        pairs = pairs + far * s - far * (far + 1) // 2
+    return int(pairs.sum())
+
+
+def relative_pairs(lengths: IntsLike) -> int:
+    """Count pairs of queries with the relative positions of all keys, from s - 1 behind to s - 1 ahead.
+
+    Source: s (2 s - 1); Transformer-XL (Dai et al. 2019), appendix B, in its bidirectional form.
+
+    >>> relative_pairs([3, 2])
+    21
+    """
+    s = _lengths(lengths)
+    return int((s * (2 * s - 1)).sum())
+
+
 def block_pairs(lengths: IntsLike, size: int, most: int) -> int:
     """Count pairs of causal attention in which each query sees its own block and some whole blocks before it.
 

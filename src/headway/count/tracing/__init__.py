@@ -20,6 +20,7 @@ from headway.count.tracing.loops import alike, check_loops, merged
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
 from headway.count.tracing.seams import Seams
+from headway.count.tracing.strides import shortened
 from headway.count.tracing.unwrap import plain_checkpoints
 from headway.errors import TraceError
 
@@ -81,7 +82,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
             runs[1:] = [_run(model, made.arguments(other), backward=True) for other in workloads[1:]]
             break
     windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
-    explained = _explain(runs, workloads, [*made.drivers, *windowed])
+    explained = _explain(runs, workloads, [*made.drivers, *windowed], made.strided)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
@@ -123,12 +124,12 @@ def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
 
 
 def _explain(
-    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str]
+    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str], strided: Sequence[str]
 ) -> list[tuple[Operation, Fitted]]:
     """Find the driver of each operation, or the drivers whose sum it is."""
     check_loops(runs, [workload.tokens for workload in workloads])
-    known = candidates(workloads, names)
     operations = [run.operations for run in runs] if alike(runs) else merged(runs)
+    known = candidates(workloads, [*names, *(shortened(operations, workloads, strided) if strided else ())])
     return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, known)]
 
 

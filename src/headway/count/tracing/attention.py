@@ -59,6 +59,7 @@ def attend(
     driver: str = "",
     extra: tuple[torch.Tensor, ...] = (),
     masked: bool = False,
+    longest: int = 0,
 ) -> torch.Tensor:
     """Record one attention over `pairs` pairs and return its output's shape.
 
@@ -72,6 +73,7 @@ def attend(
         driver: what `pairs` is proportional to, where the seam says it.
         extra: further tensors that the output depends on (attention sinks).
         masked: whether `pairs` come from a mask that names no window.
+        longest: length of the longest piece, where pieces are packed [positions].
 
     Returns:
         Output [..., heads, tokens, v size].
@@ -94,9 +96,9 @@ def attend(
         ("dgrad", 2 * heads * qk, k_from),
     )
     block, unit_flops = recorder.block_of(module), 2 * heads * (qk + vo)
-    operation = recorder.add(
-        Operation(module, "attention", pairs, unit_flops, products, block, driver=driver, masked=masked)
-    )
+    operation = Operation(module, "attention", pairs, unit_flops, products, block, driver=driver, masked=masked)
+    operation.longest = longest
+    recorder.add(operation)
     extras = [t for t in extra if isinstance(t, Phantom)]
     out: torch.Tensor = _Attend.apply(operation, *tensors, *extras)  # type: ignore[no-untyped-call]
     return out
@@ -117,9 +119,10 @@ def _transformers_seam(
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     window = kwargs.get("sliding_window")
-    driver = ""
+    driver, longest = "", 0
     if boundaries is not None:
         lengths = np.diff(boundaries.tolist())
+        longest = int(lengths.max())
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
         picked = _picked(module, path, key.shape[-2], kwargs)
@@ -127,7 +130,7 @@ def _transformers_seam(
     else:
         pairs, driver = plain_pairs(query, key, causal, window)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
-    out = attend(_recorder, path, query, key, value, pairs, driver, extra)
+    out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest=longest)
     return out.transpose(1, 2).contiguous(), None
 
 

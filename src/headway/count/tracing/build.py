@@ -128,15 +128,20 @@ def subconfigs(config: Any) -> list[Any]:
 
 
 def model_class(config: Any) -> Any:
-    """Return the transformers class to train for a configuration: the one it names, else image-text, else causal."""
+    """Return the transformers class to train for a configuration: the one it names, else the richest that there is.
+
+    That is image-text before causal before sequence to sequence and speech; the last two first for encoder-decoders.
+    """
     import transformers
     from transformers.models.auto import modeling_auto
 
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
+    text = [modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING]
+    pairs = [modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING]
     mapping: Any
-    for mapping in (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
+    for mapping in (*pairs, *text) if getattr(config, "is_encoder_decoder", False) else (*text, *pairs):
         if type(config) in mapping:
             return mapping[type(config)]
     raise TraceError(f"transformers has no causal or image-text model for a configuration of {type(config).__name__}.")
@@ -164,6 +169,13 @@ def number_parameters(model: nn.Module) -> list[str]:
         parameter.sources = 1 << i  # type: ignore[attr-defined]  # a Phantom, by construction
         names.append(name)
     return names
+
+
+def run_every_layer(model: nn.Module) -> None:
+    """Switch off LayerDrop, which skips layers of some models at random while they train; their cost is of them all."""
+    for holder in (*model.modules(), *configs(model)):
+        for name in [key for key, value in vars(holder).items() if key.endswith("layerdrop") and value]:
+            setattr(holder, name, 0.0)
 
 
 def configs(model: nn.Module) -> list[Any]:
@@ -210,7 +222,8 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
 
 
 def use_seams(model: nn.Module) -> None:
-    """Point every attention at the recording seams and every expert layer at grouped products."""
+    """Point every attention at the recording seams and every expert layer at grouped products; let every layer run."""
+    run_every_layer(model)
     if configs(model):
         attention.register()
     for config in configs(model):

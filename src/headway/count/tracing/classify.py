@@ -74,6 +74,16 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     return names
 
 
+def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str | None:
+    """Find the outermost module of an encoder that reads sources as floats, hence speech; None if it reads tokens."""
+    sources = [op for op, fit in zip(operations, fitted, strict=True) if fit.driver.startswith("source")]
+    others = {op.module for op in operations} - {op.module for op in sources}
+    path = next((op.module for op in sources if op.from_input), None)
+    while path and not any(_inside(other, [_parent(path)]) for other in others):
+        path = _parent(path)
+    return path
+
+
 def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, str]:
     """Say whose work each module does; of a sum, text's before pictures', and theirs before a source's."""
     found: dict[str, set[str]] = {}
@@ -81,6 +91,9 @@ def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[s
         tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)
         found.setdefault(op.module, set()).add(tower)
     order = ("language", "vision", "audio")
+    encoder = _encoder(operations, fitted)
+    if encoder is not None:
+        found |= {path: {"audio"} for path in found if _inside(path, [encoder])}
     return {path: next((tower for tower in order if tower in towers), "language") for path, towers in found.items()}
 
 

@@ -68,8 +68,14 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}
         if len(ratios) == 1:
             matches.append((driver, ratios.pop()))
-    if matches:  # one that counts these very units, or costs a whole number of FLOPs, where there is one
-        driver, ratio = min(matches, key=lambda match: (match[1] != 1, (unit_flops * match[1]).denominator))
+    if matches:  # one that counts these very units, or pairs for attention, or whole FLOPs, where there is one
+        attends = first.kind == "attention"
+
+        def rank(match: tuple[str, Fraction]) -> tuple[bool, bool, int]:
+            whole = (unit_flops * match[1]).denominator
+            return match[1] != 1, not (attends and "pairs" in match[0] and whole == 1), whole
+
+        driver, ratio = min(matches, key=rank)
         if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
             driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]

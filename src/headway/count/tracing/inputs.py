@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from headway.count.tracing import build
+from headway.count.tracing.audio_parts import AudioFeatures, AudioWaves
 from headway.count.tracing.encoder_parts import SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
@@ -29,11 +30,12 @@ from headway.count.tracing.image_parts import (
     has_tower,
 )
 from headway.count.tracing.lone_parts import LoneFrames
-from headway.count.tracing.parts import WINDOW_SIDES, Part
+from headway.count.tracing.parts import WINDOW_SIDES, Part, plain_token
 from headway.count.tracing.patch_parts import FlattenedPatches, Patches
 from headway.count.tracing.phantom import Phantom
 from headway.count.tracing.protein_parts import Proteins
 from headway.count.tracing.scores import HIDDEN
+from headway.count.tracing.source_parts import SourceFeatures, SourceIds, SourceWaves
 from headway.count.workload import Workload
 from headway.errors import TraceError
 
@@ -54,6 +56,9 @@ _EVERYWHERE = ("attention_mask", "inputs_embeds", "labels", "past_key_values", "
 _TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
 
 PARTS: tuple[type[Part], ...] = (
+    SourceIds,
+    SourceFeatures,
+    SourceWaves,
     Grids,
     SourceFrames,
     TiledFrames,
@@ -66,11 +71,15 @@ PARTS: tuple[type[Part], ...] = (
     VideoFrames,
     FlattenedPatches,
     Proteins,
+    AudioFeatures,
+    AudioWaves,
 )  # a model takes the first that fits for each argument
 
 
 class Inputs:
     """The inputs of a model that takes `input_ids`, with what its towers take.
+
+    Of an encoder-decoder the segment is `decoder_input_ids`, and what the encoder reads is a part.
 
     Args:
         model: a phantom twin, or a real model.
@@ -81,11 +90,12 @@ class Inputs:
 
     def __init__(self, model: nn.Module) -> None:
         self.accepted = inspect.signature(model.forward).parameters
+        self._decoder = "decoder_" if "decoder_input_ids" in self.accepted else ""
         self.parts: list[Part] = []
         for kind in PARTS:
             if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
                 self.parts.append(part)
-        if "input_ids" not in self.accepted and not self.parts:
+        if f"{self._decoder}input_ids" not in self.accepted and not self.parts:
             raise TraceError(
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
                 "input_ids. Give its arguments with trace(model, inputs=...)."
@@ -100,7 +110,8 @@ class Inputs:
         self.drivers += ["segments", "transitions"]
         self._places = build.places(model) or sys.maxsize
         self._lengths = _LENGTHS if self._places > _LENGTHS[-1] else _SHORT_LENGTHS
-        self._plain_token = _plain_token(getattr(model, "config", None))
+        self._plain_token = plain_token(getattr(model, "config", None))
+        self.strided = [name for part in self.parts for name in part.strided]
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan four single-segment workloads that no two drivers treat alike.
@@ -142,8 +153,8 @@ class Inputs:
             return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
 
         batch: dict[str, Any] = {
-            "input_ids": torch.full((1, workload.tokens), self._plain_token),
-            "position_ids": torch.arange(workload.tokens)[None],
+            f"{self._decoder}input_ids": torch.full((1, workload.tokens), self._plain_token),
+            f"{self._decoder}position_ids": torch.arange(workload.tokens)[None],
             "lang_ids": torch.zeros(1, dtype=torch.long),
             "use_cache": False,
         }
@@ -164,6 +175,7 @@ class GivenInputs:
 
     def __init__(self, function: Callable[[Workload], Any]) -> None:
         self._function = function
+        self.strided: list[str] = []
         self.drivers = ["tokens", "pairs:causal", "pairs:full"]
         self.drivers += ["patches", "patch_pairs:frame", "patch_pairs:grid", "patches/4", "patches/16", "frames"]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
@@ -204,6 +216,7 @@ class ExampleInputs:
     """
 
     drivers = ("segments",)
+    strided = ()
 
     def __init__(self, example: Any) -> None:
         self._example = example
@@ -314,16 +327,3 @@ def _next_prime(n: int) -> int:
     while any(n % d == 0 for d in range(2, int(n**0.5) + 1)):
         n += 1
     return n
-
-
-def _plain_token(config: Any) -> int:
-    """Pick a token number that means nothing special to the model, nor to any tower of it."""
-    parts: list[Any] = [config] if config is not None else []
-    special: set[int] = set()
-    while parts:
-        part = parts.pop()
-        special |= {
-            v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
-        }
-        parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
-    return next(token for token in range(1, len(special) + 2) if token not in special)  # 0 often means padding

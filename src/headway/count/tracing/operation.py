@@ -26,6 +26,25 @@ class Operand:
         return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
 
 
+@dataclass(frozen=True)
+class Window:
+    """What a convolution does along one direction.
+
+    Attributes:
+        read: positions of its input.
+        made: positions of its output.
+        span: input positions that one output position reads, holes included.
+        stride: input positions from one output position to the next.
+        padding: positions added on each side.
+    """
+
+    read: int
+    made: int
+    span: int
+    stride: int
+    padding: int
+
+
 @dataclass
 class Operation:
     """One product that forward ran.
@@ -46,6 +65,8 @@ class Operation:
         masked: whether its pairs come from a mask that names no window.
         scored: earlier products that its scores were made from.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
+        windows: of a convolution, what it does along each direction.
+        longest: of attention over packed pieces, the length of the longest [positions].
     """
 
     module: str
@@ -64,6 +85,8 @@ class Operation:
     masked: bool = False
     scored: list[Operation] = field(default_factory=list)
     executed_flops: int = 0
+    windows: tuple[Window, ...] = ()
+    longest: int = 0
 
     @property
     def forward_flops(self) -> int:

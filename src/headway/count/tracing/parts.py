@@ -23,10 +23,12 @@ class Part(ABC):
     Attributes:
         takes: the forward argument that carries them, such as `pixel_values`.
         drivers: what its tower's costs may be proportional to.
+        strided: drivers that count what the tower's convolutions make of its frames, up to the slash.
     """
 
     takes: ClassVar[str]
     drivers: Sequence[str]
+    strided: Sequence[str] = ()
 
     @classmethod
     @abstractmethod
@@ -44,3 +46,16 @@ class Part(ABC):
     @abstractmethod
     def fill(self, batch: dict[str, Any], start: int, workload: Workload, floats: Floats) -> None:
         """Add the arguments, and the tokens from `batch["input_ids"][0, start]` on."""
+
+
+def plain_token(config: Any) -> int:
+    """Pick a token number that means nothing special to the model, nor to any tower of it."""
+    parts: list[Any] = [config] if config is not None else []
+    special: set[int] = set()
+    while parts:
+        part = parts.pop()
+        special |= {
+            v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
+        }
+        parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    return next(token for token in range(1, len(special) + 2) if token not in special)  # 0 often means padding

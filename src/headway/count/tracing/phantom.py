@@ -106,6 +106,15 @@ def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Pha
     return Phantom(tensor.detach().to("meta"), sources, fed)
 
 
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a new buffer of floats a constant, so that activations may be written into it."""
+    if not tensor.is_floating_point() or tensor.device.type != "cpu" or not 0 < tensor.numel() <= _LARGEST_KNOWN:
+        return tensor
+    made = phantom(tensor)
+    made.known = tensor
+    return made
+
+
 class Recording:
     """While entered, hands operations on phantoms to `on_dispatch`, results of what is no product to `on_result`."""
 

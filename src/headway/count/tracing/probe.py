@@ -56,10 +56,45 @@ class Probe:
             output = output["last_hidden_state"] if pooled is None else pooled
         return _rows(output)
 
+    def rows_before_text(self, arguments: dict[str, Any]) -> int:
+        """Count the rows that the last part of a model to finish before its text gives; the text may then fail.
+
+        Args:
+            arguments: the forward's, whose text holds no token for what the towers read.
+        """
+        rows: list[int] = []
+        running: list[nn.Module] = []
+        model: Any = self._model
+        base = getattr(model, model.base_model_prefix, model)
+
+        def start(part: nn.Module, _args: Any) -> None:
+            running.append(part)
+
+        def finish(_part: nn.Module, _args: Any, output: Any) -> None:
+            running.pop()
+            output = output.get("last_hidden_state") if isinstance(output, dict) else output
+            rows.append(_rows(output))
+
+        hooks = [child.register_forward_pre_hook(start) for child in base.children()]
+        hooks += [child.register_forward_hook(finish) for child in base.children()]
+        try:
+            self._run(self._model, arguments)
+        except Exception:
+            if running or not rows:  # it was a part that failed, not the text that misses its tokens
+                raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return rows[-1]
+
     def prepended(self, arguments: dict[str, Any]) -> int:
         """Count the positions that the model puts before its text: those of its logits beyond the tokens given."""
         logits = self._run(self._model, arguments).logits
         return int(logits.shape[1] - arguments["input_ids"].shape[1])
+
+    def run(self, arguments: dict[str, Any]) -> Any:
+        """Run the whole model forward."""
+        return self._run(self._model, arguments)
 
     def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with Recorder(self._model, lambda _: "") as recorder, Seams(recorder), torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from headway.count.tracing.operation import Operand, Operation
+from headway.count.tracing.operation import Operand, Operation, Window
 from headway.count.tracing.phantom import aten
 
 if TYPE_CHECKING:
@@ -134,7 +134,16 @@ def _convolution(recorder: Recorder, args: tuple[Any, ...], out: Any) -> Operati
     units = positions.shape[0] * math.prod(positions.shape[2:])
     # weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) when transposed: the work per position
     a, b = Operand.of(x), Operand.of(weight)
-    return _product(recorder, "convolution", units, 2 * weight.numel(), a, b, tuple(weight.shape))
+    operation = _product(recorder, "convolution", units, 2 * weight.numel(), a, b, tuple(weight.shape))
+    if not transposed:
+        strides, paddings, dilations = args[3:6]
+        operation.windows = tuple(
+            Window(read, made, dilation * (kernel - 1) + 1, stride, padding)
+            for read, made, kernel, stride, padding, dilation in zip(
+                x.shape[2:], out.shape[2:], weight.shape[2:], strides, paddings, dilations, strict=True
+            )
+        )
+    return operation
 
 
 def _experts(recorder: Recorder, args: tuple[Any, ...], _out: Any) -> Operation:

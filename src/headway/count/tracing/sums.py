@@ -39,7 +39,7 @@ def sum_of_drivers(
         Drivers with their factors; empty where no sum fits.
     """
     for (one, xs), (other, ys) in itertools.permutations(known.items(), 2):
-        if other.startswith(_ADDED) and (factors := _solved(units, (xs, ys))):
+        if other.startswith(_ADDED) and not other.startswith("sources/") and (factors := _solved(units, (xs, ys))):
             return list(zip((one, other), factors, strict=True))
     for names in _triples(known, squares=squares):
         factors = _solved(units, [known[name] for name in names])

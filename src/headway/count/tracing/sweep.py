@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from headway.count.conventions.verl import LISTED_TYPES
-from headway.count.tracing import build, defaults, trace
+from headway.count.tracing import audio_defaults, build, defaults, trace
 from headway.count.tracing.inputs import Inputs
 from headway.count.workload import Workload
 from headway.errors import HeadwayError, TraceError
@@ -86,6 +86,7 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
         config.architectures = [class_name]
         defaults.fit_defaults(config)
         defaults.fit_sections(config, build.twin_of_config(config))
+        audio_defaults.fit_audio(config)
         build.twin_of_config(config)
     except Exception as error:  # noqa: BLE001  # any failure of foreign code is a result here
         return failed("not built", error)
