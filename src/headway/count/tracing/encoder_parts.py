@@ -48,8 +48,7 @@ class SourceFrames(Frames):
 
     def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
         """Add pixels, and the encoder's tokens beside the decoder's."""
-        segment = batch.setdefault("decoder_input_ids", batch["input_ids"])
-        batch.setdefault("decoder_position_ids", batch["position_ids"])
+        segment = batch["decoder_input_ids"]
         length = int(workload.sources.sum())
         batch["input_ids"], batch["position_ids"] = segment[:, :1].repeat(1, length), torch.arange(length)[None]
         super().fill(batch, 0, workload, floats)

@@ -90,7 +90,7 @@ class Inputs:
 
     def __init__(self, model: nn.Module) -> None:
         self.accepted = inspect.signature(model.forward).parameters
-        self._decoder = "decoder_" if "decoder_input_ids" in self.accepted else ""
+        self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
         self.parts: list[Part] = []
         for kind in PARTS:
             if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
@@ -152,8 +152,10 @@ class Inputs:
                 return torch.randn(tuple(shape))
             return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
 
+        ids = torch.full((1, workload.tokens), self._plain_token)
         batch: dict[str, Any] = {
-            f"{self._decoder}input_ids": torch.full((1, workload.tokens), self._plain_token),
+            "input_ids": ids,
+            f"{self._decoder}input_ids": ids,
             f"{self._decoder}position_ids": torch.arange(workload.tokens)[None],
             "lang_ids": torch.zeros(1, dtype=torch.long),
             "use_cache": False,

@@ -136,7 +136,8 @@ def _convolution(recorder: Recorder, args: tuple[Any, ...], out: Any) -> Operati
     a, b = Operand.of(x), Operand.of(weight)
     operation = _product(recorder, "convolution", units, 2 * weight.numel(), a, b, tuple(weight.shape))
     if not transposed:
-        strides, paddings, dilations = args[3:6]
+        spatial = x.dim() - 2
+        strides, paddings, dilations = (given * spatial if len(given) == 1 else given for given in args[3:6])
         operation.windows = tuple(
             Window(read, made, dilation * (kernel - 1) + 1, stride, padding)
             for read, made, kernel, stride, padding, dilation in zip(

@@ -54,7 +54,7 @@ class SourceIds(Part):
     def of(cls, model: Any) -> SourceIds | None:
         """Read the part from a model's signature."""
         accepted = inspect.signature(model.forward).parameters
-        return cls(model.config) if {"input_ids", "decoder_input_ids"} <= accepted.keys() else None
+        return cls(model.config) if {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys() else None
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one source, longer than any window of the encoder from the second run on."""
