@@ -44,9 +44,9 @@ class LineFile:
             raise
 
     @property
-    def closed(self) -> bool:
-        """Whether the file has been closed."""
-        return self._file.closed
+    def is_empty(self) -> bool:
+        """Whether the file holds no line."""
+        return os.fstat(self._file.fileno()).st_size == 0
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append an object as one line.
