@@ -1,4 +1,4 @@
-"""What the pages on other tools' numbers show is what happens; sessions on a log file are not run: it is not kept."""
+"""What the pages show is what happens; sessions on a log file are not run: it is not kept."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["conventions.md", "what-the-numbers-mean.md"]
+PAGES = ["conventions.md", "goodput.md", "trackers.md", "what-the-numbers-mean.md"]
 BLOCKS = [
     block
     for page in PAGES

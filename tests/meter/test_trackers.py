@@ -204,6 +204,17 @@ def test_an_active_wandb_run_is_joined_and_left_open(tmp_path, wandb_offline):
     ]
 
 
+def test_a_loop_that_gives_wandb_its_own_steps_loses_no_row(tmp_path, wandb_offline):
+    with wandb_offline.init(project="theirs") as run, open_sink("wandb") as sink:
+        for step in range(1, 7):
+            run.log({"loss": 1.0 / step}, step=step)
+            if step % 3 == 0:
+                sink.write({"step": step, "mfu": 0.25})
+    rows = wandb_history(tmp_path)
+    assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1.0 / step) for step in range(1, 7)]
+    assert [row["_step"] for row in rows if row.get("headway/mfu") == 0.25] == [3, 6]
+
+
 def test_wandb_asks_nobody_to_log_in(monkeypatch, wandb_offline):
     monkeypatch.setenv("WANDB_MODE", "online")
     wandb_offline.teardown()
