@@ -87,7 +87,7 @@ def test_a_second_process_is_refused_an_exclusive_file(tmp_path):
         "LineFile(pathlib.Path(sys.argv[1]), exclusive=True)"
     )
     refused = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
-    assert "ConfigError: another process is writing to" in refused.stderr
+    assert "is being written to, by another process" in refused.stderr
     held.close()
     subprocess.run([sys.executable, "-c", code, path], check=True)
 

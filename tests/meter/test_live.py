@@ -3,8 +3,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from headway.errors import UsageError
+from headway.errors import ConfigError, UsageError
 from headway.meter.live import LiveSink
+from headway.meter.sinks import open_sink
 
 
 def record(step, **more):
@@ -50,6 +51,14 @@ def test_a_terminal_shows_one_panel_that_holds_the_last_record():
     for word in ("step", "2", "MFU", "41.2 %", "12,800", "1.2500", "7.1 %"):
         assert word in last
     assert "\x1b[?25h" in last  # the cursor is back
+
+
+def test_the_steps_of_the_run_can_be_given_in_words(capsys):
+    with open_sink("live:40") as sink:
+        sink.write({"step": 3, "mfu": 0.5})
+    assert capsys.readouterr().err == "step 3 of 40  MFU 50.0 %\n"
+    with pytest.raises(ConfigError, match="live:soon names no number of steps"):
+        open_sink("live:soon")
 
 
 def test_every_nought_records_is_refused():

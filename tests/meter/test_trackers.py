@@ -346,6 +346,22 @@ def test_a_scrape_gives_the_last_record_of_the_jsonl(tmp_path):
     }
 
 
+def test_a_server_that_asks_for_openmetrics_gets_the_same():
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    with open_sink("prometheus:127.0.0.1:0") as sink:
+        sink.write(RECORDS[0])
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{sink.port}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            text = answer.read().decode()
+        plain = scrape(sink.port)
+    assert text.endswith("# EOF\n")
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.name: (sample.labels, sample.value) for sample in samples} == plain
+
+
 def test_a_scrape_is_possible_before_the_first_record_and_of_what_is_not_finite():
     with open_sink("prometheus:127.0.0.1:0") as sink:
         assert scrape(sink.port) == {}

@@ -41,7 +41,7 @@ class Goodput:
         wall_clock: seconds since 1970 [s].
 
     Raises:
-        ConfigError: the file cannot be written, is something else, or another process keeps it.
+        ConfigError: the file cannot be written, is something else, or is kept by somebody already.
         UsageError: `heartbeat_s` is not a duration.
 
     >>> ledger = Goodput("run/goodput.jsonl")       # doctest: +SKIP

@@ -22,10 +22,10 @@ class LineFile:
 
     Args:
         path: the file; made, with its folder, if it is not there.
-        exclusive: refuse a file that another process holds open in this way.
+        exclusive: refuse a file that is open in this way already, in this process or another.
 
     Raises:
-        ConfigError: the file cannot be opened, is not one of JSON lines, or is held by another process.
+        ConfigError: the file cannot be opened, is not one of JSON lines, or is held already.
     """
 
     def __init__(self, path: Path, *, exclusive: bool = False) -> None:
@@ -69,8 +69,8 @@ class LineFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"another process is writing to {self.path}. Let one process, such as rank 0, keep it, or "
-                "wait until the other has ended, or give another path."
+                f"{self.path} is being written to, by another process or another part of this one. Let one, such as "
+                "rank 0, keep it, or wait until the other has closed it, or give another path."
             ) from error
         except OSError as error:
             warnings.warn(

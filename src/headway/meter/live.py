@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from headway.errors import UsageError
+from headway.errors import ConfigError, UsageError
 from headway.meter.sinks import Sink, flatten
 from headway.report import format_count, format_duration, format_share
 
@@ -42,6 +42,13 @@ class LiveSink(Sink):
         self._live: Live | None = None
         self._num_records = 0
         self._first: tuple[int, float] | None = None
+
+    @classmethod
+    def parse(cls, place: str) -> "LiveSink":
+        """Open from "" or "STEPS"."""
+        if place and not place.isdecimal():
+            raise ConfigError(f"live:{place} names no number of steps; give live, or live:1000 to see the time left.")
+        return cls(int(place) if place else None)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Show a record."""

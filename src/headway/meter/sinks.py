@@ -211,8 +211,8 @@ def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
 
     Args:
         spec: "jsonl:FILE", "csv:FILE", "tensorboard:FOLDER", "wandb[:[ENTITY/]PROJECT]",
-            "mlflow[:[URI][#EXPERIMENT]]", "prometheus:[HOST:]PORT" or "live"; a path that ends in .jsonl or .csv; or a
-            sink, which is given back.
+            "mlflow[:[URI][#EXPERIMENT]]", "prometheus:[HOST:]PORT" or "live[:STEPS]" with the steps of the whole
+            run; a path that ends in .jsonl or .csv; or a sink, which is given back.
         rank: rank of this process among those that train, for Prometheus' label.
 
     Raises:
@@ -225,7 +225,7 @@ def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
     if isinstance(spec, Path):
         spec = f"{spec.suffix.removeprefix('.')}:{spec}" if spec.suffix in {".jsonl", ".csv"} else str(spec)
     kind, _, place = spec.partition(":")
-    if kind not in _FORMS or (not place and kind in _NEEDS_PLACE) or (place and kind == "live"):
+    if kind not in _FORMS or (not place and kind in _NEEDS_PLACE):
         raise ConfigError(
             f"{spec!r} is not a place for records. Give one of {', '.join(_FORMS.values())}, or a path that ends in "
             ".jsonl or .csv."
@@ -237,7 +237,7 @@ def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
     elif kind == "live":
         from headway.meter.live import LiveSink
 
-        sink = LiveSink()
+        sink = LiveSink.parse(place)
     else:
         from headway.meter import trackers
 
@@ -259,7 +259,7 @@ _FORMS = {
     "wandb": "wandb[:[ENTITY/]PROJECT]",
     "mlflow": "mlflow[:[URI][#EXPERIMENT]]",
     "prometheus": "prometheus:[HOST:]PORT",
-    "live": "live",
+    "live": "live[:STEPS]",
 }
 _NEEDS_PLACE = {"jsonl", "csv", "tensorboard", "prometheus"}
 
