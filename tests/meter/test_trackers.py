@@ -300,6 +300,36 @@ def test_a_resumed_process_goes_on_with_the_mlflow_run_that_is_named(mlflow_uri,
     assert (series, status) == (by_tag(RECORDS[:2]), "FINISHED")
 
 
+@pytest.mark.slow
+@mlflow_warning
+def test_an_mlflow_run_that_takes_no_more_costs_a_warning_and_no_other_sink(mlflow_uri, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    sink = open_sink(f"mlflow:{mlflow_uri}#packing")
+    path = tmp_path / "metrics.jsonl"
+    sinks = Sinks.open([sink, path])
+    MlflowClient(mlflow_uri).delete_run(sink.run_id)
+    sinks.write(RECORDS[0])  # a thread finds out
+    with pytest.warns(RuntimeWarning, match="MlflowSink failed: MlflowException: .*must be in the 'active' state"):
+        sinks.close()
+    assert len(read_jsonl(path)) == 1
+
+
+@pytest.mark.slow
+@mlflow_warning
+def test_mlflow_failures_are_raised_by_the_next_write(mlflow_uri):
+    from mlflow.tracking import MlflowClient
+
+    sink = open_sink(f"mlflow:{mlflow_uri}#packing")
+    MlflowClient(mlflow_uri).delete_run(sink.run_id)
+    sink.write(RECORDS[0])
+    (found_out,) = sink._pending
+    assert found_out.exception(timeout=60) is not None
+    with pytest.raises(Exception, match="must be in the 'active' state"):
+        sink.write(RECORDS[1])
+    sink.close()
+
+
 @mlflow_warning
 def test_an_mlflow_store_that_cannot_be_opened_is_an_error():
     with pytest.raises(ConfigError, match=r"MLflow cannot be opened: .*ftp"):

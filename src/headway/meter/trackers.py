@@ -10,7 +10,9 @@ import os
 import re
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from headway.errors import ConfigError, UsageError
 from headway.meter.sinks import Sink, flatten
 
 PREFIX = "headway"
+_MAX_PENDING = 1000  # records that may wait for MLflow
 
 
 def tracked(record: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str, str]]:
@@ -172,7 +175,8 @@ class MlflowSink(_Tracker):
     """Metrics and tags in an MLflow run: the one that is active, or a new one, which `close` then ends.
 
     The active run is used only if no store is named; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID
-    hold where nothing else is said.
+    hold where nothing else is said. A thread does the writing, as a server that does not answer is asked again for
+    minutes; what fails there is raised by the next `write`, or by `close`, which waits for the thread.
 
     Args:
         uri: tracking store, such as sqlite:///runs.db or http://server:5000.
@@ -202,6 +206,9 @@ class MlflowSink(_Tracker):
                 experiment_id = found.experiment_id if found else self._client.create_experiment(name)
                 run_id = self._client.create_run(experiment_id).info.run_id
             self.run_id: str = run_id
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-mlflow")
+        self._pending: deque[Future[None]] = deque()
+        self._has_failed = False
 
     @classmethod
     def parse(cls, place: str) -> "MlflowSink":
@@ -214,10 +221,26 @@ class MlflowSink(_Tracker):
 
         now_ms = time.time_ns() // 1_000_000
         metrics = [Metric(name, number, now_ms, step) for name, number in numbers.items()]
-        self._client.log_batch(self.run_id, metrics, tags=[RunTag(name, text) for name, text in texts.items()])
+        tags = [RunTag(name, text) for name, text in texts.items()]
+        self._raise_failure()
+        if len(self._pending) >= _MAX_PENDING:
+            self._has_failed = True
+            raise TimeoutError(f"{_MAX_PENDING} records wait to be written; the store does not keep up")
+        self._pending.append(self._worker.submit(self._client.log_batch, self.run_id, metrics, tags=tags))
+
+    def _raise_failure(self) -> None:
+        while self._pending and self._pending[0].done():
+            error = self._pending.popleft().exception()
+            if error is not None:
+                self._has_failed = True
+                raise error
 
     def close(self) -> None:
-        """End the run if it was started here."""
+        """Write what is waiting, and end the run if it was started here; after a failure, let go of it as it is."""
+        self._worker.shutdown(wait=not self._has_failed, cancel_futures=self._has_failed)
+        if self._has_failed:
+            return
+        self._raise_failure()
         if self._is_own:
             self._client.set_terminated(self.run_id)
             self._is_own = False
