@@ -152,7 +152,7 @@ def test_rows_merge_by_name_and_driver_when_counts_add():
         (lambda: TEXT.freeze(["visoin"]), UsageError, "--freeze visoin matches no parameter"),
         (lambda: TEXT.lora(0), UsageError, "rank must be at least 1"),
         (lambda: TEXT.lora(4, ["qproj"]), UsageError, "it has .*q_proj"),
-        (lambda: TEXT.count(Workload([9]), recompute="layers.1"), UsageError, "matches no block"),
+        (lambda: TEXT.count(Workload([9]), recompute="layers.1"), UsageError, "matches nothing of qwen3-8b"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(call, error, message):

@@ -43,6 +43,15 @@ AudioOption = Annotated[
     typer.Option(metavar="L*N,L,...", help="Audio clips that lie in the segments [feature frames]; *N repeats one."),
 ]
 
+PastOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="L*N,L,...",
+        help="Cached tokens before each segment, with --forward-only [tokens]; a decode step of 64 sequences is "
+        "--segments 1*64 --past 4096*64.",
+    ),
+]
+
 SlotsOption = Annotated[
     int | None,
     typer.Option(
@@ -78,8 +87,9 @@ LoraOption = Annotated[
 RecomputeOption = Annotated[
     str,
     typer.Option(
-        metavar="none|full|PATTERN",
-        help="Activation checkpointing: blocks whose forward runs twice. Counted apart, never in the total.",
+        metavar="none|full|CHOICE",
+        help="Activation checkpointing: what runs forward twice, counted apart, never in the total. A choice joins "
+        "reentrant, every:N, patterns of blocks (model.layers.*) and parts (attention, -mlp); see docs/counting.md.",
     ),
 ]
 

@@ -54,10 +54,13 @@ def with_adapters(model: CostModel, rank: int, modules: set[str]) -> CostModel:
                 needs |= a | b
         return needs
 
+    # B saves what A made, so checkpointing a block runs all of it again up to its last A
+    last = {row.block: i for i, row in enumerate(model.rows) if row.module in hosts and row.block}
     rows: list[Row] = []
-    for row in model.rows:
+    for i, row in enumerate(model.rows):
+        again = row.recomputed or i <= last.get(row.block, -1)
         gradients = tuple(replace(g, needs=extend(g.needs)) if g.phase == "dgrad" else g for g in row.gradients)
-        rows.append(replace(row, gradients=gradients))
+        rows.append(replace(row, gradients=gradients, recomputed=again))
         if row.module not in hosts or row.features is None:
             continue
         fan_in, fan_out = row.features
@@ -71,6 +74,7 @@ def with_adapters(model: CostModel, rank: int, modules: set[str]) -> CostModel:
         down, up = 2 * fan_in * rank * calls, 2 * rank * fan_out * calls
         grads_a = (Gradient("wgrad", down, a), *([Gradient("dgrad", down, upstream)] if upstream else []))
         grads_b = (Gradient("wgrad", up, b), Gradient("dgrad", up, a | upstream))
-        rows.append(replace(row, module=f"{row.module}.lora_A", forward=down, gradients=grads_a, features=None))
-        rows.append(replace(row, module=f"{row.module}.lora_B", forward=up, gradients=grads_b, features=None))
+        beside = replace(row, module=f"{row.module}.lora_A", forward=down, gradients=grads_a, features=None)
+        rows.append(replace(beside, recomputed=again))
+        rows.append(replace(beside, module=f"{row.module}.lora_B", forward=up, gradients=grads_b))
     return replace(model, rows=tuple(rows), parameters=tuple(parameters))

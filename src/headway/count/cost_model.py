@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headway.count import drivers
 from headway.count.flop_count import FlopCount, FlopRow
+from headway.count.recompute import run_again
 from headway.errors import UsageError, WorkloadError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Row:
 
     Attributes:
         module: dotted path of the module that ran it.
-        op: `linear`, `matmul`, `convolution`, `experts` or `attention`.
+        op: `linear`, `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
         component: such as `language.mlp`.
         driver: what its cost is proportional to (see `headway.count.drivers`).
         forward: FLOPs per unit of the driver.
@@ -164,30 +165,68 @@ class CostModel:
 
         Args:
             workload: what the step computes.
-            recompute: activation checkpointing: `none`, `full`, or a pattern of block names such as `model.layers.*`.
-            forward_only: leave the backward out (inference, prefill).
+            recompute: activation checkpointing: `none`, `full`, or a choice of blocks and parts of them such as
+                `every:2` or `full,-attention`; see `headway.count.recompute`.
+            forward_only: leave the backward out (evaluation, prefill, decode steps).
             by: one row per component, or per module with layer numbers folded into `*`.
 
         Returns:
             FLOPs by name and driver; exact.
 
         Raises:
-            WorkloadError: images or audio for a model without a tower for them, a grid that it cannot merge, or no
-                sources for a model that reads an encoder.
-            UsageError: the recompute pattern matches no block.
+            WorkloadError: images or audio for a model without a tower for them, a grid that it cannot merge, no
+                sources for a model that reads an encoder, or a past where backward is counted too.
+            UsageError: a term of the recomputation matches nothing.
         """
-        self._check_towers(workload)
+        units = self._units(workload, forward_only)
         table = self._tables.get((by, recompute, forward_only))
         if table is None:
             table = self._tables[by, recompute, forward_only] = self._coefficients(by, recompute, forward_only)
-        units = {driver: evaluate(workload) for driver, evaluate in self._evaluators.items()}
-        return FlopCount(
-            tuple(
-                FlopRow(name, driver, n * forward, n * dgrad, n * wgrad, n * again)
-                for name, driver, forward, dgrad, wgrad, again in table
-                if (n := units[driver])
+        return _times(table, units)
+
+    def count_stages(
+        self, workload: Workload, starts: Sequence[str], *, recompute: str = "none", forward_only: bool = False
+    ) -> list[FlopCount]:
+        """Count each pipeline stage's share of a step; the shares add up to `count`.
+
+        Args:
+            workload: what the step computes.
+            starts: the module with which each stage but the first begins, in the order of forward, such as
+                `model.layers.18`. What runs before the first start (vision towers, embeddings) is the first stage's.
+            recompute: as for `count`.
+            forward_only: as for `count`.
+
+        Raises:
+            WorkloadError: as for `count`.
+            UsageError: a start runs nothing that counts, or runs before the one that it follows.
+        """
+        units = self._units(workload, forward_only)
+        cuts = [0]
+        for start in starts:
+            cut = next((i for i, row in enumerate(self.rows) if f"{row.module}.".startswith(f"{start}.")), -1)
+            if cut <= cuts[-1]:
+                reason = "runs nothing that counts" if cut < 0 else "leaves the stage before it empty"
+                raise UsageError(
+                    f"A stage cannot start with {start!r}, which {reason} in {self.name}. Name modules in the order of "
+                    f"forward, such as {self.rows[-1].module!r}."
+                )
+            cuts.append(cut)
+        ends = [*cuts[1:], len(self.rows)]
+        return [
+            _times(self._coefficients("component", recompute, forward_only, first, end), units)
+            for first, end in zip(cuts, ends, strict=True)
+        ]
+
+    def _units(self, workload: Workload, forward_only: bool) -> dict[str, int]:
+        """Evaluate every driver on a workload that fits the model."""
+        if len(workload.past) and not forward_only:
+            raise WorkloadError(
+                f"The workload has {int(workload.past.sum())} past tokens, whose keys and values are cached: no "
+                "gradient reaches them, so there is no training step to count. Count with forward_only, or leave the "
+                "past out."
             )
-        )
+        self._check_towers(workload)
+        return {driver: evaluate(workload) for driver, evaluate in self._evaluators.items()}
 
     def _check_towers(self, workload: Workload) -> None:
         """Refuse a workload that holds what the model has no tower for, or that lacks what its encoder reads."""
@@ -213,31 +252,21 @@ class CostModel:
                 f"[tokens or feature frames] for each of the {workload.num_segments} segments."
             )
 
-    def _coefficients(self, by: By, recompute: str, forward_only: bool) -> _Coefficients:
-        blocks = self._checkpointed(recompute) if not forward_only else set()
+    def _coefficients(
+        self, by: By, recompute: str, forward_only: bool, first: int = 0, end: int | None = None
+    ) -> _Coefficients:
+        again = run_again(self.rows, self._trained, recompute, self.name) if not forward_only else set()
         sums: dict[tuple[str, str], list[int]] = {}
-        for row in self.rows:
+        for i, row in enumerate(self.rows[first:end], first):
             name = row.component if by == "component" else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.module)
             entry = sums.setdefault((name, row.driver), [0, 0, 0, 0])
             entry[0] += row.forward
             for gradient in row.gradients if not forward_only else ():
                 if gradient.needs & self._trained:
                     entry[1 if gradient.phase == "dgrad" else 2] += gradient.flops
-            if row.recomputed and row.block in blocks:
+            if i in again:
                 entry[3] += row.forward
         return [(name, driver, *entry) for (name, driver), entry in sums.items()]  # type: ignore[misc]  # four entries
-
-    def _checkpointed(self, recompute: str) -> set[str]:
-        """Name the blocks that run forward twice: those that match and whose backward runs at all."""
-        if recompute == "none":
-            return set()
-        blocks = {row.block for row in self.rows if row.block}
-        chosen = blocks if recompute == "full" else {b for b in blocks if fnmatch.fnmatchcase(b, recompute)}
-        if not chosen:
-            some = ", ".join(sorted(blocks)[:3]) or "none"
-            raise UsageError(f"--recompute {recompute} matches no block of {self.name}; its blocks are {some}, ...")
-        live = {row.block for row in self.rows if any(g.needs & self._trained for g in row.gradients)}
-        return chosen & live
 
     def freeze(self, patterns: Iterable[str]) -> CostModel:
         """Return this model with the parameters that match frozen.
@@ -281,6 +310,16 @@ class CostModel:
         from headway.count.adapters import targets_of, with_adapters
 
         return with_adapters(self, rank, targets_of(self, targets))
+
+
+def _times(table: _Coefficients, units: dict[str, int]) -> FlopCount:
+    return FlopCount(
+        tuple(
+            FlopRow(name, driver, n * forward, n * dgrad, n * wgrad, n * again)
+            for name, driver, forward, dgrad, wgrad, again in table
+            if (n := units[driver])
+        )
+    )
 
 
 def _matches(parameter: Parameter, pattern: str) -> bool:

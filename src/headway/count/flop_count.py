@@ -71,6 +71,38 @@ class FlopCount:
         part = sum(row.total for row in self.rows if row.name == prefix or row.name.startswith(prefix + "."))
         return part / self.total if self.total else 0.0
 
+    def split(self, ranks: int) -> list[FlopCount]:
+        """Share the work evenly among ranks that hold one model together (tensor, sequence or expert parallel).
+
+        Args:
+            ranks: how many share it, >= 1.
+
+        Returns:
+            One count per rank; they add up to this one exactly, and differ by at most 1 FLOP in each phase of a row.
+
+        Raises:
+            UsageError: there are no ranks.
+
+        >>> [part.forward for part in FlopCount((FlopRow("language.mlp", "tokens", forward=10),)).split(4)]
+        [3, 3, 2, 2]
+        """
+        if ranks < 1:
+            raise UsageError(f"{ranks} ranks cannot share a step: give 1 or more.")
+        return [
+            replace(
+                self,
+                rows=tuple(
+                    FlopRow(
+                        row.name,
+                        row.driver,
+                        *((n + ranks - 1 - i) // ranks for n in (row.forward, row.dgrad, row.wgrad, row.recompute)),
+                    )
+                    for row in self.rows
+                ),
+            )
+            for i in range(ranks)
+        ]
+
     def __add__(self, other: FlopCount) -> FlopCount:
         if not isinstance(other, FlopCount):
             return NotImplemented

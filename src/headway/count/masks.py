@@ -91,6 +91,25 @@ def chunked_pairs(lengths: IntsLike, chunk: int) -> int:
     return int((whole * (c * (c + 1) // 2) + rest * (rest + 1) // 2).sum())
 
 
+def compressed_pairs(lengths: IntsLike, rate: int, most: int | None = None) -> int:
+    """Count pairs of queries and compressed keys, of which each stands for `rate` tokens that lie before the query.
+
+    Args:
+        lengths: segment lengths [tokens], shape (N,), each >= 1.
+        rate: tokens in one compressed key; a rest that fills none is not compressed.
+        most: compressed keys that each query keeps at most; all when None.
+
+    Source: sum over t of min(floor(t / rate), most); DeepSeek-V4's compressed sparse attention.
+
+    >>> compressed_pairs([5], rate=2)
+    4
+    """
+    s = _lengths(lengths)
+    m = _positive(rate, "rate")
+    kept = s // m if most is None else np.minimum(s // m, _positive(most, "most"))
+    return int((m * (kept * (kept - 1) // 2) + kept * (s - m * kept + 1)).sum())
+
+
 def prefix_pairs(lengths: IntsLike, prefixes: IntsLike) -> int:
     """Count pairs of prefix attention: the prefix sees itself in full, the rest is causal.
 
@@ -127,3 +146,34 @@ def cross_pairs(queries: IntsLike, keys: IntsLike) -> int:
     if q.shape != k.shape:
         raise WorkloadError(f"cross attention pairs each query segment with one of keys: got {q.size} and {k.size}.")
     return int((q * k).sum())
+
+
+def banded_pairs(
+    queries: IntsLike, keys: IntsLike, *, left: int | None, right: int | None, bottom_right: bool = True
+) -> int:
+    """Count pairs of attention in a band around the diagonal, where queries and keys may differ in number.
+
+    Args:
+        queries: query lengths [tokens], shape (N,), each >= 1.
+        keys: key lengths [tokens], shape (N,), each >= 0.
+        left: keys that a query may see before the diagonal; all when None.
+        right: keys that it may see after the diagonal; all when None, 0 for causal attention.
+        bottom_right: whether the last query's diagonal is the last key, as flash-attn has it since 2.1, or the first
+            query's the first key, as in `F.scaled_dot_product_attention(is_causal=True)`.
+
+    Source: query i sees the keys j in [i + d - left, i + d + right], d = keys - queries or 0; flash-attn's interface,
+    https://github.com/Dao-AILab/flash-attention/blob/main/flash_attn/flash_attn_interface.py.
+
+    >>> banded_pairs([2], [5], left=None, right=0), banded_pairs([2], [5], left=None, right=0, bottom_right=False)
+    (9, 3)
+    """
+    q, k = _lengths(queries, "queries"), _lengths(keys, "keys", least=0)
+    if q.shape != k.shape:
+        raise WorkloadError(f"attention pairs each query segment with one of keys: got {q.size} and {k.size}.")
+    pairs = 0
+    for num_queries, num_keys in zip(q.tolist(), k.tolist(), strict=True):
+        diagonal = np.arange(num_queries) + (num_keys - num_queries if bottom_right else 0)
+        first = np.zeros_like(diagonal) if left is None else np.maximum(diagonal - left, 0)
+        last = np.full_like(diagonal, num_keys - 1) if right is None else np.minimum(diagonal + right, num_keys - 1)
+        pairs += int(np.maximum(last - first + 1, 0).sum())
+    return pairs

@@ -48,6 +48,14 @@ def _lengths(values: IntsLike, what: str, rule: str, least: int = 1) -> Ints:
     return lengths
 
 
+def _per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
+    """Check an (N,) array of lengths that go with the segments; (0,) where all are 0."""
+    lengths = _lengths(values, what, rule, least=0)
+    if lengths.size not in (0, segments.size):
+        raise WorkloadError(f"{what} must be one length per segment: got {lengths.size} for {segments.size} segments.")
+    return lengths if lengths.any() else lengths[:0]
+
+
 def _grids(values: IntsLike, what: str) -> Ints:
     """Check an (M, 3) array of t, h, w."""
     grids = as_ints(values, what)
@@ -72,24 +80,30 @@ class Workload:
         sources: what the encoder reads for each segment, where the model cross-attends: source tokens, or feature
             frames of speech; shape (N,), each >= 0.
         audio: lengths of audio clips whose tokens lie in the segments [feature frames], shape (A,), each >= 1.
+        past: tokens before each segment whose keys and values are cached, for inference; shape (N,), each >= 0. A
+            decode step of one token after 4,096 is a segment of 1 with a past of 4,096.
+        packs: forward passes that the segments make up; 1 when None. Work on weights alone, such as DoRA's norms, is
+            done once in each.
 
     Raises:
-        WorkloadError: a length or grid below 1, fewer slots than tokens, sources that are not one per segment, or
-            values that are not whole numbers.
+        WorkloadError: a length or grid below 1, fewer slots than tokens, sources or past that are not one per segment,
+            or values that are not whole numbers.
 
     >>> step = Workload([4096, 512], images=[(1, 32, 48)]) + Workload([100], slots=128)
     >>> step.tokens, step.slots, step.patches, step.num_segments
     (4708, 4736, 1536, 3)
     """
 
-    __slots__ = ("_audio", "_images", "_segments", "_slots", "_sources", "_tokens", "_videos")
+    __slots__ = ("_audio", "_images", "_packs", "_past", "_segments", "_slots", "_sources", "_tokens", "_videos")
     _segments: Ints
     _images: Ints
     _videos: Ints
     _sources: Ints
     _audio: Ints
+    _past: Ints
     _tokens: int
     _slots: int
+    _packs: int
 
     def __init__(
         self,
@@ -99,31 +113,35 @@ class Workload:
         slots: int | None = None,
         sources: IntsLike = (),
         audio: IntsLike = (),
+        past: IntsLike = (),
+        packs: int | None = None,
     ) -> None:
         lengths = _lengths(segments, "segments", "a segment holds at least 1 token")
         tokens = int(lengths.sum())
         if slots is not None and slots < tokens:
             raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
-        read = _lengths(sources, "sources", "a segment reads 0 tokens or more", least=0)
-        if read.size not in (0, lengths.size):
-            raise WorkloadError(f"sources must be one length per segment: got {read.size} for {lengths.size} segments.")
+        if packs is not None and packs < min(tokens, 1):
+            raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
         self._set(
             tokens,
             tokens if slots is None else slots,
+            packs,
             _segments=lengths,
             _images=_grids(images, "images"),
             _videos=_grids(videos, "videos"),
-            _sources=read if read.any() else read[:0],
+            _sources=_per_segment(sources, "sources", "a segment reads 0 tokens or more", lengths),
             _audio=_lengths(audio, "audio", "a clip holds at least 1 frame"),
+            _past=_per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
         )
 
-    def _set(self, tokens: int, slots: int, **arrays: Ints) -> None:
+    def _set(self, tokens: int, slots: int, packs: int | None, **arrays: Ints) -> None:
         for name, value in arrays.items():
             own = value if value.base is None and not value.flags.writeable else value.copy()
             own.flags.writeable = False
             object.__setattr__(self, name, own)
         object.__setattr__(self, "_tokens", tokens)
         object.__setattr__(self, "_slots", int(slots))
+        object.__setattr__(self, "_packs", int(any(a.size for a in arrays.values())) if packs is None else packs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Workload is immutable; build a new one instead of setting {name!r}")
@@ -159,6 +177,11 @@ class Workload:
         return self._audio
 
     @property
+    def past(self) -> Ints:
+        """Cached tokens before each segment [tokens], shape (N,); (0,) where nothing is."""
+        return self._past
+
+    @property
     def slots(self) -> int:
         """Token positions that the kernels compute, padding included."""
         return self._slots
@@ -179,6 +202,11 @@ class Workload:
         return len(self._segments)
 
     @property
+    def num_packs(self) -> int:
+        """Number of forward passes: 1 unless given, and as many as were added up."""
+        return self._packs
+
+    @property
     def num_images(self) -> int:
         """Number of images."""
         return len(self._images)
@@ -192,18 +220,24 @@ class Workload:
         if not isinstance(other, Workload):
             return NotImplemented
         total = object.__new__(Workload)
-        sources = (self._sources, other._sources)
-        if sources[0].size or sources[1].size:  # zeros for the side that reads nothing: one length per segment
-            sides = zip(sources, (self, other), strict=True)
-            sources = tuple(s if s.size else np.zeros(w.num_segments, dtype=np.int64) for s, w in sides)  # type: ignore[assignment]  # two
+
+        def joined(mine: Ints, others: Ints) -> Ints:
+            """Join lengths that are one per segment; zeros for the side that has none."""
+            if not mine.size and not others.size:
+                return mine
+            sides = ((mine, self), (others, other))
+            return np.concatenate([s if s.size else np.zeros(w.num_segments, dtype=np.int64) for s, w in sides])
+
         total._set(
             self._tokens + other._tokens,
             self._slots + other._slots,
+            self._packs + other._packs,
             _segments=np.concatenate([self._segments, other._segments]),
             _images=np.concatenate([self._images, other._images]),
             _videos=np.concatenate([self._videos, other._videos]),
-            _sources=np.concatenate(sources),
+            _sources=joined(self._sources, other._sources),
             _audio=np.concatenate([self._audio, other._audio]),
+            _past=joined(self._past, other._past),
         )
         return total
 
@@ -212,7 +246,16 @@ class Workload:
         return self if other == 0 else NotImplemented
 
     def _state(self) -> tuple[Any, ...]:
-        return self._segments, self._images, self._videos, self._slots, self._sources, self._audio
+        return (
+            self._segments,
+            self._images,
+            self._videos,
+            self._slots,
+            self._sources,
+            self._audio,
+            self._past,
+            self._packs,
+        )
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(part if isinstance(part, int) else part.tobytes() for part in self._state())
@@ -234,6 +277,8 @@ class Workload:
             parts.append(f"{int(self._sources.sum())} source tokens")
         if self._audio.size:
             parts.append(f"{len(self._audio)} clips of {int(self._audio.sum())} frames")
+        if self._past.size:
+            parts.append(f"{int(self._past.sum())} past tokens")
         return f"Workload({', '.join(parts)})"
 
     @classmethod

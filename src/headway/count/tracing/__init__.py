@@ -1,7 +1,7 @@
 """Read a model's cost rows off its own forward and backward, run once on tensors without data.
 
-`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin, `inputs`
-what it is run on, `fit` finds each operation's driver, `classify` names its component.
+`phantom` holds those tensors, `record`, `attention` and `recurrences` what is dispatched, `build` the model's phantom
+twin, `inputs` what it is run on, `fit` finds each operation's driver, `classify` names its component.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import nn
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
-from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for
+from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
+from headway.count.tracing.loops import alike, merged
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.recurrences import check_loops
+from headway.count.tracing.replacing import stand_ins
+from headway.count.tracing.seams import Seams
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
     from headway.count.tracing.operation import Operation
 
 __all__ = ["trace"]
-
-# attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
-_LONGEST_UNNAMED_WINDOW = 4096
 
 
 def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
@@ -53,12 +53,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     >>> [(row.module, row.driver, row.forward) for row in cost.rows]
     [('0', 'tokens', 512), ('2', 'tokens', 512)]
     """
-    if isinstance(model_or_config, nn.Module):
-        model = build.twin_of_model(model_or_config)
-        trainable = {n for n, p in model_or_config.named_parameters() if p.requires_grad}
-    else:
-        model = build.twin_of_config(model_or_config)
-        trainable = {n for n, _ in model.named_parameters()}
+    is_model = isinstance(model_or_config, nn.Module)
+    model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.number_parameters(model)
     build.use_seams(model)
     model.train().requires_grad_(True)
@@ -66,21 +63,32 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
-    if any(op.mask is not None for op in runs[0]):
-        places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
-        windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0)))  # 300: what workloads add, to the next prime
-    workloads = made.workloads(max(windows, default=0))
+    first = runs[0].operations
+    unnamed = any(op.by_hand or op.masked for op in first)
+    windows = build.window_lengths(model, unnamed)
+    windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
+    longest = max(windows, default=0)
+    if unnamed and not build.configs(model):
+        longest = _longest_that_runs(model, made, longest)
+    workloads = made.workloads(longest)
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
-    _check_alike(runs)
-
+    check_loops(runs, [workload.tokens for workload in workloads])
+    ran = [run.operations for run in runs]
+    if not alike(ran):
+        ran = merged([_run(model, made.arguments(workload), backward=True).operations for workload in workloads])
     known = candidates(workloads, made.drivers)
-    explained = [(op, f) for i, op in enumerate(runs[0]) for f in fit([run[i] for run in runs], workloads, known)]
+    explained = [(same[0], f) for same in zip(*ran, strict=True) for f in fit(same, workloads, known)]
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    source, idle = _source(model), classify.idle_modules(model, operations, parameters)
+    if idle and (states := states_for(model, made)):  # modules that only read another model's states rest without them
+        reading = _run(model, made.arguments(workloads[0]) | states, backward=False)
+        still = classify.idle_modules(model, reading.operations, parameters)
+        idle, rest = [path for path in idle if path in still], idle
+        source |= {"without": ", ".join(states)} if idle != rest else {}
     return CostModel(
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
@@ -88,17 +96,29 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
             Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares), home, p in trainable)
             for p, home in zip(parameters, homes, strict=True)
         ),
-        _source(model),
-        tuple(f"{path} (it never ran)" for path in classify.idle_modules(model, operations, parameters)),
+        source,
+        tuple(f"{path} (it never ran)" for path in idle),
     )
+
+
+def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
+    """Halve a window until the model runs on longer segments; none can exceed its table of positions, or its mask."""
+    while longest:
+        try:
+            _run(model, made.arguments(made.workloads(longest)[-1]), backward=False)
+        except (RuntimeError, IndexError, ValueError, AssertionError):
+            longest //= 2
+        else:
+            break
+    return longest
 
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]:
-    """Run a model once and return its operations."""
+def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
+    """Run a model once and return what it ran."""
     blocks = classify.checkpointable_blocks(model)
 
     def block_of(path: str) -> str:
@@ -106,28 +126,18 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             path = path.rpartition(".")[0]
         return path
 
-    with Recorder(model, block_of) as recorder, Seams(recorder), torch.set_grad_enabled(backward):
+    with (
+        Recorder(model, block_of) as recorder,
+        Seams(recorder),
+        stand_ins(model, recorder),
+        torch.set_grad_enabled(backward),
+    ):
         output = call(model, arguments)
         if backward:
             backward_from(output)
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
-    return recorder.operations
-
-
-def _check_alike(runs: list[list[Operation]]) -> None:
-    """Refuse a model whose operations change with the workload; rows could not be told apart."""
-    for other in runs[1:]:
-        if len(other) != len(runs[0]):
-            raise TraceError(
-                f"the model runs {len(runs[0])} counted operations on one workload and {len(other)} on another: "
-                "it loops over the data, and its cost per token is not fixed."
-            )
-        for a, b in zip(runs[0], other, strict=True):
-            if (a.module, a.kind) != (b.module, b.kind):
-                raise TraceError(
-                    f"module {a.module} runs {a.kind} on one workload where {b.module} runs {b.kind} on another."
-                )
+    return recorder
 
 
 def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:

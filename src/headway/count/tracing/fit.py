@@ -62,11 +62,12 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if len({run.unit_flops for run in runs}) > 1:  # a product of two activations: its inner size grows too
         units, unit_flops = [run.forward_flops for run in runs], 1
     padding = {u - w.tokens for u, w in zip(units, workloads, strict=True)}
-    if first.kind == "convolution" and len(padding) == 1 and min(padding) > 0:
+    if first.kind == "convolution" and len(runs) > 1 and len(padding) == 1 and 0 < min(padding) < first.weight[-1]:
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
-    if named and [drivers.parse(named)(w) for w in workloads] == units:
-        return [_fitted(first, named, Fraction(1), unit_flops)]
+    parts = named.split("+") if named else []
+    if parts and [sum(drivers.parse(part)(w) for part in parts) for w in workloads] == units:
+        return [_fitted(first, part, Fraction(1), unit_flops) for part in parts]
     matches: list[tuple[str, Fraction]] = []
     for driver, values in known.items():
         ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}
@@ -74,10 +75,16 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
             matches.append((driver, ratios.pop()))
     if matches:  # one that counts these very units, where there is one
         driver, ratio = min(matches, key=lambda match: match[1] != 1)
+        if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
+            driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]
     for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
         if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
             return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
+    for one in ("pairs:full", "pairs:causal") if len(runs) > 3 and "tokens" in known else ():
+        if (three := _prompted(units, known[one], known["tokens"])) is not None:
+            names = (one, "tokens", "segments")
+            return [_fitted(first, d, f, unit_flops) for d, f in zip(names, three, strict=True)]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
@@ -96,10 +103,24 @@ def _sum_of(units: Sequence[int], xs: Sequence[int], ys: Sequence[int]) -> tuple
     return (a, b) if fits and a > 0 and b > 0 else None
 
 
+def _prompted(units: Sequence[int], pairs: Sequence[int], tokens: Sequence[int]) -> tuple[Fraction, ...] | None:
+    """Find whole positive factors of pairs, tokens and segments: a model that puts tokens of its own before each text.
+
+    Source: (s + p)^2 = s^2 + 2 p s + p^2, and as much for causal pairs.
+    """
+    rest = [u - x for u, x in zip(units, pairs, strict=True)]
+    slope = Fraction(rest[1] - rest[0], tokens[1] - tokens[0])
+    constant = rest[0] - slope * tokens[0]
+    fits = all(slope * t + constant == r for t, r in zip(tokens, rest, strict=True))
+    whole = slope.denominator == constant.denominator == 1
+    return (Fraction(1), slope, constant) if fits and whole and slope > 0 and constant > 0 else None
+
+
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:
     forward = unit_flops * ratio
     if forward.denominator != 1:
         raise TraceError(
             f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}."
         )
-    return Fitted(driver, int(forward), forward / first.unit_flops, ratio)
+    scale = forward / first.unit_flops if first.unit_flops else ratio  # an elementwise recurrence costs nothing
+    return Fitted(driver, int(forward), scale, ratio)

@@ -24,6 +24,9 @@ _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals 
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
+# arguments that hand a decoder the states of another model; left out, its cross attention rests
+_STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
+
 PARTS: tuple[type[Part], ...] = (Grids,)  # a model takes the first that fits for each argument
 
 
@@ -54,11 +57,12 @@ class Inputs:
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
             )
-        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers), "segments"]
+        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
+        self.drivers += ["segments", "transitions"]
         self._plain_token = _plain_token(getattr(model, "config", None))
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
-        """Plan single-segment workloads that no two drivers treat alike; four where towers mix their drivers.
+        """Plan four single-segment workloads that no two drivers treat alike.
 
         Args:
             longest_window: the largest attention window seen [tokens]; segments after the first exceed it, so that
@@ -66,7 +70,7 @@ class Inputs:
         """
         extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
         found = []
-        for run in range(4 if self.parts else 3):
+        for run in range(4):
             sizes: dict[str, Any] = {}
             for part in self.parts:
                 sizes |= part.sizes(run)
@@ -99,6 +103,7 @@ class Inputs:
         batch: dict[str, Any] = {
             "input_ids": torch.full((1, workload.tokens), self._plain_token),
             "position_ids": torch.arange(workload.tokens)[None],
+            "lang_ids": torch.zeros(1, dtype=torch.long),
             "use_cache": False,
         }
         start = 0
@@ -122,7 +127,7 @@ class GivenInputs:
         self.drivers += ["patches", "patch_pairs:frame", "patch_pairs:grid", "patches/4", "patches/16", "frames"]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
         self.drivers += ["sources", "source_pairs:full", "pairs:cross", "audio", "audio_pairs:full", "clips"]
-        self.drivers += ["grids", "segments"]
+        self.drivers += ["grids", "segments", "transitions"]
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan single-segment workloads with sources, images and a clip of sizes that grow in unlike proportions."""
@@ -182,6 +187,17 @@ def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | Ex
     if given is None:
         return Inputs(model)
     return GivenInputs(given) if callable(given) else ExampleInputs(given)
+
+
+def states_for(model: nn.Module, made: Inputs | GivenInputs | ExampleInputs) -> dict[str, torch.Tensor]:
+    """Make the states of another model that a forward takes and nothing gives yet; empty where it takes none."""
+    if not isinstance(made, Inputs) or "decoder_input_ids" in made.accepted:
+        return {}
+    config = getattr(model, "config", None)
+    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None)
+    shape = (1, _LENGTHS[1], width or 1)
+    names = [name for name in _STATES if name in made.accepted and name not in (part.takes for part in made.parts)]
+    return {name: Phantom(torch.empty(shape, device="meta", dtype=torch.bfloat16), fed=True) for name in names}
 
 
 def call(model: nn.Module, arguments: Any) -> Any:
@@ -244,4 +260,4 @@ def _plain_token(config: Any) -> int:
             v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
         }
         parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
-    return next(token for token in range(len(special) + 1) if token not in special)
+    return next(token for token in range(1, len(special) + 2) if token not in special)  # 0 often means padding

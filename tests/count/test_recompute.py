@@ -1,0 +1,136 @@
+"""What checkpointing runs again, against PyTorch's counter on real steps with real checkpointing."""
+
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import AttentionInterface
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from headway.count import Workload, load_cost_model, trace
+from headway.errors import UsageError
+from witness import build, check_recompute, enable_checkpointing
+
+# the method has two names: the old one is all that transformers 5.17 has, the new one the only one without a warning
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+]
+
+
+def frozen(model, part):
+    if part == "base":  # all but the adapters
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    elif part == "lower half":
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+    elif part == "all but norms":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    elif part == "vision":
+        model.model.visual.requires_grad_(False)
+    elif part == "language":
+        model.model.language_model.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        *((family, part) for family in ("llama", "gemma3_sliding") for part in ("", "lower half", "all but norms")),
+        *((family, "") for family in ("gpt2", "qwen2", "qwen3_vl", "qwen2_5_vl")),
+        ("qwen3_vl", "vision"),
+        ("qwen3_vl", "language"),
+        ("qwen2_5_vl", "vision"),
+    ],
+)
+def test_checkpointed_blocks_run_again_up_to_the_last_tensor_that_backward_needs(family, part):
+    plain, real = frozen(build(family), part), enable_checkpointing(frozen(build(family), part))
+    check_recompute(plain, real, trace(plain), family, "full")
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["down_proj"], "all-linear"])
+def test_checkpointed_adapters_run_again_with_their_block(targets):
+    def adapted():
+        return get_peft_model(build("llama"), LoraConfig(r=4, target_modules=targets)).get_base_model()
+
+    plain = adapted()
+    check_recompute(plain, enable_checkpointing(adapted()), trace(plain), "llama", "full")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_sliding", "qwen3_vl"])
+def test_reentrant_checkpoints_run_blocks_to_their_end(family):
+    plain = build(family)
+    check_recompute(plain, enable_checkpointing(build(family), reentrant=True), trace(plain), family, "reentrant")
+
+
+def wrapped(family, **options):
+    """Wrap every second decoder layer as torchtitan does, or all where options say what they save."""
+    model = build(family)
+    for i, layer in enumerate(model.model.layers):
+        if options or i % 2:
+            model.model.layers[i] = checkpoint_wrapper(layer, **options)
+    return model
+
+
+def test_every_second_block_runs_again():
+    plain, real = build("llama"), wrapped("llama")
+    assert trace(real) == trace(plain)  # a checkpointed model has the ledger of the plain one
+    check_recompute(plain, real, trace(plain), "llama", "every:2")
+    check_recompute(plain, real, trace(plain), "llama", "model.layers.1")
+
+
+SAVED = {
+    "full,-attention": lambda func, _args: func is torch.ops.aten.bmm.default,
+    "full,-attention,-*.gate_proj,-*.up_proj": lambda func, args: (
+        func is torch.ops.aten.bmm.default or (func is torch.ops.aten.mm.default and args[1].shape == (32, 48))
+    ),
+}
+
+
+@pytest.mark.parametrize("choice", SAVED)
+def test_what_selective_checkpointing_saves_is_not_run_again(choice):
+    def policy(_context, func, *args, **_kwargs):
+        return CheckpointPolicy.MUST_SAVE if SAVED[choice](func, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    real = wrapped("llama", context_fn=partial(create_selective_checkpoint_contexts, policy))
+    plain = build("llama")
+    check_recompute(plain, real, trace(plain), "llama", choice)
+
+
+def test_core_attention_alone_runs_again():
+    def checkpointed(*args, **kwargs):
+        return checkpoint(partial(eager_attention_forward, **kwargs), *args, use_reentrant=True)
+
+    AttentionInterface.register("checkpointed_eager", checkpointed)
+    plain, real = build("llama"), build("llama")
+    real.config._attn_implementation = "checkpointed_eager"
+    check_recompute(plain, real, trace(plain), "llama", "attention")
+    assert trace(plain).count(Workload([9]), recompute="language.attention") == trace(plain).count(
+        Workload([9]), recompute="attention"
+    )
+
+
+def test_choices_add_up_and_leave_out():
+    model, step = load_cost_model("qwen3-8b"), Workload([100])
+    parts = {choice: model.count(step, recompute=choice).recompute for choice in (
+        "full", "reentrant", "every:2", "attention", "mlp", "projections", "attention,mlp", "full,-attention",
+        "full,-full", "reentrant,-*.down_proj", "model.layers.*[02468]",
+    )}  # fmt: skip
+    assert parts["reentrant"] == parts["attention"] + parts["mlp"] + parts["projections"]
+    assert parts["attention,mlp"] == parts["attention"] + parts["mlp"]
+    assert parts["full,-attention"] == parts["full"] - parts["attention"]
+    assert parts["full"] == parts["reentrant,-*.down_proj"]  # the closing projection is not run again
+    assert parts["every:2"] == parts["model.layers.*[02468]"] == parts["full"] // 2
+    assert parts["full,-full"] == 0
+
+
+@pytest.mark.parametrize("choice", ["fool", "every:0", "every:x", "every:99", "language.vision", "full,-*.q_prj", ""])
+def test_a_choice_that_matches_nothing_is_refused(choice):
+    term = choice.rpartition(",-")[2]
+    with pytest.raises(UsageError, match=rf"--recompute {term.replace('*', '.')} matches nothing of qwen3-8b"):
+        load_cost_model("qwen3-8b").count(Workload([9]), recompute=choice)
