@@ -2,7 +2,8 @@
 
     python goodput_process.py LEDGER RESUME_FROM NUM_STEPS CHECKPOINT_EVERY
 
-Prints a line per step, and the monotonic clock before and after the ledger is opened and before and after it is closed.
+After NUM_STEPS it closes the ledger, or with CHECKPOINT_EVERY below 0 hangs in the next step. Prints the steps, and the
+monotonic clock before and after the ledger is opened and before and after it is closed.
 """
 
 import sys
@@ -29,10 +30,12 @@ for step in range(resume_from + 1, num_steps + 1):
     ledger.switch("step")
     time.sleep(0.04)
     say("step", step)
-    if step % checkpoint_every == 0:
+    if step % abs(checkpoint_every) == 0:
         with ledger.bucket("checkpoint"):
             time.sleep(0.05)
         ledger.checkpoint_saved(step)
+if checkpoint_every < 0:
+    time.sleep(600)
 say("closing", time.monotonic())
 ledger.close()
 say("closed", time.monotonic())

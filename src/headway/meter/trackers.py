@@ -263,7 +263,7 @@ class PrometheusSink(Sink):
 
     def __init__(self, port: int, host: str = "0.0.0.0", *, rank: int = 0) -> None:
         self._rank = str(rank)
-        self._last: dict[str, Mapping[str, Any]] = {}
+        self._last: dict[str, tuple[dict[str, int | float], dict[str, str]]] = {}  # numbers and texts by kind
         with _opening("Prometheus"):
             from prometheus_client import CollectorRegistry, start_http_server
 
@@ -293,24 +293,23 @@ class PrometheusSink(Sink):
         Raises:
             UsageError: as in `Sink.write`, or two of the names are the same to Prometheus.
         """
-        numbers, _ = tracked(record)
+        numbers, texts = tracked(record)
+        kind = str(record.get("kind", "step"))
+        numbers[f"{PREFIX}/step" if kind == "step" else f"{PREFIX}/{kind}/step"] = record["step"]
         seen: dict[str, str] = {}
         for name in numbers:
             other = seen.setdefault(_gauge_name(name), name)
             if other != name:
                 raise UsageError(f"{other} and {name} are both {_gauge_name(name)} to Prometheus. Rename one.")
-        self._last = {**self._last, str(record.get("kind", "step")): dict(record)}
+        self._last = {**self._last, kind: (numbers, texts)}
 
     def collect(self) -> Iterator[Any]:
         """Make the gauges of the last records; Prometheus' client calls this when it is asked."""
         from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
         labels: dict[str, str] = {}
-        for record in self._last.values():
-            numbers, texts = tracked(record)
-            kind = record.get("kind", "step")
-            step_name = f"{PREFIX}/step" if kind == "step" else f"{PREFIX}/{kind}/step"
-            for name, number in {step_name: record["step"], **numbers}.items():
+        for numbers, texts in self._last.values():
+            for name, number in numbers.items():
                 gauge = GaugeMetricFamily(_gauge_name(name), f"{name} of the last record", labels=["rank"])
                 gauge.add_metric([self._rank], float(number))
                 yield gauge
