@@ -38,10 +38,10 @@ def layers(model: nn.Module) -> nn.ModuleList:
     return model.model.layers if hasattr(model.model, "layers") else model.model.language_model.layers
 
 
-def fsdp(model, mesh, checkpointed=False):
+def fsdp(model, mesh, wrap=lambda block: block):
     blocks = layers(model)
     for i, block in enumerate(blocks):
-        blocks[i] = checkpoint_wrapper(block) if checkpointed else block
+        blocks[i] = wrap(block)
         fully_shard(blocks[i], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -80,7 +80,8 @@ def main(folder: Path) -> None:
         "qwen3_tied-fsdp": lambda m: fsdp(m, mesh),
         "qwen3_moe-fsdp": lambda m: fsdp(m, mesh),
         "qwen3_vl-fsdp": lambda m: fsdp(m, mesh),
-        "qwen3-fsdp_over_checkpoints": lambda m: fsdp(m, mesh, checkpointed=True),
+        "qwen3-fsdp_over_checkpoints": lambda m: fsdp(m, mesh, checkpoint_wrapper),
+        "qwen3-fsdp_over_compiled_blocks": lambda m: fsdp(m, mesh, torch.compile),
         "qwen3-tensor_parallel_after_a_step": lambda m: step(tensor_parallel(m, mesh)),
         "qwen3-sequence_parallel": lambda m: tensor_parallel(m, mesh, sequence=True),
         "qwen3-transformers_tensor_parallel": lambda m: of_transformers(m, folder / "dense", tp_plan="auto"),

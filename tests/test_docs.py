@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["conventions.md", "goodput.md", "trackers.md", "what-the-numbers-mean.md"]
+PAGES = [
+    "counting.md",
+    "conventions.md",
+    "devices.md",
+    "goodput.md",
+    "trackers.md",
+    "what-the-numbers-mean.md",
+]
 BLOCKS = [
     block
     for page in PAGES

@@ -137,7 +137,17 @@ _RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     )),
 }  # fmt: skip
 
-RECURRENT_FAMILIES = tuple(_RECURRENT_FAMILIES)
+_RECURRENT_VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5_vl": (
+        "Qwen3_5Config",
+        dict(**_HYBRID, **_DELTA, rope_parameters=dict(**_MROPE, mrope_interleaved=True)),
+        dict(**_VISION, num_position_embeddings=36),
+    ),
+}
+
+# transformers 5.17 has no Bailing
+RECURRENT_FAMILIES = tuple(f for f, (name, _) in _RECURRENT_FAMILIES.items() if hasattr(transformers, name))
+RECURRENT_FAMILIES += tuple(_RECURRENT_VISION)
 TEXT_FAMILIES = tuple(_TEXT_FAMILIES)
 VISION_FAMILIES = tuple(_VISION_FAMILIES)
 FAMILIES = TEXT_FAMILIES + VISION_FAMILIES
@@ -151,7 +161,7 @@ def tiny_config(family: str, vocabulary: int = 160, special_tokens: dict[str, in
         return getattr(transformers, name)(
             vocab_size=vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options
         )
-    name, text, vision = _VISION_FAMILIES[family]
+    name, text, vision = (_VISION_FAMILIES | _RECURRENT_VISION)[family]
     tokens = SPECIAL_TOKENS if special_tokens is None else special_tokens
     return getattr(transformers, name)(
         text_config=dict(text, vocab_size=vocabulary), vision_config=dict(vision), **tokens

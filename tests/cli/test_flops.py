@@ -119,6 +119,23 @@ def test_a_decode_step_attends_over_its_past(headway):
     assert late["flops"]["total"] - empty["flops"]["total"] == 63 * 4096 * 32 * 2 * 32 * (128 + 128)
 
 
+def test_a_reference_model_runs_forward_only(headway):
+    step = ["--segments", "1800,1500", "--json"]
+    policy = record(headway("flops", "qwen3-8b", *step, "--lora", 16, "--recompute", "full"))
+    other = record(headway("flops", "llama-3.1-8b", *step, "--forward-only"))
+    both = headway("flops", "qwen3-8b", *step, "--lora", 16, "--recompute", "full", "--reference", "llama-3.1-8b")
+    data = record(both)
+    assert data["flops"] == {phase: n + other["flops"][phase] for phase, n in policy["flops"].items()}
+    assert sum(row["total"] for row in data["components"]) == data["flops"]["total"]
+    reference = [row for row in data["components"] if row["name"].startswith("reference.language.")]
+    assert sum(row["forward"] for row in reference) == other["flops"]["forward"]
+    assert data["reference"] == {"model": "llama-3.1-8b", "unknown": []}
+    assert data["params"] == policy["params"]
+    table = headway("flops", "qwen3-8b", "--segments", "64", "--reference", "qwen3-8b", "--by", "module").out
+    assert "reference.model.layers.*.mlp.up_proj" in table
+    assert "reference   qwen3-8b, forward only" in table
+
+
 def test_the_table_states_total_workload_parameters_and_convention(headway):
     result = headway(
         "flops", "qwen3-vl-8b", "--segments", "2048", "--images", "1x32x48", "--slots", "2560", "--recompute", "full"
@@ -195,6 +212,7 @@ BAD = [
     (["--segments", "64", "--seq-len", "64"], "--seq-len 64 cannot take effect with --convention useful"),
     (["--segments", "64", "--forward-only", "--recompute", "full"], "contradict each other"),
     (["--segments", "64", "--by", "layer"], "layer"),
+    (["--segments", "64", "--reference", "qwen3-8b", "--convention", "6nd"], "--reference qwen3-8b cannot take effect"),
     (["--segments", "1", "--past", "64"], "no gradient reaches: it needs --forward-only"),
     (["--segments", "1*8", "--past", "64", "--forward-only"], "past must be one length per segment: got 1 for 8"),
     (["--segments", "1", "--past", "64x2", "--forward-only"], "--past '64x2': '64x2' is not a length"),
@@ -236,7 +254,7 @@ def test_help_documents_every_option(headway):
     text = " ".join(headway("flops", "--help").out.split())
     for option in (
         "--segments", "--images", "--videos", "--slots", "--freeze", "--lora", "--recompute", "--forward-only",
-        "--past",
+        "--past", "--reference",
         "--convention", "--by", "--json",
     ):  # fmt: skip
         assert option in text

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface
@@ -134,3 +135,24 @@ def test_a_choice_that_matches_nothing_is_refused(choice):
     term = choice.rpartition(",-")[2]
     with pytest.raises(UsageError, match=rf"--recompute {term.replace('*', '.')} matches nothing of qwen3-8b"):
         load_cost_model("qwen3-8b").count(Workload([9]), recompute=choice)
+
+
+class Checkpointing(nn.Module):
+    """A language model that checkpoints its middle by itself, or does not."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.embed, self.head, self.options = nn.Embedding(50, 12), nn.Linear(12, 50), options
+        self.middle = nn.Sequential(nn.Linear(12, 24), nn.SiLU(), nn.Linear(24, 12))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        return (self.head(checkpoint(self.middle, x, **self.options) if self.options else self.middle(x)),)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_inside_a_model_or_around_it_does_not_change_the_ledger(reentrant):
+    assert trace(Checkpointing(use_reentrant=reentrant)) == trace(Checkpointing())
+    family = build("qwen3_vl")
+    plain = trace(family)
+    assert trace(enable_checkpointing(family, reentrant=reentrant)) == plain

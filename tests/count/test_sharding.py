@@ -31,7 +31,7 @@ def test_every_rank_of_every_layout_traces_the_plain_models_ledger(tmp_path):
     result = subprocess.run(command, check=False, env=shared, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     traced = {path.stem: storage.load(path) for path in tmp_path.glob("*.json")}
-    assert len(traced) == 2 * 10
+    assert len(traced) == 2 * 11
     for name, cost in traced.items():
         assert cost == trace(build(name.partition("-")[0])), name
 

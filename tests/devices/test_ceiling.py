@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from headway.devices import peak_for
-from headway.devices.ceiling import cpu_name, measure_ceiling
+from headway.devices.ceiling import measure_ceiling
+from headway.devices.probe import cpu_name
 from headway.errors import UnknownDeviceError
 
 

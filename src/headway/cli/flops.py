@@ -2,8 +2,9 @@
 
 import json
 import sys
+from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -41,6 +42,13 @@ def flops(
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A second model that runs forward only on the same segments: DPO's reference, a teacher.",
+        ),
+    ] = None,
     forward_only: Annotated[
         bool, typer.Option("--forward-only", help="Count the forward pass alone: evaluation, prefill, decoding.")
     ] = False,
@@ -61,6 +69,11 @@ def flops(
 
     rule = get_convention(convention)
     _check_options(rule, recompute, forward_only, by, seq_len)
+    if reference is not None and rule.name != "useful":
+        raise UsageError(
+            f"--reference {reference} cannot take effect with --convention {rule.name}, which counts one model. Leave "
+            "one of them out."
+        )
     if past is not None and not forward_only:
         raise UsageError(
             f"--past {past} names tokens whose keys and values are cached, which no gradient reaches: it needs "
@@ -73,21 +86,30 @@ def flops(
     if freeze:
         cost_model = cost_model.freeze(freeze)
     check_vision_tokens(cost_model, workload)
+    second = None if reference is None else resolve_cost_model(reference)
 
-    for unknown in cost_model.unknown:
+    for unknown in (*cost_model.unknown, *(second.unknown if second is not None else ())):
         print(f"Warning: {unknown} is not counted: its FLOPs are missing from every number.", file=sys.stderr)
     if rule.name != "useful":
         step = Step(workload, seq_len or workload.slots, recompute)
         print_bill(cost_model, workload, resolve_architecture(model, cost_model), rule, step, as_json)
         return
-    count = cost_model.count(workload, recompute=recompute, forward_only=forward_only)
-    by_module = None
-    if by is By.module:
-        by_module = cost_model.count(workload, recompute=recompute, forward_only=forward_only, by="module")
+
+    def count_by(what: Literal["component", "module"]) -> "FlopCount":
+        count = cost_model.count(workload, recompute=recompute, forward_only=forward_only, by=what)
+        return count if second is None else count + _of_reference(second.count(workload, forward_only=True, by=what))
+
+    count = count_by("component")
+    by_module = count_by("module") if by is By.module else None
     if as_json:
-        print(json.dumps(_record(cost_model, workload, count, by_module)))
+        print(json.dumps(_record(cost_model, second, workload, count, by_module)))
     else:
-        print(_render(cost_model, workload, count, by_module))
+        print(_render(cost_model, second, workload, count, by_module))
+
+
+def _of_reference(count: "FlopCount") -> "FlopCount":
+    """Keep a reference model's rows apart from those of the model that is trained."""
+    return replace(count, rows=tuple(replace(row, name=f"reference.{row.name}") for row in count.rows))
 
 
 def _check_options(convention: "Convention", recompute: str, forward_only: bool, by: By, seq_len: int | None) -> None:
@@ -116,7 +138,11 @@ def _check_options(convention: "Convention", recompute: str, forward_only: bool,
 
 
 def _record(
-    cost_model: "CostModel", workload: "Workload", count: "FlopCount", by_module: "FlopCount | None"
+    cost_model: "CostModel",
+    reference: "CostModel | None",
+    workload: "Workload",
+    count: "FlopCount",
+    by_module: "FlopCount | None",
 ) -> dict[str, Any]:
     """Build the JSON object; its keys are a contract, `schema_version` names it."""
     record: dict[str, Any] = {
@@ -138,6 +164,8 @@ def _record(
     params = cost_model.params
     record["params"] = {"total": params.total, "active": params.active, "trainable": params.trainable}
     record["unknown"] = list(cost_model.unknown)
+    if reference is not None:
+        record["reference"] = {"model": reference.name, "unknown": list(reference.unknown)}
     return record
 
 
@@ -153,7 +181,13 @@ def _row_record(row: "FlopRow") -> dict[str, Any]:
     }
 
 
-def _render(cost_model: "CostModel", workload: "Workload", count: "FlopCount", by_module: "FlopCount | None") -> str:
+def _render(
+    cost_model: "CostModel",
+    reference: "CostModel | None",
+    workload: "Workload",
+    count: "FlopCount",
+    by_module: "FlopCount | None",
+) -> str:
     ledger = count if by_module is None else by_module
     heading = "component" if by_module is None else "module"
     columns = [Column(heading, "left"), Column("driver", "left")]
@@ -161,8 +195,10 @@ def _render(cost_model: "CostModel", workload: "Workload", count: "FlopCount", b
     rows = [[row.name, row.driver, *_phases(row), format_share(row.total / count.total)] for row in ledger.rows]
     table = render_table(columns, rows, footer=["total", "", *_phases(count), format_share(1.0)])
     params = cost_model.params
-    pairs = [
-        ("model", cost_model.name),
+    pairs = [("model", cost_model.name)]
+    if reference is not None:
+        pairs.append(("reference", f"{reference.name}, forward only"))
+    pairs += [
         ("workload", describe(workload)),
         ("total", f"{format_count(count.total)} FLOP, {format_flops(count.total / workload.tokens)} per token"),
     ]

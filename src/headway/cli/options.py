@@ -97,7 +97,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 DeviceOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="H100, H200, A100, A800, an exact CUDA name, or a dense peak [FLOP/s]."),
+    typer.Option(metavar="NAME", help="A device that `headway devices` lists, such as H100, or a dense peak [FLOP/s]."),
 ]
 
 RanksOption = Annotated[int, typer.Option(metavar="N", help="Devices that shared the step.")]

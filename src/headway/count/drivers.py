@@ -2,6 +2,7 @@
 
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
 four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patch_pairs:window:8`.
+Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.count import masks
+from headway.count.workload import Ints, Workload
 from headway.errors import CostModelError, WorkloadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from headway.count.workload import Ints, Workload
 
 
 def _merged_patches(workload: Workload, group: int) -> int:
@@ -69,6 +69,21 @@ def _fixed_frames(workload: Workload, height: int, width: int) -> int:
             f"to {height} x {width} patches each: give 1x{height}x{width}, with *N for N images or tiles."
         )
     return int(workload.grids[:, 0].sum())
+
+
+def _lone_grids(workload: Workload, frames: int, height: int, width: int) -> int:
+    """Count the grids of a model that takes one of one size with each segment."""
+    other = (workload.grids != (frames, height, width)).any(axis=1)
+    size = f"{frames}x{height}x{width}"
+    if other.any():
+        bad = "x".join(map(str, workload.grids[int(np.argmax(other))].tolist()))
+        raise WorkloadError(f"The grid {bad} does not fit this model, which takes {size} patches: give that.")
+    if len(other) > workload.num_segments:
+        raise WorkloadError(
+            f"{len(other)} images in {workload.num_segments} segments: this model takes one image with each segment. "
+            f"Give {size} at most once for a segment."
+        )
+    return len(other)
 
 
 def _fixed_clips(workload: Workload, frames: int) -> int:
@@ -125,6 +140,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "grids": (0, lambda w: len(w.grids)),
     "frames": (0, lambda w: int(w.grids[:, 0].sum())),
     "frames:": (2, _fixed_frames),
+    "lone:": (3, _lone_grids),
     "pairs:full": (0, _full_pairs),
     "pairs:causal": (0, lambda w: _after_past(masks.causal_pairs, w)),
     "pairs:sliding:": (1, lambda w, window: _after_past(masks.sliding_pairs, w, window)),
@@ -147,7 +163,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "clips:": (1, _fixed_clips),
 }
 _TOWERS = {
-    "vision": ("patches", "patch_pairs", "grids", "frames"),
+    "vision": ("patches", "patch_pairs", "grids", "frames", "lone"),
     "audio": ("audio", "clips"),
     "source": ("source", "pairs:cross"),
 }
@@ -166,6 +182,10 @@ def parse(driver: str) -> Callable[[Workload], int]:
     >>> parse("patches/4")(Workload([9], images=[(1, 4, 6)]))
     6
     """
+    for kind in ("image", "video"):
+        if driver.startswith(f"{kind}_"):
+            alone = parse(driver.removeprefix(f"{kind}_"))
+            return lambda workload: alone(Workload(workload.segments, **{f"{kind}s": getattr(workload, f"{kind}s")}))
     name, digits = _PARAMETERS.fullmatch(driver).groups()  # type: ignore[union-attr]  # anything matches
     parameters = [int(n) for n in digits.split(":")] if digits else []
     number, function = _DRIVERS.get(name, (-1, None))
@@ -178,7 +198,8 @@ def parse(driver: str) -> Callable[[Workload], int]:
 
 def tower(driver: str) -> str:
     """Say whose work a driver counts: `vision` (patches), `audio` (frames), `source` (an encoder's) or `language`."""
-    return next((name for name, starts in _TOWERS.items() if driver.startswith(starts)), "language")
+    counted = driver.removeprefix("image_").removeprefix("video_")
+    return next((name for name, starts in _TOWERS.items() if counted.startswith(starts)), "language")
 
 
 def is_vision(driver: str) -> bool:

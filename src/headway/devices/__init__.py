@@ -1,8 +1,24 @@
-"""What a device can do at best: dense datasheet peaks by exact name, and a measured ceiling for the CPU.
+"""What a device can do at best: dense peaks by exact name with their sources, and ceilings measured on the device.
 
 `peak_for(device, dtype)` is the one to call. An unknown accelerator is an error, never a guess.
 """
 
-from headway.devices.lookup import Peak, datasheet_peak, known_devices, named_peak, peak_for
+from headway.devices.ceilings import Ceiling, copy_ceiling, matmul_ceiling
+from headway.devices.lookup import Peak, datasheet_peak, device_at, named_peak, peak_for, weighted_peak
+from headway.devices.names import known_devices, named_device
+from headway.devices.table import Device
 
-__all__ = ["Peak", "datasheet_peak", "known_devices", "named_peak", "peak_for"]
+__all__ = [
+    "Ceiling",
+    "Device",
+    "Peak",
+    "copy_ceiling",
+    "datasheet_peak",
+    "device_at",
+    "known_devices",
+    "matmul_ceiling",
+    "named_device",
+    "named_peak",
+    "peak_for",
+    "weighted_peak",
+]

@@ -1,21 +1,18 @@
-"""Find a device's peak: an explicit override, a datasheet number by exact name, or a ceiling measured on this CPU."""
+"""Find a device's peak: an explicit override, a figure of the table by exact name, or a ceiling measured on a CPU."""
 
-import difflib
 import math
 import os
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_devices, way_out
+from headway.devices.probe import Reported, report
+from headway.devices.table import DTYPES, Device, all_devices
 from headway.errors import UnknownDeviceError, UsageError
 
 if TYPE_CHECKING:
     import torch
-
-OVERRIDE_VARIABLE = "HEADWAY_PEAK_FLOPS"
 
 _DTYPE_NAMES: Mapping[str, str] = {
     "torch.bfloat16": "bf16",
@@ -23,8 +20,13 @@ _DTYPE_NAMES: Mapping[str, str] = {
     "torch.float32": "fp32",
     "torch.float8_e4m3fn": "fp8",
     "torch.float8_e5m2": "fp8",
+    "torch.float8_e4m3fnuz": "fp8",
+    "torch.float8_e5m2fnuz": "fp8",
+    "torch.float4_e2m1fn_x2": "fp4",
     "torch.int8": "int8",
 }
+_TORCH_TYPES = ("cpu", "cuda", "hpu", "meta", "mps", "xla", "xpu")
+_SLOWEST_FLOPS_PER_S = 1e6  # a number below it, such as 4060, was meant as a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class Peak:
     Attributes:
         name: the device, e.g. "NVIDIA H100 80GB HBM3".
         flops_per_s: dense rate [FLOP/s], never the sparse one.
-        dtype: the arithmetic it holds for: "bf16", "fp16", "tf32", "fp32", "fp8", "int8".
-        source: datasheet with its date, the benchmark that measured it, or the variable that set it.
+        dtype: the arithmetic it holds for, such as "bf16" or "tf32"; "fp8+bf16" for a mixture.
+        source: datasheet with its date, the benchmark that measured it, or the variable or file that set it.
         kind: "datasheet"; "ceiling", measured on this very device; or "override", given by the user.
     """
 
@@ -50,75 +52,77 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
     """Find the peak of a device for the arithmetic of a training step.
 
     On CUDA, torch.float32 means TF32 when PyTorch is allowed to use it for matrix products
-    (`torch.set_float32_matmul_precision`), and ordinary fp32 otherwise. On the CPU the peak is a ceiling measured by a
-    matmul benchmark, once per process, dtype and thread count.
+    (`torch.set_float32_matmul_precision`) and the device has it, and ordinary fp32 otherwise. On the CPU the peak is a
+    ceiling measured by a matmul benchmark, once per process, dtype and thread count, unless the user's table names it.
 
     Args:
         device: the device that runs the step, a torch.device or its name such as "cuda:0".
-        dtype: dtype of the step's matrix products: a torch.dtype, or "bf16", "fp16", "tf32", "fp32", "fp8", "int8".
+        dtype: dtype of the step's matrix products: a torch.dtype, or "bf16", "fp16", "tf32", "fp32", "fp8", "fp4",
+            "int8".
 
     Returns:
         The peak with its source.
 
     Raises:
-        UnknownDeviceError: an accelerator that is not in the table, or a dtype it has no figure for.
+        UnknownDeviceError: an accelerator that is not in the table or only a part of one, or a dtype without a figure.
         UsageError: the override variable does not hold a positive number.
+        ConfigError: the user's table cannot be read.
     """
     import torch
 
     device = torch.device(device)
-    dtype_name = str(dtype) if isinstance(dtype, str) else dtype_label(dtype, device)
-    name = device_name(device)
+    dtype_name = dtype if isinstance(dtype, str) else dtype_label(dtype, device)
+    reported = report(device)
     override = os.environ.get(OVERRIDE_VARIABLE)
     if override is not None:
-        return Peak(name, _parse_override(override), dtype_name, f"{OVERRIDE_VARIABLE}={override}", "override")
-    if device.type == "cuda":
-        return datasheet_peak(name, dtype_name)
-    if device.type == "cpu":
+        return Peak(reported.name, _parse_override(override), dtype_name, f"{OVERRIDE_VARIABLE}={override}", "override")
+    if device.type == "cpu" and not _stated_by_the_user(reported):
         from headway.devices.ceiling import measure_ceiling
 
         return measure_ceiling(dtype_name)
-    raise UnknownDeviceError(
-        f"No peak is known for a device of type {device.type!r} ({name}). Headway knows CUDA devices by name and "
-        f"measures the CPU. State the peak yourself: {OVERRIDE_VARIABLE}=<dense FLOP/s of one device in {dtype_name}>."
-    )
+    found = matches(reported)
+    if not isinstance(dtype, str) and dtype_name == "tf32" and "tf32" not in found[0].peak_flops_per_s:
+        dtype_name = "fp32"  # PyTorch may use TF32, but the device has none
+    return _common_peak(found, reported.name, dtype_name)
+
+
+def device_at(device: "torch.device | str") -> Device:
+    """Find what the table has on the device at hand, such as its memory and bandwidth.
+
+    Args:
+        device: a torch.device or its string, such as "cuda:0".
+
+    Raises:
+        UnknownDeviceError: not in the table, a part of a card only, or a name of several that nothing tells apart.
+    """
+    import torch
+
+    reported = report(torch.device(device))
+    found = matches(reported)
+    if len(found) > 1:
+        raise ambiguous(reported.name, found)
+    return found[0]
 
 
 def datasheet_peak(name: str, dtype_name: str) -> Peak:
-    """Look a device's dense datasheet peak up by its exact name; needs no torch.
+    """Look a device's dense peak up by the exact name that its driver reports; needs no torch.
 
     Args:
-        name: what `torch.cuda.get_device_name()` prints.
-        dtype_name: "bf16", "fp16", "tf32", "fp32", "fp8" or "int8".
+        name: what `torch.cuda.get_device_name()`, `jax.Device.device_kind` or the like prints.
+        dtype_name: "bf16", "fp16", "tf32", "fp32", "fp8", "fp4" or "int8".
 
     Raises:
-        UnknownDeviceError: the name is not in the table, or has no figure for the dtype.
+        UnknownDeviceError: the name is not in the table, stands for devices with different peaks, or has no figure for
+            the dtype.
 
     >>> datasheet_peak("NVIDIA H100 PCIe", "bf16").flops_per_s
     756000000000000.0
     """
-    table = _table()
-    entry = table.get(name)
-    if entry is None:
-        nearest = difflib.get_close_matches(name, table, n=3, cutoff=0.5)
-        hint = f" Names that look alike are other devices: {', '.join(nearest)}." if nearest else ""
-        raise UnknownDeviceError(
-            f"The peak of {name!r} is not known, and a guess would make every MFU wrong.{hint} State it yourself: "
-            f"{OVERRIDE_VARIABLE}=<dense FLOP/s of one device in {dtype_name}>, for example "
-            f"{OVERRIDE_VARIABLE}=989.4e12 for an H100 SXM in bf16. Known: " + ", ".join(known_devices()) + "."
-        )
-    tflops: Mapping[str, float] = entry["tflops"]
-    if dtype_name not in tflops:
-        raise UnknownDeviceError(
-            f"{name} has no dense {dtype_name} figure; its datasheet gives {', '.join(tflops)}. Compute in one of "
-            f"those, or state the rate yourself: {OVERRIDE_VARIABLE}=<dense FLOP/s>."
-        )
-    source = f"{entry['source']}, read {entry['read_on']}"
-    return Peak(name, round(tflops[dtype_name] * 1e12, 0), dtype_name, source)
+    return _common_peak(matches(Reported(name)), name, dtype_name)
 
 
 def named_peak(name: str, dtype_name: str = "bf16") -> Peak:
-    """Look a device's datasheet peak up by what a person calls it; needs no torch.
+    """Look a device's peak up by what a person calls it; needs no torch.
 
     Args:
         name: the exact name, the key of its table ("h100-sxm") or an alias ("H100"), any case; or FLOP/s of one device
@@ -126,33 +130,63 @@ def named_peak(name: str, dtype_name: str = "bf16") -> Peak:
         dtype_name: as for `datasheet_peak`.
 
     Raises:
-        UnknownDeviceError: none of these, or no figure for the dtype.
-        UsageError: a number that is not positive.
+        UnknownDeviceError: none of these, a name of devices with different peaks, or no figure for the dtype.
+        UsageError: a number that is no rate.
 
     >>> named_peak("H200").name
     'NVIDIA H200'
     """
-    if name[:1].isdigit() or name[:1] in "+-.":
-        try:
-            value = float(name)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and value > 0):
-            raise UsageError(
-                f"--device {name!r} is not a positive number of FLOP/s. Give the dense rate of one device, for example "
-                "--device 989.4e12, or a device's name, such as H100."
-            )
-        return Peak(name, value, dtype_name, f"--device {name}", "override")
-    return datasheet_peak(_aliases().get(name.lower(), name), dtype_name)
+    try:
+        found = named_devices(name)
+    except UnknownDeviceError:
+        if not (name[:1].isdigit() or name[:1] in "+-."):
+            raise
+        return Peak(name, _stated_rate(name), dtype_name, f"--device {name}", "override")
+    return _common_peak(found, found[0].title, dtype_name)
 
 
-def known_devices() -> list[str]:
-    """List the device names that have a datasheet peak, as `torch.cuda.get_device_name()` prints them."""
-    return sorted(_table())
+def weighted_peak(flops: Mapping[str, float], device: "torch.device | str") -> Peak:
+    """Find the peak of a step whose matrix products run in several dtypes.
+
+    It is the rate at which the device could do this mixture at best: all FLOPs over the time that each dtype's share
+    takes at its own peak.
+
+    Args:
+        flops: FLOPs of the step by dtype name, such as {"fp8": 3e15, "bf16": 1e15}.
+        device: a torch.device or its string ("cuda:0"), as for `peak_for`; or a name, as for `named_peak`.
+
+    Returns:
+        The peak; its dtype is "fp8+bf16".
+
+    Raises:
+        UsageError: no FLOPs, or a count below zero.
+        UnknownDeviceError: the device, or one of the dtypes on it, is not known.
+
+    Source: the harmonic mean of rates, weighted by work.
+
+    >>> weighted_peak({"fp8": 3e15, "bf16": 1e15}, "B200").flops_per_s / 1e12  # 4 / (3 / 4500 + 1 / 2250)
+    3600.0
+    """
+    total = sum(flops.values())
+    if not (total > 0 and math.isfinite(total) and all(count >= 0 for count in flops.values())):
+        raise UsageError(
+            f"{dict(flops)} holds no FLOPs to weight a peak with. Give the FLOPs of a step by dtype, none negative and "
+            'one above zero, such as {"fp8": 3e15, "bf16": 1e15}.'
+        )
+    is_name = isinstance(device, str) and device.partition(":")[0] not in _TORCH_TYPES
+    used = {dtype: count for dtype, count in flops.items() if count}
+    peaks = [named_peak(str(device), dtype) if is_name else peak_for(device, dtype) for dtype in used]
+    if len(peaks) == 1:
+        return peaks[0]
+    pairs = list(zip(used.values(), peaks, strict=True))
+    seconds = sum(count / peak.flops_per_s for count, peak in pairs)
+    parts = [f"{count / total:.1%} at {peak.flops_per_s / 1e12:g} TFLOP/s in {peak.dtype}" for count, peak in pairs]
+    source = f"weighted by FLOPs: {', '.join(parts)}; {peaks[0].source}"
+    return Peak(peaks[0].name, total / seconds, "+".join(used), source, peaks[0].kind)
 
 
 def dtype_label(dtype: "torch.dtype", device: "torch.device") -> str:
-    """Name the arithmetic that a dtype means on a device: "bf16", "fp16", "tf32", "fp32", "fp8" or "int8".
+    """Name the arithmetic that a dtype means on a device: "bf16", "fp16", "tf32", "fp32", "fp8", "fp4" or "int8".
 
     Raises:
         UnknownDeviceError: no peak is kept for this dtype.
@@ -167,45 +201,59 @@ def dtype_label(dtype: "torch.dtype", device: "torch.device") -> str:
     return label
 
 
-def device_name(device: "torch.device") -> str:
-    """Name a device: CUDA's own name, or the CPU's model name."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        from headway.devices.ceiling import cpu_name
-
-        return cpu_name()
-    return str(device)
+def _stated_by_the_user(reported: Reported) -> bool:
+    return any(reported.name in device.names and not device.is_shipped for device in all_devices())
 
 
-@cache
-def _table() -> dict[str, dict[str, Any]]:
-    """Map every exact device name to its entry of peaks.toml."""
-    text = (files("headway.devices") / "peaks.toml").read_text(encoding="utf-8")
-    return {name: entry for entry in tomllib.loads(text).values() for name in entry["names"]}
+def _common_peak(devices: Sequence[Device], name: str, dtype_name: str) -> Peak:
+    """Take the peak that all devices share; those of one name may differ in their memory alone."""
+    peaks = [_peak(device, name, dtype_name) for device in devices]
+    if len({peak.flops_per_s for peak in peaks}) > 1:
+        raise ambiguous(name, devices)
+    return peaks[0]
 
 
-@cache
-def _aliases() -> dict[str, str]:
-    """Map aliases, table keys and exact names, in lower case, to a device's first exact name."""
-    text = (files("headway.devices") / "peaks.toml").read_text(encoding="utf-8")
-    return {
-        alias.lower(): entry["names"][0]
-        for key, entry in tomllib.loads(text).items()
-        for alias in (key, *entry.get("aliases", ()), *entry["names"])
-    }
+def _peak(device: Device, name: str, dtype_name: str) -> Peak:
+    rates = device.peak_flops_per_s
+    if dtype_name not in rates:
+        spelling = "" if dtype_name in DTYPES else f" Dtypes are called {', '.join(DTYPES)}."
+        raise UnknownDeviceError(
+            f"{name} has no dense {dtype_name} figure; its datasheet gives {', '.join(rates)}.{spelling} Compute in "
+            f"one of those, or state the peak yourself: {way_out(f'of one device in {dtype_name}')}."
+        )
+    source = f"{device.source}, read {device.read_on}"
+    if device.is_shipped:
+        return Peak(name, rates[dtype_name], dtype_name, source)
+    return Peak(name, rates[dtype_name], dtype_name, f"{source}, from {device.origin}", "override")
+
+
+def _stated_rate(text: str) -> float:
+    value = _number(text)
+    if not (math.isfinite(value) and value > 0):
+        raise UsageError(
+            f"--device {text!r} is not a positive number of FLOP/s. Give the dense rate of one device, for example "
+            "--device 989.4e12, or a device's name, such as H100."
+        )
+    if value < _SLOWEST_FLOPS_PER_S:
+        raise UsageError(
+            f"--device {text} is not a known device (`headway devices` lists them), and as a rate {value:g} FLOP/s is "
+            "slower than any computer. State the rate of one device in FLOP/s, for example --device 989.4e12."
+        )
+    return value
 
 
 def _parse_override(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not (math.isfinite(value) and value > 0):
         raise UsageError(
             f"{OVERRIDE_VARIABLE}={text!r} is not a positive number of FLOP/s. Give the dense rate of one device in "
             f"the step's dtype, for example {OVERRIDE_VARIABLE}=989.4e12, or unset it."
         )
     return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

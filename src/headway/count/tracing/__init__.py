@@ -20,6 +20,7 @@ from headway.count.tracing.record import Recorder
 from headway.count.tracing.recurrences import check_loops
 from headway.count.tracing.replacing import stand_ins
 from headway.count.tracing.seams import Seams
+from headway.count.tracing.unwrap import plain_checkpoints
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     ran = [run.operations for run in runs]
     if not alike(ran):
         ran = merged([_run(model, made.arguments(workload), backward=True).operations for workload in workloads])
-    known = candidates(workloads, made.drivers)
+    known = candidates(workloads, [*made.drivers, *(f"pairs:sliding:{w}" for w in dict.fromkeys(windows) if w > 0)])
     explained = [(same[0], f) for same in zip(*ran, strict=True) for f in fit(same, workloads, known)]
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
@@ -130,6 +131,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
         Recorder(model, block_of) as recorder,
         Seams(recorder),
         stand_ins(model, recorder),
+        plain_checkpoints(),
         torch.set_grad_enabled(backward),
     ):
         output = call(model, arguments)

@@ -23,7 +23,9 @@ def twin_of_model(model: nn.Module) -> nn.Module:
     """
     model = unwrap.whole(model)
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    held = (value for module in model.modules() for value in vars(module).values())
+    states = (t for t in held if isinstance(t, torch.Tensor) and t.grad_fn is not None)  # kept from an earlier forward
+    for tensor in (*model.parameters(), *model.buffers(), *states):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor)
     return unwrap.copy_modules(model, memo)
@@ -78,8 +80,12 @@ LONGEST_WINDOW = 1 << 14  # a longer window is believed as its seam names it [to
 # attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
 _LONGEST_UNNAMED_WINDOW = 4096
 _PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
-_ROOM = 360  # what workloads add to a window, up to the next prime [tokens]
+_ROOM = 400  # what workloads add to a window, up to the next prime [tokens]
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
+
+
+# lists of the layers whose outputs are features: as many in a shorter tower, so that the projector's width stays
+_FEATURE_LAYERS = ("vision_feature_layer", "vision_feature_layers", "intermediate_layers_indices")
 
 
 def with_layers(config: Any, layers: int) -> Any:
@@ -92,6 +98,9 @@ def with_layers(config: Any, layers: int) -> Any:
     while pending:
         part = pending.pop()
         pending += [sub for key in part.sub_configs if (sub := getattr(part, key, None)) is not None]
+        for key in _FEATURE_LAYERS:
+            if isinstance(value := getattr(part, key, None), list | tuple):
+                setattr(part, key, [min(max(index, -layers), layers - 1) for index in value])
         depth = next((n for key in _DEPTHS if isinstance(n := getattr(part, key, None), int)), 0)
         if depth <= layers:
             continue
@@ -106,6 +115,14 @@ def with_layers(config: Any, layers: int) -> Any:
             if getattr(part, key, None) == depth:
                 setattr(part, key, layers)
     return config
+
+
+def subconfigs(config: Any) -> list[Any]:
+    """List a configuration and those inside it."""
+    found = [config]
+    for part in found:
+        found += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    return found
 
 
 def model_class(config: Any) -> Any:
@@ -150,6 +167,13 @@ def number_parameters(model: nn.Module) -> list[str]:
 def configs(model: nn.Module) -> list[Any]:
     """Collect the configurations in which a model's modules look up their attention and experts."""
     return [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+
+
+def places(model: nn.Module) -> int | None:
+    """Read how many tokens a model's text may have, where its configuration says so."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
 
 
 def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:

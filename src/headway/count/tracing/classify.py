@@ -1,12 +1,14 @@
 """Name each operation's component from what it does, not from what a model family calls it.
 
-Vision is what patches drive; attention and recurrences are what their seams recorded; projections are the linear layers
+Vision is what patches drive, outside the modules in which text attends; a merger is what stands outside the blocks that
+repeat in its tower; attention and recurrences are what their seams recorded; projections are the linear layers
 and convolutions inside such a module; experts are grouped products, the router its sibling with one output per expert;
 the head is the model's output embedding.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -40,10 +42,12 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
     experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
     head = _head_path(model)
+    towers = _towers(operations, fitted)
+    spoken = {op.module for op in operations if op.kind == "attention" and towers[op.module] == "language"}
+    seeing = {_repeated(path) for path in attending if towers.get(path) == "vision"} - {""}
     names = []
-    for op, fit in zip(operations, fitted, strict=True):
-        tower = drivers.tower(fit.driver)
-        tower = "language" if tower == "source" else tower
+    for op in operations:
+        tower = "language" if _inside(op.module, spoken) else towers[op.module]
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
         if op.kind in ("attention", "recurrence"):
             part = op.kind
@@ -51,12 +55,12 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
             part = "recurrence"
         elif head is not None and _inside(op.module, [head]):
             part = "head"
-        elif fit.driver.startswith("patches/"):
-            part = "merger"
         elif tower != "language" and op.from_input:
             part = "embed"
         elif _inside(op.module, attending):
             part = "projections"
+        elif tower == "vision" and seeing and _repeated(op.module) not in seeing:
+            part = "merger"
         elif op.kind == "experts":
             part = "experts"
         elif mixture is not None:
@@ -68,6 +72,22 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         if fit.driver == "packs":  # work on weights belongs where the weights are used
             names[i] = _nearest(op.module, operations, fitted, names)
     return names
+
+
+def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, str]:
+    """Say whose work each module does; of a sum, text's before pictures', and theirs before a source's."""
+    found: dict[str, set[str]] = {}
+    for op, fit in zip(operations, fitted, strict=True):
+        tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)
+        found.setdefault(op.module, set()).add(tower)
+    order = ("language", "vision", "audio")
+    return {path: next((tower for tower in order if tower in towers), "language") for path, towers in found.items()}
+
+
+def _repeated(path: str) -> str:
+    """Cut a path to the outermost item of a list that holds the module; "" where none does."""
+    block = re.match(r".*?\.\d+(?=\.|$)", path)
+    return block.group() if block is not None else ""
 
 
 def _mixer(model: nn.Module, path: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from headway.count import drivers
+from headway.count.tracing.sums import sum_of_drivers
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
     from headway.count.tracing.operation import Operation
     from headway.count.workload import Workload
-
-# what may be added to a cost that grows with something else: so much for each of these
-_ADDED = ("grids", "frames", "clips", "segments", "tokens", "patches", "sources")
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,7 @@ def candidates(workloads: Sequence[Workload], names: Sequence[str]) -> dict[str,
 
 
 def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[str, list[int]]) -> list[Fitted]:
-    """Explain one operation from its record in each run, by one driver or by the sum of two.
-
-    A sum is a class token beside the patches of an image, or a picture whose tokens see each other inside a causal
-    text; it is tried with four runs, whose two equations to spare leave nothing to chance.
+    """Explain one operation from its record in each run, by one driver or by a sum of drivers.
 
     Args:
         runs: the same operation on each workload.
@@ -78,42 +72,13 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
             driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]
-    for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
-        if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
-            return [_fitted(first, d, f, unit_flops) for d, f in zip((one, other), factors, strict=True)]
-    for one in ("pairs:full", "pairs:causal") if len(runs) > 3 and "tokens" in known else ():
-        if (three := _prompted(units, known[one], known["tokens"])) is not None:
-            names = (one, "tokens", "segments")
-            return [_fitted(first, d, f, unit_flops) for d, f in zip(names, three, strict=True)]
+    if len(runs) > 3 and (terms := sum_of_drivers(units, known, squares=first.kind == "attention")):
+        return [_fitted(first, driver, factor, unit_flops) for driver, factor in terms]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
         f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d)}."
     )
-
-
-def _sum_of(units: Sequence[int], xs: Sequence[int], ys: Sequence[int]) -> tuple[Fraction, Fraction] | None:
-    """Find positive factors with units = a x + b y in every run, if there are such."""
-    determinant = xs[0] * ys[1] - xs[1] * ys[0]
-    if not determinant:
-        return None
-    a = Fraction(units[0] * ys[1] - units[1] * ys[0], determinant)
-    b = Fraction(xs[0] * units[1] - xs[1] * units[0], determinant)
-    fits = all(a * x + b * y == u for u, x, y in zip(units, xs, ys, strict=True))
-    return (a, b) if fits and a > 0 and b > 0 else None
-
-
-def _prompted(units: Sequence[int], pairs: Sequence[int], tokens: Sequence[int]) -> tuple[Fraction, ...] | None:
-    """Find whole positive factors of pairs, tokens and segments: a model that puts tokens of its own before each text.
-
-    Source: (s + p)^2 = s^2 + 2 p s + p^2, and as much for causal pairs.
-    """
-    rest = [u - x for u, x in zip(units, pairs, strict=True)]
-    slope = Fraction(rest[1] - rest[0], tokens[1] - tokens[0])
-    constant = rest[0] - slope * tokens[0]
-    fits = all(slope * t + constant == r for t, r in zip(tokens, rest, strict=True))
-    whole = slope.denominator == constant.denominator == 1
-    return (Fraction(1), slope, constant) if fits and whole and slope > 0 and constant > 0 else None
 
 
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:

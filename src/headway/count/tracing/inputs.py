@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headway.count.tracing.parts import WINDOW_SIDES, Grids, Part
+from headway.count.tracing import build
+from headway.count.tracing.grid_parts import Grids
+from headway.count.tracing.image_parts import (
+    Frames,
+    NestedFrames,
+    ReadFrames,
+    RobotFrames,
+    TiledFrames,
+    VideoFrames,
+    has_tower,
+)
+from headway.count.tracing.lone_parts import LoneFrames
+from headway.count.tracing.parts import WINDOW_SIDES, Part
+from headway.count.tracing.patch_parts import Patches
 from headway.count.tracing.phantom import Phantom
 from headway.count.workload import Workload
 from headway.errors import TraceError
@@ -21,13 +34,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
+_SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
 # arguments that hand a decoder the states of another model; left out, its cross attention rests
 _STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 
-PARTS: tuple[type[Part], ...] = (Grids,)  # a model takes the first that fits for each argument
+PARTS: tuple[type[Part], ...] = (
+    Grids,
+    TiledFrames,
+    ReadFrames,
+    RobotFrames,
+    LoneFrames,
+    Patches,
+    NestedFrames,
+    Frames,
+    VideoFrames,
+)  # a model takes the first that fits for each argument
 
 
 class Inputs:
@@ -46,19 +70,20 @@ class Inputs:
         for kind in PARTS:
             if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
                 self.parts.append(part)
-        if "input_ids" not in self.accepted:
+        if "input_ids" not in self.accepted and not self.parts:
             raise TraceError(
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
                 "input_ids. Give its arguments with trace(model, inputs=...)."
             )
         self._takes_images = any(part.takes == "pixel_values" for part in self.parts)
-        if "pixel_values" in self.accepted and not self._takes_images:
+        if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
             )
         self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
         self.drivers += ["segments", "transitions"]
+        self._lengths = _LENGTHS if (build.places(model) or _LONGEST_SEGMENT) > _LENGTHS[-1] else _SHORT_LENGTHS
         self._plain_token = _plain_token(getattr(model, "config", None))
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
@@ -74,7 +99,7 @@ class Inputs:
             sizes: dict[str, Any] = {}
             for part in self.parts:
                 sizes |= part.sizes(run)
-            length = self.positions(Workload([1], **sizes)) + _LENGTHS[run] + (extra if run else 0)
+            length = self.positions(Workload([1], **sizes)) + self._lengths[run] + (extra if run else 0)
             found.append(Workload([_next_prime(length)], **sizes))
         return found
 

@@ -32,7 +32,7 @@ def _linear_attention(recorder: Recorder, *args: Any, delta: bool, **kwargs: Any
     query = _argument(args, kwargs, 0, "q", "query")
     key = _argument(args, kwargs, 1, "k", "key")
     value = _argument(args, kwargs, 2, "v", "value")
-    if query.dim() != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2] or kwargs.get("head_first"):
+    if query.dim() != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2]:
         raise TraceError(
             f"module {recorder.module or '(the model)'} runs a recurrence on q {tuple(query.shape)}, "
             f"k {tuple(key.shape)}, v {tuple(value.shape)}; it reads [batch, tokens, heads, size], q and k alike."

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.count.tracing.kernels import FUNCTIONS, METHODS
+from headway.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,15 +27,20 @@ _WRITTEN_OUT = ("causal_conv1d_fn", "mamba_inner_fn", "mamba2_split_conv1d_scan_
 
 @contextmanager
 def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Record every recurrence of `model` with `recorder`, and run short convolutions in PyTorch."""
+    """Record every recurrence of `model` with `recorder`, and run short convolutions in PyTorch.
+
+    Raises:
+        TraceError: a Triton kernel is launched: one that is not known here would meet tensors without data.
+    """
     changes = [*_recurrences(model, lambda _original, stand_in: partial(stand_in, recorder))]
     for held, name in _holders(model, _WRITTEN_OUT):
         written_out = inspect.unwrap(getattr(held[name], "forward", held[name]))
-        if written_out.__module__.startswith("transformers."):
+        home = str(written_out.__module__)
+        if home.startswith("transformers."):
             changes.append((held, name, written_out))
-        elif name == "causal_conv1d_fn":
+        elif home.startswith("causal_conv1d"):
             changes.append((held, name, _short_convolution))
-    with _changed(changes):
+    with _changed(changes), _refused_triton(recorder):
         yield
 
 
@@ -43,6 +49,30 @@ def watched(model: nn.Module, around: Callable[[Any], Any]) -> Iterator[None]:
     """Put `around(function)` in the place of every function or method of `model` that runs a recurrence."""
     with _changed([*_recurrences(model, lambda original, _stand_in: around(original))]):
         yield
+
+
+@contextmanager
+def _refused_triton(recorder: Recorder) -> Iterator[None]:
+    """Name the kernel and the module where Triton is launched; where nobody imported it, nothing is."""
+    triton: Any = sys.modules.get("triton.runtime.jit")
+    if triton is None:
+        yield
+        return
+    launch = triton.KernelInterface.__getitem__
+
+    def refuse(kernel: Any, _grid: Any) -> Any:
+        while not hasattr(kernel, "__name__"):  # autotuned, with heuristics: the function is inside
+            kernel = kernel.fn
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} launches the Triton kernel {kernel.__name__}, which the ledger "
+            "cannot read. Trace the model with PyTorch's own operations in its place."
+        )
+
+    triton.KernelInterface.__getitem__ = refuse
+    try:
+        yield
+    finally:
+        triton.KernelInterface.__getitem__ = launch
 
 
 def _recurrences(model: nn.Module, make: Callable[[Any, Any], Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:

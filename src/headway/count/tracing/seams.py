@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from headway.count import masks
 from headway.count.tracing import seams_flash, seams_flex
 from headway.count.tracing.attention import attend, masked_pairs, plain_pairs, set_recorder
-from headway.count.tracing.phantom import Phantom, aten
+from headway.count.tracing.phantom import Phantom, aten, phantom
 from headway.count.tracing.readers import READERS
 from headway.count.tracing.swap import Swapped
 
@@ -85,6 +85,8 @@ class Seams(TorchFunctionMode):
             return self._integer_product(*args)
         if func is torch._VF._pad_packed_sequence:
             return _pad_packed(*args, **kwargs)
+        if func is torch.empty and (made := func(*args, **kwargs)).is_floating_point():
+            return phantom(made)  # it holds no data, and may be written activations
         return func(*args, **kwargs)
 
     def _integer_product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from headway.count.conventions.verl import LISTED_TYPES
-from headway.count.tracing import build, trace
+from headway.count.tracing import build, defaults, trace
 from headway.count.tracing.inputs import Inputs
 from headway.count.workload import Workload
 from headway.errors import HeadwayError, TraceError
@@ -84,9 +84,8 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
     try:
         config = build.with_layers(CONFIG_MAPPING[model_type](), LAYERS)
         config.architectures = [class_name]
-        vision: Any = getattr(config, "vision_config", None)
-        if hasattr(vision, "out_hidden_size"):  # the two towers' own defaults need not fit each other
-            vision.out_hidden_size = config.get_text_config().hidden_size
+        defaults.fit_defaults(config)
+        defaults.fit_sections(config, build.twin_of_config(config))
         build.twin_of_config(config)
     except Exception as error:  # noqa: BLE001  # any failure of foreign code is a result here
         return failed("not built", error)

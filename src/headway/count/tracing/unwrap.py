@@ -10,13 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _COMPOSABLE_STATE = "__composable_api_state_key"  # under such keys fully_shard keeps its state in a module's __dict__
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -81,9 +86,13 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             module.__dict__.get("forward"),
             *(hook for name in _HOOKS for hook in getattr(module, name).values()),
         ]
-        if cls is not type(module) or any(_is_parallel(function) for function in laid_over):
+        altered = cls is not type(module) or any(_is_parallel(function) for function in laid_over)
+        if altered and not _is_compiled(module):
             shells.append((module, cls.__new__(cls)))
             memo[id(module)] = shells[-1][1]
+    for module in reversed([*model.modules()]):  # inner ones first
+        if _is_compiled(module):
+            memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
     for module, shell in shells:  # each by itself: fully_shard refuses to be copied, and hooks hold process groups
         kept = {key: value for key, value in module.__dict__.items() if not key.startswith(_COMPOSABLE_STATE)}
         if _is_parallel(kept.get("forward")):  # transformers lays its own over a module's
@@ -91,9 +100,6 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for name in _HOOKS:
             kept[name] = type(kept[name])((key, h) for key, h in kept[name].items() if not _is_parallel(h))
         shell.__dict__.update(copy.deepcopy(kept, memo))
-    for module in reversed([*model.modules()]):  # inner ones first
-        if _is_compiled(module):
-            memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
     twin = _bare(copy.deepcopy(model, memo))
     for module in twin.modules():
         for name, value in vars(module).items():
@@ -102,6 +108,33 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
     return twin
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Run what a model's own code hands to `torch.utils.checkpoint.checkpoint` plainly, once."""
+    names = {"CheckpointFunction": _Plain, "_checkpoint_without_reentrant_generator": _around_nothing}
+    before = {name: getattr(torch.utils.checkpoint, name) for name in names}
+    for name, stand_in in names.items():
+        setattr(torch.utils.checkpoint, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(torch.utils.checkpoint, name, original)
+
+
+class _Plain:
+    """Stands in for the autograd function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _around_nothing(*_args: Any, **_options: Any) -> Iterator[None]:
+    """Stand in for what a checkpoint does before its function and after."""
+    yield
 
 
 def _bare(module: nn.Module) -> nn.Module:

@@ -1,0 +1,159 @@
+"""`headway ceiling`: what matrix products and copies reach at best on this very device."""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.extras import needs_extra
+from headway.cli.options import JsonOption
+from headway.errors import UnknownDeviceError, UsageError
+from headway.report import Column, format_rate, format_share, render_pairs, render_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.devices import Ceiling, Device
+    from headway.devices.measure import Measurement
+
+SCHEMA_VERSION = 1
+
+_KINDS = ("cpu", "cuda", "mps")
+
+
+def ceiling(
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda|mps", help="What to measure, cuda:1 for a second card; the accelerator if any."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="bf16, fp16, fp32, or on CUDA tf32; all that the device has. Repeatable."),
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever is in the cache.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the best rate of matrix products [FLOP/s] and of copies [byte/s] on this device, over several shapes.
+
+    Takes up to five seconds a dtype; the result is cached per device, driver, PyTorch version and thread count.
+
+    Example: headway ceiling --device cpu --dtype fp32
+    """
+    with needs_extra("measuring a ceiling"):
+        from headway.devices.ceilings import DTYPES, copy_ceiling, environment, matmul_ceiling
+
+        where = _device(device)
+        names = dtype or list(DTYPES[where.type])
+        try:
+            products = [matmul_ceiling(where, name, refresh=refresh, warn=_warn) for name in names]
+        except UnknownDeviceError as error:
+            raise UsageError(str(error)) from error
+        copy = copy_ceiling(where, refresh=refresh, warn=_warn)
+        around = environment(where)
+        known = _known(where)
+    if as_json:
+        print(json.dumps(_record(around, products, copy, known)))
+    else:
+        print(_render(around, products, copy, known))
+
+
+def _device(given: str | None) -> "torch.device":
+    import torch
+
+    here = ["cpu"]
+    here += ["cuda"] if torch.cuda.is_available() else []
+    here += ["mps"] if torch.backends.mps.is_available() else []
+    if given is None:
+        return torch.device(here[-1])
+    kind, _, index = given.partition(":")
+    if kind not in _KINDS or (index and not index.isdigit()):
+        raise UsageError(f"--device {given!r} is none of {', '.join(_KINDS)}. Leave it out to measure the accelerator.")
+    if kind not in here or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
+        raise UsageError(f"--device {given}: PyTorch sees no such device here, only {', '.join(here)}.")
+    return torch.device(given)
+
+
+def _known(where: "torch.device") -> "Device | None":
+    """Find what the table says of the device, to set it beside what was measured; of most CPUs, nothing."""
+    from headway.devices import device_at
+
+    try:
+        return device_at(where)
+    except UnknownDeviceError:
+        return None
+
+
+def _warn(text: str) -> None:
+    print(f"Warning: {text}", file=sys.stderr)
+
+
+def _record(
+    around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None"
+) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "device": around,
+        "matmul": [
+            {
+                "dtype": found.what,
+                **_rates(found.best, "flops_per_s"),
+                "datasheet_flops_per_s": known.peak_flops_per_s.get(found.what) if known else None,
+                "shapes": [_rates(measurement, "flops_per_s") for measurement in found.measurements],
+                **_when(found),
+            }
+            for found in products
+        ],
+        "copy": {
+            **_rates(copy.best, "bytes_per_s"),
+            "datasheet_bytes_per_s": known.memory_bytes_per_s if known else None,
+            "sizes": [_rates(measurement, "bytes_per_s") for measurement in copy.measurements],
+            **_when(copy),
+        },
+    }
+
+
+def _rates(found: "Measurement", unit: str) -> dict[str, Any]:
+    return {
+        "shape": list(found.shape),
+        "repeats": len(found.durations_s),
+        unit: found.best_per_s,
+        f"median_{unit}": found.median_per_s,
+        f"min_{unit}": found.worst_per_s,
+    }
+
+
+def _when(found: "Ceiling") -> dict[str, Any]:
+    return {"measured_at": found.measured_at.isoformat(timespec="seconds"), "cached": found.is_cached}
+
+
+def _render(around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None") -> str:
+    columns = [Column("what", "left"), Column("shape", "left")]
+    columns += [Column("best"), Column("median"), Column("slowest"), Column("repeats"), Column("of datasheet")]
+    peaks = known.peak_flops_per_s if known else {}
+    rows = [[found.what, *_cells(found.best, format_rate), _share(found, peaks.get(found.what))] for found in products]
+    rows.append([copy.what, *_cells(copy.best, _bandwidth), _share(copy, known.memory_bytes_per_s if known else None)])
+    pairs = [("device", around["name"]), ("torch", around["torch"])]
+    if around["threads"]:
+        pairs.append(("threads", str(around["threads"])))
+    if around["driver"]:
+        pairs.append(("driver", around["driver"]))
+    for found in (*products, copy):
+        state = "from the cache; --refresh measures again" if found.is_cached else "just now"
+        pairs.append((f"{found.what} measured", f"{found.measured_at:%Y-%m-%d %H:%M} UTC, {state}"))
+    return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
+
+
+def _cells(found: "Measurement", write: Callable[[float], str]) -> list[str]:
+    rates = [found.best_per_s, found.median_per_s, found.worst_per_s]
+    shape = "x".join(map(str, found.shape)) if len(found.shape) == 3 else f"{found.shape[0] / 2**20:g} MiB"
+    return [shape, *map(write, rates), str(len(found.durations_s))]
+
+
+def _share(found: "Ceiling", datasheet: float | None) -> str:
+    return "-" if datasheet is None else format_share(found.best.best_per_s / datasheet)
+
+
+def _bandwidth(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.1f} GB/s"

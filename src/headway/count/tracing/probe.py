@@ -1,0 +1,73 @@
+"""Ask a model how many text positions its own towers make of an input, by running them on shapes alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.count.tracing import build
+from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.record import Recorder
+from headway.count.tracing.seams import Seams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+class Probe:
+    """Runs a model's towers apart from its text.
+
+    Args:
+        model: a phantom twin, or a real model, of which a twin is made on first use.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._given = model
+        self._twin: nn.Module | None = None
+
+    @property
+    def _model(self) -> nn.Module:
+        if self._twin is None:
+            first: object = next(self._given.parameters(), None)
+            self._twin = self._given if isinstance(first, Phantom) else build.twin_of_model(self._given)
+            build.use_seams(self._twin)
+        return self._twin
+
+    def has(self, name: str) -> bool:
+        """Say whether the model, or a part of it, has a method of this name."""
+        return any(hasattr(type(module), name) for module in self._given.modules())
+
+    def rows(self, name: str, arguments: dict[str, Any]) -> int:
+        """Count the rows of features that a method such as `get_image_features` gives: each is a text position.
+
+        Args:
+            name: of the method, of the model or of a part of it; the innermost that has one is asked.
+            arguments: the forward's arguments; the method gets those that it names.
+        """
+        method: Callable[..., Any] = [getattr(m, name) for m in self._model.modules() if hasattr(type(m), name)][-1]
+        named = inspect.signature(method).parameters
+        output = self._run(method, {key: value for key, value in arguments.items() if key in named})
+        if isinstance(output, dict):
+            pooled = output.get("pooler_output")
+            output = output["last_hidden_state"] if pooled is None else pooled
+        return _rows(output)
+
+    def prepended(self, arguments: dict[str, Any]) -> int:
+        """Count the positions that the model puts before its text: those of its logits beyond the tokens given."""
+        logits = self._run(self._model, arguments).logits
+        return int(logits.shape[1] - arguments["input_ids"].shape[1])
+
+    def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        with Recorder(self._model, lambda _: "") as recorder, Seams(recorder), torch.no_grad():
+            return function(**arguments)
+
+
+def _rows(features: Any) -> int:
+    """Count the rows [..., features] of a tensor, or of all in a list."""
+    if isinstance(features, torch.Tensor):
+        return features.numel() // features.shape[-1]
+    return sum(_rows(part) for part in features)

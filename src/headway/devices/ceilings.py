@@ -1,0 +1,218 @@
+"""Measured ceilings of any device, kept in the user's cache: what its matrix products and copies reach at best."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.devices.lookup import Peak
+from headway.devices.measure import Budget, Measurement, sweep_copy, sweep_matmul
+from headway.devices.probe import report
+from headway.errors import UnknownDeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+COPY = "copy"
+DTYPES = {
+    "cpu": ("fp32", "bf16", "fp16"),
+    "cuda": ("bf16", "fp16", "tf32", "fp32"),
+    "mps": ("fp32", "fp16", "bf16"),
+}
+
+_FORMAT = 1
+_BUDGET = Budget(shape_s=0.5, total_s=4.0, min_repeats=5)
+# Squares, and a projection as transformers have it (tokens x hidden x wider); in ascending work.
+_SHAPES = {
+    "cpu": ((256,) * 3, (512,) * 3, (1024,) * 3, (2048, 512, 2048), (1536,) * 3, (2048,) * 3),
+    "cuda": ((2048,) * 3, (4096,) * 3, (8192, 4096, 14336), (8192,) * 3, (16384, 8192, 28672), (16384,) * 3),
+    "mps": ((1024,) * 3, (2048,) * 3, (4096, 1024, 4096), (4096,) * 3),
+}
+_MIB = 2**20
+_SIZES = {"cpu": (64 * _MIB, 256 * _MIB), "cuda": (256 * _MIB, 1024 * _MIB), "mps": (64 * _MIB, 512 * _MIB)}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What a device reached at best in one dtype, or in copying.
+
+    Attributes:
+        device: its name.
+        what: the dtype of the products, such as "bf16"; or "copy".
+        measurements: one per shape or size.
+        measured_at: when, in UTC.
+        is_cached: whether it was read from the cache.
+    """
+
+    device: str
+    what: str
+    measurements: tuple[Measurement, ...]
+    measured_at: datetime
+    is_cached: bool
+
+    @property
+    def best(self) -> Measurement:
+        """The measurement whose fastest repetition is the fastest of all."""
+        return max(self.measurements, key=lambda measurement: measurement.best_per_s)
+
+    def peak(self) -> Peak:
+        """Use it as a peak, so that an MFU is a share of what this very device reached."""
+        shape, repeats = "x".join(map(str, self.best.shape)), len(self.best.durations_s)
+        source = f"measured {self.measured_at:%Y-%m-%d}: {self.what} matmul {shape}, best of {repeats}"
+        return Peak(self.device, self.best.best_per_s, self.what, source, "ceiling")
+
+
+def matmul_ceiling(
+    device: "torch.device | str", dtype_name: str, *, refresh: bool = False, warn: Callable[[str], None] = warnings.warn
+) -> Ceiling:
+    """Measure the best matmul rate of a device in one dtype, or take it from the cache.
+
+    The cache is kept per device, driver, PyTorch version, thread count and dtype, in $XDG_CACHE_HOME/headway or
+    ~/.cache/headway. A damaged file is reported, measured again and replaced.
+
+    Args:
+        device: a torch.device or its string; "cpu", "cuda" or "mps".
+        dtype_name: "bf16", "fp16", "fp32", or on CUDA "tf32".
+        refresh: measure even if the cache has it.
+        warn: told what is wrong with the cache.
+
+    Raises:
+        UnknownDeviceError: a device or dtype that is not measured.
+    """
+    import torch
+
+    device = torch.device(device)
+    names = DTYPES.get(device.type)
+    if names is None or dtype_name not in names:
+        known = "; ".join(f"{kind} in {', '.join(dtypes)}" for kind, dtypes in DTYPES.items())
+        raise UnknownDeviceError(f"No ceiling is measured for {device.type} in {dtype_name!r}; known are {known}.")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype_name, torch.float32)
+
+    def measure() -> list[Measurement]:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if dtype_name == "tf32" else "highest")
+        try:
+            return sweep_matmul(device, dtype, _SHAPES[device.type], _BUDGET)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return _cached(device, dtype_name, measure, refresh, warn)
+
+
+def copy_ceiling(
+    device: "torch.device | str", *, refresh: bool = False, warn: Callable[[str], None] = warnings.warn
+) -> Ceiling:
+    """Measure the best copy bandwidth within a device's memory, or take it from the cache.
+
+    Bytes read and bytes written count.
+
+    Args:
+        device: as for `matmul_ceiling`.
+        refresh: measure even if the cache has it.
+        warn: told what is wrong with the cache.
+
+    Raises:
+        UnknownDeviceError: a device that is not measured.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type not in _SIZES:
+        raise UnknownDeviceError(f"No copy is measured on {device.type}; known are {', '.join(_SIZES)}.")
+    return _cached(device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh, warn)
+
+
+def environment(device: "torch.device") -> dict[str, Any]:
+    """Describe what a ceiling depends on: the device, its driver, PyTorch and, on a CPU, the threads."""
+    import torch
+
+    reported = report(device)
+    return {
+        "type": device.type,
+        "name": reported.name,
+        "num_sms": reported.num_sms,
+        "memory_bytes": reported.memory_bytes,
+        "driver": _driver() if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+    }
+
+
+def cache_folder() -> Path:
+    """Name the folder of the cached ceilings, whether it exists or not."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway" / "ceilings"
+
+
+def _driver() -> str | None:
+    """Read the NVIDIA kernel driver's version, where Linux tells it."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"(\d+\.\d+(\.\d+)?)", path.read_text(encoding="utf-8")) if path.is_file() else None
+    return found.group(1) if found else None
+
+
+def _cached(
+    device: "torch.device",
+    what: str,
+    measure: Callable[[], list[Measurement]],
+    refresh: bool,
+    warn: Callable[[str], None],
+) -> Ceiling:
+    key = {**environment(device), "what": what, "format": _FORMAT}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache_folder() / f"{device.type}-{what}-{digest}.json"
+    if not refresh and path.is_file():
+        try:
+            return _from_record(json.loads(path.read_text(encoding="utf-8")), key)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
+    ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
+    try:
+        _write(path, _to_record(ceiling, key))
+    except OSError as error:
+        warn(f"The ceiling cannot be kept in {path.parent} ({error}); the next call measures again.")
+    return ceiling
+
+
+def _to_record(ceiling: Ceiling, key: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "key": key,
+        "measured_at": ceiling.measured_at.isoformat(timespec="seconds"),
+        "measurements": [
+            {"shape": found.shape, "work": found.work, "durations_s": found.durations_s}
+            for found in ceiling.measurements
+        ],
+    }
+
+
+def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
+    """Read what `_to_record` wrote.
+
+    Raises:
+        ValueError: it is of another device or holds nothing; other errors tell of a record that is none.
+    """
+    if record["key"] != key:
+        raise ValueError("it is another device's")
+    found = tuple(
+        Measurement(tuple(map(int, entry["shape"])), int(entry["work"]), tuple(map(float, entry["durations_s"])))
+        for entry in record["measurements"]
+    )
+    if not found or not all(entry.durations_s and min(entry.durations_s) > 0 for entry in found):
+        raise ValueError("it holds no time above zero")
+    return Ceiling(key["name"], key["what"], found, datetime.fromisoformat(record["measured_at"]), is_cached=True)
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Write a file so that a reader sees all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(record, file)
+    Path(file.name).replace(path)

@@ -1,0 +1,181 @@
+"""Time matrix products and copies on a device: one shape or size at a time, each repeated, none hidden in a mean."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_REPEATS = 1000
+_COPY_PASSES = 2  # every byte is read once and written once
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One problem, repeated.
+
+    Attributes:
+        shape: (m, k, n) of a product of m x k with k x n, or (bytes,) of a copy.
+        work: FLOPs of one product, or bytes that one copy reads and writes.
+        durations_s: seconds of each repetition.
+    """
+
+    shape: tuple[int, ...]
+    work: int
+    durations_s: tuple[float, ...]
+
+    @property
+    def best_per_s(self) -> float:
+        """Work over the fastest repetition [FLOP/s or byte/s]."""
+        return self.work / min(self.durations_s)
+
+    @property
+    def median_per_s(self) -> float:
+        """Work over the median repetition [FLOP/s or byte/s]."""
+        return self.work / statistics.median(self.durations_s)
+
+    @property
+    def worst_per_s(self) -> float:
+        """Work over the slowest repetition [FLOP/s or byte/s]."""
+        return self.work / max(self.durations_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long a sweep over shapes may take.
+
+    Attributes:
+        shape_s: time for the repetitions of one shape [s].
+        total_s: time for all shapes; larger ones that would not fit any more are left out [s].
+        min_repeats: repetitions that each shape gets, whatever they take.
+    """
+
+    shape_s: float
+    total_s: float
+    min_repeats: int
+
+
+def sweep_matmul(
+    device: "torch.device", dtype: "torch.dtype", shapes: Sequence[tuple[int, int, int]], budget: Budget
+) -> list[Measurement]:
+    """Time products of several shapes, small ones first, until the budget is spent.
+
+    Args:
+        device: where to multiply.
+        dtype: of both factors and the product.
+        shapes: (m, k, n) of each product, ascending in work.
+        budget: how long it may take; the first shape is always measured.
+
+    Returns:
+        One measurement per shape that fitted.
+    """
+    found: list[Measurement] = []
+    deadline_s = time.perf_counter() + budget.total_s
+    for shape in shapes:
+        left_s = deadline_s - time.perf_counter()
+        if found:
+            fastest = max(measurement.best_per_s for measurement in found)
+            if _flops(shape) / fastest * (budget.min_repeats + 1) > left_s or not _fits(device, dtype, shape):
+                break
+        run = _matmul(device, dtype, shape)
+        durations_s = _time(run, device, min(budget.shape_s, left_s), budget.min_repeats)
+        found.append(Measurement(shape, _flops(shape), durations_s))
+    return found
+
+
+def sweep_copy(device: "torch.device", sizes: Sequence[int], budget: Budget) -> list[Measurement]:
+    """Time copies of several sizes [byte] within the device's memory.
+
+    Returns:
+        One measurement per size that fitted; its work counts every byte twice, read and written.
+    """
+    found: list[Measurement] = []
+    deadline_s = time.perf_counter() + budget.total_s
+    for size in sizes:
+        left_s = deadline_s - time.perf_counter()
+        if found and left_s <= 0:
+            break
+        durations_s = _time(_copy(device, size), device, min(budget.shape_s, left_s), budget.min_repeats)
+        found.append(Measurement((size,), _COPY_PASSES * size, durations_s))
+    return found
+
+
+def _flops(shape: tuple[int, int, int]) -> int:
+    rows, inner, columns = shape
+    return 2 * rows * inner * columns
+
+
+def _matmul(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int, int]) -> "Callable[[], torch.Tensor]":
+    import torch
+
+    rows, inner, columns = shape
+    generator = torch.Generator(device).manual_seed(0)  # its own, so that the run's random state stays untouched
+    a_MK = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
+    b_KN = torch.randn(inner, columns, generator=generator, device=device).to(dtype)
+    out_MN = torch.empty(rows, columns, device=device, dtype=dtype)
+    return lambda: torch.mm(a_MK, b_KN, out=out_MN)
+
+
+def _copy(device: "torch.device", size: int) -> "Callable[[], torch.Tensor]":
+    import torch
+
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _fits(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int, int]) -> bool:
+    """Say whether three matrices fit into half of a CUDA device's free memory; elsewhere shapes are small."""
+    import torch
+
+    if device.type != "cuda":
+        return True
+    rows, inner, columns = shape
+    needed = (rows * inner + inner * columns + rows * columns) * dtype.itemsize
+    return needed < torch.cuda.mem_get_info(device)[0] / 2
+
+
+def _time(run: Callable[[], object], device: "torch.device", budget_s: float, min_repeats: int) -> tuple[float, ...]:
+    """Time repetitions until the budget is spent, after one that allocates and warms up."""
+    import torch
+
+    with torch.inference_mode():
+        run()
+        if device.type == "cuda":
+            return _time_by_events(run, device, budget_s, min_repeats)
+        wait = torch.mps.synchronize if device.type == "mps" else lambda: None
+        wait()
+        durations_s: list[float] = []
+        deadline_s = time.perf_counter() + budget_s
+        while len(durations_s) < min_repeats or (time.perf_counter() < deadline_s and len(durations_s) < _MAX_REPEATS):
+            begin_s = time.perf_counter()
+            run()
+            wait()
+            durations_s.append(time.perf_counter() - begin_s)
+    return tuple(durations_s)
+
+
+def _time_by_events(
+    run: Callable[[], object], device: "torch.device", budget_s: float, min_repeats: int
+) -> tuple[float, ...]:
+    """Let a CUDA device time itself: an event before and after each repetition, read once all are done."""
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        one_s = max(time.perf_counter() - begin_s, 1e-6)
+        repeats = min(max(min_repeats, int(budget_s / one_s)), _MAX_REPEATS)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        torch.cuda.synchronize()
+        return tuple(before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events))

@@ -1,0 +1,123 @@
+"""From a name to the devices of the table: by exactly what a driver reports, or by what a person calls one."""
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from headway.devices.probe import Reported
+from headway.devices.table import FILE_VARIABLE, Device, all_devices
+from headway.errors import UnknownDeviceError
+
+OVERRIDE_VARIABLE = "HEADWAY_PEAK_FLOPS"
+
+# A slice of an NVIDIA card, as its name ends: "MIG 1g.10gb" or "MIG 1c.3g.40gb".
+_MIG = re.compile(r"\bMIG (\d+c\.)?\d+g\.")
+
+# Vendors print 80 GB for 80 * 2**30 bytes (7 % more than 80 * 10**9), and drivers keep some back (2 % of GDDR6 with
+# ECC). The sizes of one name lie further apart: 96 and 144, 10 and 12.
+_LEAST_MEMORY, _MOST_MEMORY = 0.93, 1.12
+
+
+def matches(reported: Reported) -> list[Device]:
+    """Find the devices of the table that a driver's report fits: one, unless it leaves a shared name open.
+
+    The name must be equal, never merely alike, and what the driver says of multiprocessors and memory must agree.
+
+    Raises:
+        UnknownDeviceError: no such name, or only a part of a card.
+
+    >>> [device.key for device in matches(Reported("NVIDIA H20", memory_bytes=150_754_820_096))]
+    ['h20-141gb']
+    """
+    if _MIG.search(reported.name):
+        raise UnknownDeviceError(
+            f"{reported.name!r} is a slice of a card (a multi-instance GPU), and the whole card's peak would be wrong "
+            f"for it. State the slice's own: {way_out('of the slice')}."
+        )
+    named = [device for device in all_devices() if reported.name in device.names]
+    if not named:
+        raise unknown(reported.name)
+    fitting = [device for device in named if _agrees(device, reported)]
+    if not fitting:
+        known = " or ".join(f"{device.key} with {properties(device)}" for device in named)
+        raise UnknownDeviceError(
+            f"{reported.name!r} reports {properties(reported)}, but known under that name is {known}. A partition, a "
+            f"virtual GPU or another card has another peak; state it: {way_out('of this device')}."
+        )
+    return fitting
+
+
+def named_devices(name: str) -> list[Device]:
+    """Find every device that a person may mean: more than one only for a name that several cards report.
+
+    Args:
+        name: the exact name, the key of its table ("h100-sxm") or an alias ("H100"), any case.
+
+    Raises:
+        UnknownDeviceError: none has that name.
+    """
+    found = [device for device in all_devices() if name.lower() in {text.lower() for text in device.spoken_names()}]
+    if not found:
+        raise unknown(name)
+    return [device for device in found if not device.is_shipped] or found
+
+
+def named_device(name: str) -> Device:
+    """Find a device by what a person calls it.
+
+    Raises:
+        UnknownDeviceError: none has that name, or several.
+
+    >>> named_device("4090").title
+    'NVIDIA GeForce RTX 4090'
+    """
+    found = named_devices(name)
+    if len(found) > 1:
+        raise ambiguous(name, found)
+    return found[0]
+
+
+def known_devices() -> list[str]:
+    """List the names that have a peak, as drivers report them."""
+    return sorted({name for device in all_devices() for name in device.names})
+
+
+def properties(device: Device | Reported) -> str:
+    """Say what tells cards of one name apart."""
+    parts = [f"{device.num_sms} multiprocessors"] if device.num_sms else []
+    parts += [f"{device.memory_bytes / 1e9:.4g} GB"] if device.memory_bytes else []
+    return " and ".join(parts) or "no properties"
+
+
+def unknown(name: str) -> UnknownDeviceError:
+    """Say that no device has a name, which are alike, and what to do."""
+    spoken = {text.lower(): text for device in all_devices() for text in (*device.aliases, *device.names)}
+    nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), spoken, n=3, cutoff=0.6)]
+    hint = f" Names that look alike are other devices: {', '.join(nearest)}." if nearest else ""
+    return UnknownDeviceError(
+        f"The peak of {name!r} is not known, and a guess would make every MFU wrong.{hint} `headway devices` lists the "
+        f"known ones. Add the device, or state its peak: {way_out('of one device in the dtype of the step')}."
+    )
+
+
+def ambiguous(name: str, devices: Sequence[Device]) -> UnknownDeviceError:
+    """Say that several devices have a name, and how they differ."""
+    choices = " or ".join(f"{device.key} ({properties(device)})" for device in devices)
+    return UnknownDeviceError(
+        f"{name!r} is the name of {len(devices)} different devices, and only their properties tell them apart: "
+        f"{choices}. Name the one you mean by its key."
+    )
+
+
+def way_out(whose: str) -> str:
+    """Say how a peak is stated by hand."""
+    return f"{OVERRIDE_VARIABLE}=<dense FLOP/s {whose}>, or a table in ~/.config/headway/peaks.toml or ${FILE_VARIABLE}"
+
+
+def _agrees(device: Device, reported: Reported) -> bool:
+    """Say whether nothing that the driver reports speaks against a device of that name."""
+    if device.num_sms and reported.num_sms and device.num_sms != reported.num_sms:
+        return False
+    if not device.memory_bytes or not reported.memory_bytes:
+        return True
+    return _LEAST_MEMORY < reported.memory_bytes / device.memory_bytes < _MOST_MEMORY

@@ -1,0 +1,219 @@
+"""The table of devices: what ships in peaks/*.toml, and what the user's own files add to it or replace."""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError
+
+FILE_VARIABLE = "HEADWAY_PEAKS"
+DTYPES = ("bf16", "fp16", "fp8", "fp4", "tf32", "fp32", "int8")
+
+_SHIPPED = "shipped"
+_NUMBERS = ("memory_gb", "memory_gb_per_s", "board_power_w")
+_KEYS = (
+    "names",
+    "title",
+    "aliases",
+    "tflops",
+    "tflops_fp16_accumulate",
+    "num_sms",
+    *_NUMBERS,
+    "source",
+    "read_on",
+    "disagreements",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device as the framework sees it: a card, a die of a card, or a core of a chip.
+
+    Attributes:
+        key: name of its table in the file, such as "h100-sxm".
+        title: what to call it.
+        names: exact strings that drivers report; two devices may share one and are then told apart by `num_sms` or
+            memory.
+        aliases: what else a person may call it.
+        peak_flops_per_s: dense rate by dtype [FLOP/s], accumulated in fp32 as frameworks do.
+        fp16_accumulate_flops_per_s: the faster rate of some cards when they accumulate in fp16 [FLOP/s].
+        num_sms: streaming multiprocessors, compute units or GPU cores; None where not known.
+        memory_bytes: memory as the vendor prints it, in 10**9 bytes.
+        memory_bytes_per_s: memory bandwidth [byte/s].
+        board_power_w: the vendor's power limit [W].
+        source: where the numbers stand.
+        read_on: when they were read there.
+        disagreements: what other sources say.
+        origin: "shipped", or the user's file that it stands in.
+    """
+
+    key: str
+    title: str
+    names: tuple[str, ...]
+    aliases: tuple[str, ...]
+    peak_flops_per_s: Mapping[str, float]
+    fp16_accumulate_flops_per_s: Mapping[str, float]
+    num_sms: int | None
+    memory_bytes: int | None
+    memory_bytes_per_s: float | None
+    board_power_w: float | None
+    source: str
+    read_on: date
+    disagreements: tuple[str, ...]
+    origin: str
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the entry comes with the package."""
+        return self.origin == _SHIPPED
+
+    def spoken_names(self) -> tuple[str, ...]:
+        """List everything that a person may call it."""
+        return (self.key, self.title, *self.aliases, *self.names)
+
+
+def all_devices() -> tuple[Device, ...]:
+    """List the user's devices, then the shipped ones that they do not replace.
+
+    A user's entry replaces a shipped one that has the same key or shares a reported name. $HEADWAY_PEAKS is read first,
+    then peaks.toml in Headway's configuration folder.
+
+    Raises:
+        ConfigError: a user's file is missing, is not TOML, or holds an entry that is not one.
+    """
+    devices: list[Device] = []
+    for path in _user_files():
+        devices += _not_replaced(_read_file(path, path.stat().st_mtime_ns), devices)
+    return (*devices, *_not_replaced(shipped_devices(), devices))
+
+
+def _not_replaced(devices: Sequence[Device], earlier: Sequence[Device]) -> list[Device]:
+    """Keep the devices that no earlier one replaces."""
+    keys, names = {device.key for device in earlier}, {name for device in earlier for name in device.names}
+    return [device for device in devices if device.key not in keys and names.isdisjoint(device.names)]
+
+
+@cache
+def shipped_devices() -> tuple[Device, ...]:
+    """Read the devices that come with the package."""
+    folder = files("headway.devices") / "peaks"
+    found = [
+        _parse_device(key, entry, path.name, _SHIPPED)
+        for path in sorted(folder.iterdir(), key=lambda path: path.name)
+        if path.name.endswith(".toml")
+        for key, entry in tomllib.loads(path.read_text(encoding="utf-8")).items()
+    ]
+    return tuple(found)
+
+
+def user_file() -> Path:
+    """Name the user's own file, whether it exists or not."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "headway" / "peaks.toml"
+
+
+def _user_files() -> list[Path]:
+    given = os.environ.get(FILE_VARIABLE)
+    paths = [user_file()] if user_file().is_file() else []
+    if given is None:
+        return paths
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"{FILE_VARIABLE}={given!r} is not a file. Give the path of a TOML file of devices (docs/devices.md shows "
+            "one), or unset it."
+        )
+    return [path, *paths]
+
+
+@cache
+def _read_file(path: Path, _modified_ns: int) -> tuple[Device, ...]:
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from error
+    return tuple(_parse_device(key, entry, str(path), str(path)) for key, entry in entries.items())
+
+
+def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
+    """Check one entry and turn its units into FLOP/s and bytes.
+
+    Raises:
+        ConfigError: a key is missing, unknown, or of another kind.
+    """
+    where = f"{file}, [{key}]"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{file}: {key} = {entry!r} stands outside a table. A device is a table such as [{key}].")
+    _check_keys(entry, where)
+    names, aliases = (_texts(entry, name, where) for name in ("names", "aliases"))
+    title = entry.get("title", names[0] if names else None)
+    if not isinstance(title, str) or not title:
+        raise ConfigError(f'{where}: give names = ["..."], the strings that its driver reports, or a title.')
+    if not isinstance(entry["source"], str) or not entry["source"].strip():
+        raise ConfigError(f"{where}: source = {entry['source']!r} is no text. Say where the numbers stand.")
+    if not isinstance(entry["read_on"], date) or isinstance(entry["read_on"], datetime):
+        raise ConfigError(f"{where}: read_on = {entry['read_on']!r} is no date. Write 2026-11-21, without quotes.")
+    memory_gb, memory_gb_per_s, board_power_w = (_number(entry, name, where) for name in _NUMBERS)
+    num_sms = entry.get("num_sms")
+    if num_sms is not None and (not isinstance(num_sms, int) or num_sms < 1):
+        raise ConfigError(f"{where}: num_sms = {num_sms!r} is no count of multiprocessors.")
+    return Device(
+        key=key,
+        title=title,
+        names=names,
+        aliases=aliases,
+        peak_flops_per_s=_rates(entry["tflops"], "tflops", where),
+        fp16_accumulate_flops_per_s=_rates(entry.get("tflops_fp16_accumulate", {}), "tflops_fp16_accumulate", where),
+        num_sms=num_sms,
+        memory_bytes=None if memory_gb is None else round(memory_gb * 1e9),
+        memory_bytes_per_s=None if memory_gb_per_s is None else memory_gb_per_s * 1e9,
+        board_power_w=board_power_w,
+        source=entry["source"],
+        read_on=entry["read_on"],
+        disagreements=_texts(entry, "disagreements", where),
+        origin=origin,
+    )
+
+
+def _check_keys(entry: Mapping[str, Any], where: str) -> None:
+    for name in entry:
+        if name not in _KEYS:
+            nearest = difflib.get_close_matches(name, _KEYS, n=1)
+            meant = f" Did you mean {nearest[0]}?" if nearest else ""
+            raise ConfigError(f"{where}: unknown key {name!r}.{meant} Known are {', '.join(_KEYS)}.")
+    missing = [name for name in ("tflops", "source", "read_on") if name not in entry]
+    if missing:
+        raise ConfigError(f"{where}: {' and '.join(missing)} missing; a peak without cannot be defended.")
+
+
+def _texts(entry: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
+    value = entry.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
+        raise ConfigError(f'{where}: {name} = {value!r} is no list of texts, such as ["NVIDIA H100 PCIe"].')
+    return tuple(value)
+
+
+def _number(entry: Mapping[str, Any], name: str, where: str) -> float | None:
+    value = entry.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{where}: {name} = {value!r} is no positive number.")
+    return value
+
+
+def _rates(value: Any, name: str, where: str) -> dict[str, float]:
+    """Turn dense TFLOP/s by dtype into FLOP/s."""
+    if not isinstance(value, dict) or (name == "tflops" and not value):
+        raise ConfigError(f"{where}: {name} = {value!r} is no table of dense TFLOP/s, such as {{ bf16 = 989.4 }}.")
+    for dtype in value:
+        if dtype not in DTYPES:
+            raise ConfigError(f"{where}: {name} has an unknown dtype {dtype!r}; known are {', '.join(DTYPES)}.")
+    # the product of a decimal fraction and 10**12 is a whole number of FLOP/s, which binary floats miss by a little
+    return {dtype: float(round(rate * 1e12)) for dtype in value if (rate := _number(value, dtype, f"{where}, {name}"))}
