@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.count import CostModel, Workload
+from headway.count.tracing.inputs import backward_from
 from witness import Products
 
 
@@ -18,10 +19,8 @@ def dispatched(model: nn.Module, *args, **kwargs) -> tuple[int, int]:
     try:
         with sdpa_kernel(SDPBackend.MATH), forward:
             out = model(*args, **kwargs)
-        while isinstance(out, tuple):
-            out = out[0]
         with backward:
-            out.sum().backward()
+            backward_from(out)
     finally:
         torch.backends.mkldnn.set_flags(_enabled=fused)
         model.zero_grad(set_to_none=True)

@@ -66,38 +66,75 @@ def test_packed_sequences_count_their_real_steps():
     assert (forward, backward) == dispatched(model, x, lengths)
 
 
-class Language(nn.Module):
-    """A recurrent language model; the loop over time is PyTorch's or its own."""
+class Gated(nn.Module):
+    """A recurrent cell written out: a gate lets the state through or a new one in."""
 
-    def __init__(self, by_hand):
+    def __init__(self):
         super().__init__()
-        self.by_hand = by_hand
-        self.embed, self.head = nn.Embedding(50, 12), nn.Linear(8, 50)
-        self.cell = nn.GRUCell(12, 8) if by_hand else nn.GRU(12, 8, batch_first=True)
+        self.from_input, self.from_state = nn.Linear(12, 16), nn.Linear(8, 16)
+
+    def forward(self, x, state):
+        gate, new = (self.from_input(x) + self.from_state(state)).chunk(2, dim=-1)
+        return state * gate.sigmoid() + new.tanh() * (1 - gate.sigmoid())
+
+
+class Language(nn.Module):
+    """A recurrent language model; the loop over time is PyTorch's, or its own around a cell."""
+
+    def __init__(self, recurrent):
+        super().__init__()
+        self.embed, self.head, self.recurrent = nn.Embedding(50, 12), nn.Linear(8, 50), recurrent
 
     def forward(self, input_ids):
         x = self.embed(input_ids)
-        if not self.by_hand:
-            return (self.head(self.cell(x)[0]),)
+        if isinstance(self.recurrent, nn.RNNBase):
+            return (self.head(self.recurrent(x)[0]),)
         states, state = [], x.new_zeros(len(x), 8)
-        for step in x.unbind(1):
-            state = self.cell(step, state)
+        for t in range(x.shape[1]):
+            state = self.recurrent(x[:, t], state)
             states.append(state)
         return (self.head(torch.stack(states, 1)),)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_loop_over_time_follows_the_tokens(by_hand):
-    model = Language(by_hand)
+LOOPS = {
+    "PyTorch's": lambda: nn.GRU(12, 8, batch_first=True),
+    "around PyTorch's cell": lambda: nn.GRUCell(12, 8),
+    "around a cell by hand": Gated,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_over_time_follows_the_tokens(loop):
+    model = Language(LOOPS[loop]())
     cost = trace(model)
     assert cost.unknown == ()
     # the state's product has no gradient to send back from a segment's first token, so those are counted apart
     assert {row.driver for row in cost.rows} == {"tokens", "segments", "transitions"}
-    assert {row.component for row in cost.rows if row.module == "cell"} == {"language.recurrence"}
+    assert {row.component for row in cost.rows if row.module == "recurrent"} <= {"language.recurrence"}
     for tokens in (9, 20):
         assert counted(cost, Workload([tokens])) == dispatched(model, torch.zeros(1, tokens, dtype=torch.long))
     model.embed.requires_grad_(False)
     assert counted(trace(model), Workload([9])) == dispatched(model, torch.zeros(1, 9, dtype=torch.long))
+
+
+class FastWeights(nn.Module):
+    """Writes each token into a matrix, elementwise, and reads it with a product: half of its work shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 12), nn.Linear(12, 50)
+
+    def forward(self, input_ids):
+        x, state, out = self.embed(input_ids), 0.0, []
+        for t in range(x.shape[1]):
+            state = state + x[:, t, :, None] * x[:, t, None, :]
+            out.append((x[:, t, None] @ state)[:, 0])
+        return (self.head(torch.stack(out, 1)),)
+
+
+def test_a_state_that_is_written_elementwise_is_refused():
+    with pytest.raises(TraceError, match="it loops over them one by one, a recurrence that no known formula explains"):
+        trace(FastWeights())
 
 
 class InChunks(nn.Module):

@@ -246,6 +246,8 @@ class CostModel:
                 f"{self.name} has no encoder beside its text, but the workload names {len(workload.sources)} sources. "
                 "Leave them out, or name a model with cross attention."
             )
+        if self.has_vision and not len(workload.grids):
+            return  # what text would read of its pictures is not there
         if reads and workload.num_segments and not len(workload.sources):
             raise WorkloadError(
                 f"{self.name} reads an encoder, and the workload does not say how much of it: give one source length "

@@ -15,16 +15,18 @@ from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for
-from headway.count.tracing.loops import alike, merged
+from headway.count.tracing.loops import alike, check_loops, merged
 from headway.count.tracing.record import Recorder
-from headway.count.tracing.recurrences import check_loops
 from headway.count.tracing.replacing import stand_ins
 from headway.count.tracing.seams import Seams
 from headway.count.tracing.unwrap import plain_checkpoints
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.count.tracing.operation import Operation
+    from headway.count.workload import Workload
 
 __all__ = ["trace"]
 
@@ -72,13 +74,13 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     if unnamed and not build.configs(model):
         longest = _longest_that_runs(model, made, longest)
     workloads = made.workloads(longest)
-    runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
-    check_loops(runs, [workload.tokens for workload in workloads])
-    ran = [run.operations for run in runs]
-    if not alike(ran):
-        ran = merged([_run(model, made.arguments(workload), backward=True).operations for workload in workloads])
-    known = candidates(workloads, [*made.drivers, *(f"pairs:sliding:{w}" for w in dict.fromkeys(windows) if w > 0)])
-    explained = [(same[0], f) for same in zip(*ran, strict=True) for f in fit(same, workloads, known)]
+    for workload in workloads[1:]:
+        runs.append(_run(model, made.arguments(workload), backward=False))
+        if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
+            runs[1:] = [_run(model, made.arguments(other), backward=True) for other in workloads[1:]]
+            break
+    windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
+    explained = _explain(runs, workloads, [*made.drivers, *windowed])
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
@@ -112,6 +114,16 @@ def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
         else:
             break
     return longest
+
+
+def _explain(
+    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str]
+) -> list[tuple[Operation, Fitted]]:
+    """Find the driver of each operation, or the drivers whose sum it is."""
+    check_loops(runs, [workload.tokens for workload in workloads])
+    known = candidates(workloads, names)
+    operations = [run.operations for run in runs] if alike(runs) else merged(runs)
+    return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, known)]
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -98,6 +98,8 @@ def with_layers(config: Any, layers: int) -> Any:
     while pending:
         part = pending.pop()
         pending += [sub for key in part.sub_configs if (sub := getattr(part, key, None)) is not None]
+        if isinstance(inserted := getattr(part, "insert_layer_id", None), int):  # a merger between two of the layers
+            part.insert_layer_id = min(inserted, layers - 2)
         for key in _FEATURE_LAYERS:
             if isinstance(value := getattr(part, key, None), list | tuple):
                 setattr(part, key, [min(max(index, -layers), layers - 1) for index in value])

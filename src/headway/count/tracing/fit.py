@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -56,7 +57,8 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if len({run.unit_flops for run in runs}) > 1:  # a product of two activations: its inner size grows too
         units, unit_flops = [run.forward_flops for run in runs], 1
     padding = {u - w.tokens for u, w in zip(units, workloads, strict=True)}
-    if first.kind == "convolution" and len(runs) > 1 and len(padding) == 1 and 0 < min(padding) < first.weight[-1]:
+    width = first.weight[-1] if first.weight else math.inf
+    if first.kind == "convolution" and len(runs) > 1 and len(padding) == 1 and 0 < min(padding) < width:
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
     parts = named.split("+") if named else []

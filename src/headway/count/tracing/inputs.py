@@ -27,6 +27,7 @@ from headway.count.tracing.lone_parts import LoneFrames
 from headway.count.tracing.parts import WINDOW_SIDES, Part
 from headway.count.tracing.patch_parts import Patches
 from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.scores import HIDDEN
 from headway.count.workload import Workload
 from headway.errors import TraceError
 
@@ -233,7 +234,7 @@ def call(model: nn.Module, arguments: Any) -> Any:
 
 
 def backward_from(output: Any) -> None:
-    """Run backward from the sum of the logits, else of the first floats that an output holds.
+    """Run backward from the sum of the logits, else of the first floats, or list of them, that an output holds.
 
     Raises:
         TraceError: the output holds no tensor of floats.
@@ -241,6 +242,8 @@ def backward_from(output: Any) -> None:
     pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
     while pending:
         value = pending.pop(0)
+        if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
+            value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             return
@@ -252,12 +255,24 @@ def backward_from(output: Any) -> None:
 
 
 def as_phantoms(value: Any) -> Any:
-    """Replace the floats among arguments by phantoms that depend on the batch."""
+    """Replace the floats among arguments by phantoms that depend on the batch; masks stay real."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, Phantom):
+        if _is_mask(value):
+            return value.detach().to("cpu", torch.bfloat16)
         return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
     if isinstance(value, dict):
         return {name: as_phantoms(part) for name, part in value.items()}
     return type(value)(as_phantoms(part) for part in value) if isinstance(value, tuple | list) else value
+
+
+def _is_mask(floats: torch.Tensor) -> bool:
+    """Say whether floats are a mask: they hide by -inf, or by 0 beside 1, or by large negative numbers beside 0."""
+    if floats.is_meta or floats.dim() < 2:
+        return False
+    hidden = floats <= HIDDEN
+    zero = floats == 0
+    binary = bool(zero.any()) and bool((floats == 1).any()) and bool((zero | (floats == 1)).all())
+    return binary or bool(floats.isneginf().any()) or (bool(hidden.any()) and bool((hidden | zero).all()))
 
 
 def on_device(value: Any, device: torch.device) -> Any:

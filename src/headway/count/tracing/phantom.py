@@ -281,8 +281,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 made.scores = product or None
             return made
-        if not value.is_meta:
-            return value
         return _integers(packet, args, value) if known is None else known
 
     return _map(wrap, out)
@@ -311,6 +309,8 @@ def _detached(source: Phantom) -> Phantom:
 
 def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
     """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
+    if not value.is_meta:
+        return value
     made = torch.zeros(value.shape, dtype=value.dtype)
     if packet in (aten.topk, aten.sort, aten.argsort) and value.dim():
         axis = {aten.topk: 2}.get(packet, 1)

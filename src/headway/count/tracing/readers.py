@@ -271,6 +271,8 @@ _IN_BACKWARD: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten._cdist_backward: _of_distances,
     aten._trilinear: _terms,
 }
+# what multiplies operands element by element
+ELEMENTWISE = {aten.mul, aten.mul_, aten.addcmul, aten.addcmul_, aten.lerp, aten.lerp_}
 # autograd nodes whose gradient is an outer product, which PyTorch runs as an elementwise multiplication
 _OUTER_NODES = ("MvBackward0", "AddmvBackward0", "DotBackward0", "VdotBackward0")
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from headway.count.tracing import scores
 from headway.count.tracing.phantom import Phantom, Recording, Stays, aten
-from headway.count.tracing.readers import OPAQUE, READERS, backward_flops
+from headway.count.tracing.readers import ELEMENTWISE, OPAQUE, READERS, backward_flops
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ class Recorder:
 
     Attributes:
         operations: in forward order.
-        dispatched: forward operations of any kind, by module path.
+        multiplied: elementwise products of activations by module path, and by whether one is spread over the other.
         block_of: path of a module to the path of the checkpointable block that holds it.
     """
 
     model: nn.Module
     block_of: Callable[[str], str]
     operations: list[Operation] = field(default_factory=list)
-    dispatched: Counter[str] = field(default_factory=Counter)
+    multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
@@ -142,15 +142,12 @@ class Recorder:
             )
         node: Any = torch._C._current_autograd_node()
         if node is not None:
-            flops = backward_flops(packet, args, out, node)
-            if flops is not None:
-                self._on_backward(node, func, flops)
+            self._on_backward(node, func, backward_flops(packet, args, out, node))
             return None
-        self.dispatched[self.module] += 1
+        if packet in ELEMENTWISE:
+            self._multiply(args, out)
         read = READERS.get(packet)
-        if read is None:
-            return None
-        operation = read(self, args, out)
+        operation = None if read is None else read(self, args, out)
         if operation is None:
             return None
         if function := _custom_function():
@@ -172,6 +169,12 @@ class Recorder:
                 return False
             operation.scored.append(operand.scores)  # scores summed over heads, as an indexer does
         return operation
+
+    def _multiply(self, args: tuple[Any, ...], out: Any) -> None:
+        """Note an elementwise product of activations, which a recurrence written as a loop is made of."""
+        sizes = [a.numel() for a in args if isinstance(a, Phantom) and a.fed and a.numel() > 1]
+        if len(sizes) > 1:
+            self.multiplied[self.module, out.numel() > min(sizes)] += 1
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
@@ -201,7 +204,9 @@ class Recorder:
             product.count_pairs(pairs, queries * keys)
             product.driver = "" if mask is None else scores.name(mask)
 
-    def _on_backward(self, node: Any, func: Any, flops: int) -> None:
+    def _on_backward(self, node: Any, func: Any, flops: int | None) -> None:
+        if flops is None:
+            return
         operation = self._by_node.get(node._sequence_nr())
         if operation is not None:
             operation.backward_flops += flops

@@ -20,7 +20,6 @@ import torch
 
 from headway.count.tracing.operation import Operand, Operation
 from headway.count.tracing.phantom import Phantom, phantom
-from headway.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,35 +112,3 @@ def _sources(tensors: Sequence[Phantom]) -> int:
     for tensor in tensors:
         found |= Operand.of(tensor).sources
     return found
-
-
-def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
-    """Refuse a module that goes from token to token in Python: a recurrence that is written out elementwise.
-
-    Its state updates are multiply-adds that no product shows, so without a formula they would count as nothing. A cell
-    that multiplies its weights in every step, as an LSTM's, shows all that it computes.
-
-    Args:
-        runs: of the same model on each workload.
-        tokens: of each workload.
-
-    Raises:
-        TraceError: a module runs at least one operation more for each token more.
-    """
-    later = [i for i in range(1, len(tokens)) if tokens[i] > tokens[i - 1]]
-
-    def loops(counts: Sequence[int]) -> bool:
-        return bool(later) and all(counts[i] - counts[i - 1] >= tokens[i] - tokens[i - 1] for i in later)
-
-    for path in runs[-1].dispatched:
-        counts = [run.dispatched[path] for run in runs]
-        if not loops(counts):
-            continue
-        products = [[op for op in run.operations if op.module == path] for run in runs]
-        weighted = [sum(bool(op.weight) for op in one) for one in products]
-        if not loops(weighted) or len({len(one) - n for one, n in zip(products, weighted, strict=True)}) > 1:
-            raise TraceError(
-                f"module {path or '(the model)'} runs {counts[0]} operations on {tokens[0]} tokens and {counts[-1]} on "
-                f"{tokens[-1]}: it loops over them one by one, a recurrence that no known formula explains. Known are "
-                "the functions that docs/recurrences.md lists; call one of them."
-            )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 UNCLEAR: Stays = "unclear"  # something may be hidden, and nobody can say which pairs
-_HIDDEN = -9e3  # masks hide by -1e4 or far below it; a bias, learnt or of distance, stays above
+HIDDEN = -9e3  # masks hide by -1e4 or far below it; a bias, learnt or of distance, stays above
 
 _SUMS = (aten.add, aten.add_, aten.sub, aten.sub_)
 _FILLS = (aten.masked_fill, aten.masked_fill_)
@@ -85,7 +85,7 @@ def of_mask(mask: torch.Tensor) -> Stays:
     real = data(mask)
     if real is None:
         return mask.stays if isinstance(mask, Phantom) else UNCLEAR
-    return real if real.dtype == torch.bool else torch.gt(real, _HIDDEN)
+    return real if real.dtype == torch.bool else torch.gt(real, HIDDEN)
 
 
 def name(mask: torch.Tensor) -> str:
@@ -181,7 +181,7 @@ def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             real = data(value)
             if real is not None and real.dim():
                 # this trace hands out booleans where models expect floats
-                yield real if real.dtype == torch.bool else torch.gt(-real if negated and position else real, _HIDDEN)
+                yield real if real.dtype == torch.bool else torch.gt(-real if negated and position else real, HIDDEN)
     elif packet in _FILLS and _hides(args[2], phantom):
         yield ~args[1].bool()
     elif packet is aten.where and len(args) == 3:
@@ -208,4 +208,4 @@ def _hides(fill: Any, phantom: Phantom) -> bool:
     if value is None:
         return False  # another score or bias
     largest = float(value.max()) if isinstance(value, torch.Tensor) else float(value)
-    return largest == 0 if _weighs(phantom) else largest <= _HIDDEN
+    return largest == 0 if _weighs(phantom) else largest <= HIDDEN

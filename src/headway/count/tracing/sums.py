@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 # what may be added to a cost that grows with something else: so much for each of these
 _ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources")
 # pairs, the lengths that they are squares of, and the number of those
-_FULL = (("patch_pairs:frame", "source_pairs:full"), ("patches", "sources"), ("grids", "frames", "lone"))
+_FULL = (
+    ("patch_pairs:frame", "patch_pairs:grid", "source_pairs:full"),
+    ("patches", "sources"),
+    ("grids", "frames", "lone"),
+)
 _TEXT = ("tokens", "segments")
 
 

@@ -185,7 +185,7 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     ops: dict[str, str] = {}
-    scores: dict[str, tuple[int, int]] = {}  # language attention: module -> FLOPs per score, forward and backward
+    scores: dict[str, tuple[int, int]] = {}  # attention: module -> FLOPs per score, forward and backward
     for row in cost.rows:
         units = drivers.parse(row.driver)(workload)
         needed = sum(g.flops for g in row.gradients if g.needs & trained)
@@ -193,7 +193,7 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
         forward[path] += units * row.forward
         backward[path] += units * needed
         ops.setdefault(path, row.op)
-        if row.op == "attention" and drivers.tower(row.driver) == "language":
+        if row.op == "attention" and (drivers.tower(row.driver) == "language" or row.driver == "patch_pairs:frame"):
             ahead, back = scores.get(row.module, (0, 0))  # attention by hand has a row for scores and one for values
             scores[row.module] = (ahead + row.forward, back + needed)
     lines = []
@@ -225,7 +225,10 @@ def _explain(
         return "a recurrence is counted in its recurrent form; it ran in chunks, or in a loop of elementwise products"
     if module in scores:
         per_score, per_score_back = scores[module]
-        square = int((workload.segments**2).sum())
-        if seen == (square * per_score, square * per_score_back):
-            return f"eager attention runs all {square:,} scores, the mask allows {ledger[0] // per_score:,}"
+        for square in (
+            int((workload.segments**2).sum()),
+            workload.patches**2,
+        ):  # of a text, or of all pictures in a row
+            if seen == (square * per_score, square * per_score_back):
+                return f"eager attention runs all {square:,} scores, the mask allows {ledger[0] // per_score:,}"
     return None
