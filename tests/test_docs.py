@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["counting.md", "conventions.md", "devices.md", "tracing.md", "what-the-numbers-mean.md"]
+PAGES = [
+    "counting.md",
+    "conventions.md",
+    "devices.md",
+    "goodput.md",
+    "tracing.md",
+    "trackers.md",
+    "what-the-numbers-mean.md",
+]
 BLOCKS = [
     block
     for page in PAGES

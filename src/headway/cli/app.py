@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import headway
-from headway.cli import audit, ceiling, compare, demo, devices, flops, mfu, models, train, verify
+from headway.cli import audit, ceiling, compare, demo, devices, flops, goodput, mfu, models, train, verify
 from headway.errors import HeadwayError
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
@@ -31,6 +31,7 @@ app.command("flops", short_help="Count the exact FLOPs of a training step.")(flo
 app.command("compare", short_help="Show one step as every tool would print it.")(compare.compare)
 app.command("audit", short_help="Restate a training log of another tool.")(audit.audit)
 app.command("mfu", short_help="Relate step time, tokens/s, MFU, chips, days and cost.")(mfu.mfu)
+app.command("goodput", short_help="Show where a run's wall time went, restarts included.")(goodput.goodput)
 app.command("devices", short_help="List the devices whose peak is known, with sources.")(devices.devices)
 app.command("ceiling", short_help="Measure what this device reaches at best.")(ceiling.ceiling)
 app.command("models", short_help="List the models that ship with their costs.")(models.models)

@@ -1,0 +1,113 @@
+"""Energy that a GPU has drawn, from the counter that the board itself keeps; measured, or not told at all."""
+
+import os
+import sys
+from typing import Any
+
+from headway.errors import UsageError
+
+
+class EnergyMeter:
+    """Energy of one NVIDIA GPU since this object was made.
+
+    The board's own counter is read, so nothing runs in between and no load is missed; it covers the whole board, memory
+    included, and whatever else runs on it, but not the host. Where there is no such counter (no NVIDIA GPU, no NVML, a
+    GPU older than Volta, a MIG slice, which shares its board's counter) the energy is None and `reason` says why.
+
+    Args:
+        device_index: the device as this process counts them, CUDA_VISIBLE_DEVICES applied.
+
+    Raises:
+        UsageError: the index is negative.
+
+    Source: NVML API reference, nvmlDeviceGetTotalEnergyConsumption: "total energy consumption for this GPU in
+    millijoules (mJ) since the driver was last reloaded", for Volta or newer.
+
+    >>> meter = EnergyMeter()       # doctest: +SKIP
+    >>> meter.joules()              # doctest: +SKIP
+    5231.7
+    """
+
+    def __init__(self, device_index: int = 0) -> None:
+        if device_index < 0:
+            raise UsageError(f"device_index={device_index} is not a device; the first one is 0.")
+        self.reason: str | None = None
+        self._nvml: Any = None
+        self._handle: Any = None
+        self._start_mj = 0
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            self.reason = "nvidia-ml-py is not installed: pip install 'headway[trackers]'"
+            return
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handle = _find(pynvml, device_index)
+            self._start_mj = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        except pynvml.NVMLError as error:
+            self.reason = f"NVML has no energy counter for device {device_index}: {error}"
+        except _NotFoundError as error:
+            self.reason = str(error)
+
+    def joules(self) -> float | None:
+        """Energy since this object was made [J]; None if it is not known, and from then on."""
+        if self.reason is not None:
+            return None
+        try:
+            total_mj = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+        except self._nvml.NVMLError as error:
+            self.reason = f"NVML stopped answering: {error}"
+            return None
+        if total_mj < self._start_mj:
+            self.reason = "the driver was reloaded, which sets its counter back"
+            return None
+        return float(total_mj - self._start_mj) / 1000
+
+
+class _NotFoundError(Exception):
+    """The device's place among NVML's cannot be told for sure."""
+
+
+def _find(nvml: Any, device_index: int) -> Any:
+    """NVML's handle of a device that this process knows by index.
+
+    NVML counts all boards in the order of the bus, CUDA those that are visible and the fastest first, so an index means
+    the same board to both only by luck; the UUID always does.
+    """
+    uuid = _uuid_from_torch(device_index)
+    if uuid is not None:
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    entry = str(device_index)
+    if visible is not None:
+        entries = [part.strip() for part in visible.split(",")]
+        if device_index >= len(entries) or not entries[device_index] or entries[device_index].startswith("-"):
+            raise _NotFoundError(f"CUDA_VISIBLE_DEVICES={visible!r} leaves no device {device_index}")
+        entry = entries[device_index]
+    if entry.startswith("MIG"):
+        raise _NotFoundError(
+            f"device {device_index} is a MIG slice ({entry}), whose board counts the energy of all slices"
+        )
+    if entry.isdecimal():
+        num_boards = nvml.nvmlDeviceGetCount()
+        if num_boards > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            raise _NotFoundError(
+                f"which of {num_boards} GPUs is device {device_index} is not known before torch is loaded; import "
+                "torch first, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            )
+        return nvml.nvmlDeviceGetHandleByIndex(int(entry))
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    matches = [handle for handle in handles if nvml.nvmlDeviceGetUUID(handle).startswith(entry)]
+    if len(matches) != 1:  # CUDA accepts a UUID's beginning if it is one board's alone
+        raise _NotFoundError(f"CUDA_VISIBLE_DEVICES={visible!r} names {entry}, which {len(matches)} GPUs begin with")
+    return matches[0]
+
+
+def _uuid_from_torch(device_index: int) -> str | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    if device_index >= torch.cuda.device_count():
+        raise _NotFoundError(f"torch sees {torch.cuda.device_count()} devices, so there is no device {device_index}")
+    return f"GPU-{torch.cuda.get_device_properties(device_index).uuid}"

@@ -1,0 +1,130 @@
+"""Files of one JSON object per line, which a kill may tear at the end and nowhere else."""
+
+import errno
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError, LogError
+
+_CHUNK_BYTES = 1 << 16
+
+
+class LineFile:
+    """A file that grows by whole lines, each handed to the system as it is written.
+
+    A last line without its newline is what a kill left. If it is a whole object it gets its newline, and otherwise the
+    fragment is removed; what stands before it is never touched.
+
+    Args:
+        path: the file; made, with its folder, if it is not there.
+        exclusive: refuse a file that is open in this way already, in this process or another.
+
+    Raises:
+        ConfigError: the file cannot be opened, is not one of JSON lines, or is held already.
+    """
+
+    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab+", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be opened for appending: {error.strerror}. Give another path.") from error
+        try:
+            if exclusive:
+                self._lock()
+            self._repair()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the file holds no line."""
+        return os.fstat(self._file.fileno()).st_size == 0
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append an object as one line.
+
+        Raises:
+            OSError: the line could not be written whole, as on a full disk.
+        """
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        written = self._file.write(line)  # in one call, so that lines of two processes do not mix
+        if written < len(line):
+            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def close(self) -> None:
+        """Close the file, and let go of it."""
+        self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{self.path} is being written to, by another process or another part of this one. Let one, such as "
+                "rank 0, keep it, or wait until the other has closed it, or give another path."
+            ) from error
+        except OSError as error:
+            warnings.warn(
+                f"{self.path} lies on a file system without locks ({error.strerror}): a second process that writes to "
+                "it would not be noticed.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _repair(self) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        start, tail = size, b""
+        while start > 0 and b"\n" not in tail:
+            length = min(_CHUNK_BYTES, start)
+            start -= length
+            tail = os.pread(self._file.fileno(), length, start) + tail
+        fragment = tail[tail.rfind(b"\n") + 1 :]
+        self._file.seek(0)
+        if size and _as_object(self._file.readline()) is None:
+            raise ConfigError(
+                f"{self.path} begins with something other than a JSON object, so it is not a file of records to go on "
+                "with. Give another path, or move the file away."
+            )
+        if not fragment:
+            return
+        if _as_object(fragment) is not None:
+            self._file.write(b"\n")
+        else:
+            self._file.truncate(size - len(fragment))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a file; a fragment that a kill left at the end is passed over.
+
+    Raises:
+        LogError: the file cannot be read, or a line before the last is not a JSON object.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise LogError(f"{path} cannot be read: {error.strerror}.") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        record = _as_object(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            raise LogError(f"{path}, line {number} is not a JSON object. Repair or delete the line, then try again.")
+    return records
+
+
+def _as_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:  # of the text or of its encoding
+        return None
+    return found if isinstance(found, dict) else None
