@@ -6,12 +6,15 @@ mask or restarting positions. Workloads add up, so micro-batches and ranks are s
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import WorkloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Ints: TypeAlias = NDArray[np.int64]
 IntsLike: TypeAlias = Any  # a list, a numpy array or a CPU tensor of integers
@@ -188,24 +191,36 @@ class Workload:
         """Number of videos."""
         return len(self._videos)
 
+    @classmethod
+    def total(cls, workloads: Iterable[Workload]) -> Workload:
+        """Add workloads up, all at once.
+
+        >>> Workload.total([Workload([3]), Workload([4], slots=8)])
+        Workload(2 segments, 7 tokens, 11 slots)
+        """
+        parts = list(workloads)
+        if len(parts) == 1:
+            return parts[0]
+        total = object.__new__(cls)
+        sources = [w._sources for w in parts]
+        if any(s.size for s in sources):  # zeros where nothing is read: one length per segment
+            sources = [s if s.size else np.zeros(w.num_segments, np.int64) for s, w in zip(sources, parts, strict=True)]
+        none = np.zeros(0, dtype=np.int64)
+        total._set(
+            sum(w._tokens for w in parts),
+            sum(w._slots for w in parts),
+            _segments=np.concatenate([none, *(w._segments for w in parts)]),
+            _images=np.concatenate([none.reshape(0, 3), *(w._images for w in parts)]),
+            _videos=np.concatenate([none.reshape(0, 3), *(w._videos for w in parts)]),
+            _sources=np.concatenate([none, *sources]),
+            _audio=np.concatenate([none, *(w._audio for w in parts)]),
+        )
+        return total
+
     def __add__(self, other: Workload) -> Workload:
         if not isinstance(other, Workload):
             return NotImplemented
-        total = object.__new__(Workload)
-        sources = (self._sources, other._sources)
-        if sources[0].size or sources[1].size:  # zeros for the side that reads nothing: one length per segment
-            sides = zip(sources, (self, other), strict=True)
-            sources = tuple(s if s.size else np.zeros(w.num_segments, dtype=np.int64) for s, w in sides)  # type: ignore[assignment]  # two
-        total._set(
-            self._tokens + other._tokens,
-            self._slots + other._slots,
-            _segments=np.concatenate([self._segments, other._segments]),
-            _images=np.concatenate([self._images, other._images]),
-            _videos=np.concatenate([self._videos, other._videos]),
-            _sources=np.concatenate(sources),
-            _audio=np.concatenate([self._audio, other._audio]),
-        )
-        return total
+        return Workload.total((self, other))
 
     def __radd__(self, other: int) -> Workload:
         """Let `sum(workloads)` start from 0."""
@@ -292,9 +307,13 @@ class Workload:
             raise WorkloadError(f"attention_mask must be (batch, slots), got shape {mask.shape}.")
         if mask.size and mask.min() < 0:
             raise WorkloadError(f"attention_mask must hold 0, 1, 2, ..., got {int(mask.min())}.")
-        lengths: list[int] = []
-        for row in mask:
-            lengths += np.unique_counts(row[row > 0]).counts.tolist()
+        lengths: Any = []
+        if mask.size and mask.max() <= 1:  # plain padding; a row without a token is no segment
+            lengths = mask.sum(axis=1)
+            lengths = lengths[lengths > 0]
+        else:
+            for row in mask:
+                lengths += np.unique_counts(row[row > 0]).counts.tolist()
         return cls(lengths, images, videos, slots=mask.size)
 
     @classmethod
