@@ -62,6 +62,82 @@ _VISION_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+_KINDS: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+_HYBRID: dict[str, Any] = dict(**_TEXT, **_KINDS)
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+}  # fmt: skip
+_DELTA_MOE: dict[str, Any] = dict(
+    **_HYBRID, **_DELTA, **_EXPERTS, num_experts=4, shared_expert_intermediate_size=16
+)  # fmt: skip
+_KDA: dict[str, Any] = dict(
+    **_SIZES, **_MLA, **_KINDS, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, linear_head_dim=12,
+    linear_num_heads=4, moe_intermediate_size=16, num_experts=4, num_experts_per_token=2, num_expert_group=2,
+    topk_group=1, mlp_layer_types=["dense", "sparse"], model_max_length=512,
+)  # fmt: skip
+_MAMBA: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 6, "time_step_rank": 4}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+# families with recurrences: at least one layer that has one and, where the family mixes, one that has none
+_RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", _DELTA_MOE),
+    "qwen3_5": ("Qwen3_5TextConfig", dict(**_HYBRID, **_DELTA)),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _DELTA_MOE),
+    "olmo_hybrid": ("OlmoHybridConfig", dict(
+        **_SIZES, **_COUNTS, **_KINDS, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=12, max_position_embeddings=512,
+    )),
+    "kimi_linear": ("KimiLinearConfig", _KDA),
+    "bailing_hybrid": ("BailingHybridConfig", dict(**_KDA, num_nextn_predict_layers=0)),
+    "minimax": ("MiniMaxConfig", dict(**_HYBRID, num_local_experts=4, num_experts_per_tok=2, block_size=16)),
+    "mamba": ("MambaConfig", _MAMBA),
+    "falcon_mamba": ("FalconMambaConfig", _MAMBA),
+    "jamba": ("JambaConfig", dict(
+        **_SIZES, **_COUNTS, num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=6, mamba_dt_rank=4,
+        max_position_embeddings=512,
+    )),
+    "zamba": ("ZambaConfig", dict(
+        **_SIZES, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, attention_hidden_size=64,
+        attention_head_dim=16, n_mamba_heads=2, mamba_d_state=6, mamba_dt_rank=4, attn_layer_period=3,
+        attn_layer_offset=2, max_position_embeddings=512,
+    )),
+    "mamba2": ("Mamba2Config", {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 2,
+        "chunk_size": 16,
+    }),
+    "bamba": ("BambaConfig", dict(
+        **_SIZES, **_COUNTS, **_MAMBA2, attn_layer_indices=[1], max_position_embeddings=512
+    )),
+    "falcon_h1": ("FalconH1Config", dict(**_TEXT, **_MAMBA2, mamba_d_ssm=64)),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", dict(
+        **_SIZES, **_COUNTS, **_KINDS, **_MAMBA2, num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=16, max_position_embeddings=512,
+    )),
+    "nemotron_h": ("NemotronHConfig", dict(
+        **_SIZES, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, ssm_state_size=6, mamba_num_heads=4, mamba_head_dim=16, n_groups=2,
+        chunk_size=16, n_routed_experts=4, moe_intermediate_size=16, moe_shared_expert_intermediate_size=16,
+        max_position_embeddings=512,
+    )),
+    "zamba2": ("Zamba2Config", dict(
+        **_SIZES, num_hidden_layers=3, layers_block_type=["mamba", "mamba", "hybrid"], num_attention_heads=4,
+        n_mamba_heads=4, mamba_headdim=16, mamba_ngroups=1, mamba_d_state=6, chunk_size=16, max_position_embeddings=512,
+    )),
+    "xlstm": ("xLSTMConfig", {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "qk_dim_factor": 0.5, "v_dim_factor": 1.0,
+        "chunk_size": 16,
+    }),
+    "rwkv": ("RwkvConfig", {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "context_length": 512
+    }),
+    "recurrent_gemma": ("RecurrentGemmaConfig", dict(
+        **_SIZES, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8, lru_width=32,
+        attention_window_size=512,
+    )),
+}  # fmt: skip
+
+RECURRENT_FAMILIES = tuple(_RECURRENT_FAMILIES)
 TEXT_FAMILIES = tuple(_TEXT_FAMILIES)
 VISION_FAMILIES = tuple(_VISION_FAMILIES)
 FAMILIES = TEXT_FAMILIES + VISION_FAMILIES
@@ -69,8 +145,9 @@ FAMILIES = TEXT_FAMILIES + VISION_FAMILIES
 
 def tiny_config(family: str, vocabulary: int = 160, special_tokens: dict[str, int] | None = None) -> PreTrainedConfig:
     """Build a fresh configuration of a family."""
-    if family in _TEXT_FAMILIES:
-        name, options = _TEXT_FAMILIES[family]
+    text_alone = _TEXT_FAMILIES | _RECURRENT_FAMILIES
+    if family in text_alone:
+        name, options = text_alone[family]
         return getattr(transformers, name)(
             vocab_size=vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options
         )

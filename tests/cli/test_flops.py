@@ -58,6 +58,7 @@ def test_the_record_has_the_documented_keys_in_order(headway):
         "source_tokens": 0,
         "audio_clips": 0,
         "audio_frames": 0,
+        "past_tokens": 0,
     }
     assert list(data["components"][0])[:6] == ["name", "driver", "forward", "dgrad", "wgrad", "total"]
     assert list(data["params"]) == ["total", "active", "trainable"]
@@ -108,6 +109,14 @@ def test_forward_only_is_the_forward_part(headway):
     plain = record(headway("flops", "llama-3.1-8b", "--segments", 128, "--json"))
     forward = record(headway("flops", "llama-3.1-8b", "--segments", 128, "--forward-only", "--json"))
     assert forward["flops"]["total"] == forward["flops"]["forward"] == plain["flops"]["forward"]
+
+
+def test_a_decode_step_attends_over_its_past(headway):
+    step = ["llama-3.1-8b", "--segments", "1*64", "--forward-only", "--json"]
+    empty, late = record(headway("flops", *step)), record(headway("flops", *step, "--past", "4096*63,0"))
+    assert late["workload"]["past_tokens"] == 4096 * 63
+    # one query of 32 heads of 128 over 4,096 more keys, in each of 32 layers
+    assert late["flops"]["total"] - empty["flops"]["total"] == 63 * 4096 * 32 * 2 * 32 * (128 + 128)
 
 
 def test_the_table_states_total_workload_parameters_and_convention(headway):
@@ -186,6 +195,9 @@ BAD = [
     (["--segments", "64", "--seq-len", "64"], "--seq-len 64 cannot take effect with --convention useful"),
     (["--segments", "64", "--forward-only", "--recompute", "full"], "contradict each other"),
     (["--segments", "64", "--by", "layer"], "layer"),
+    (["--segments", "1", "--past", "64"], "no gradient reaches: it needs --forward-only"),
+    (["--segments", "1*8", "--past", "64", "--forward-only"], "past must be one length per segment: got 1 for 8"),
+    (["--segments", "1", "--past", "64x2", "--forward-only"], "--past '64x2': '64x2' is not a length"),
 ]
 
 
@@ -224,6 +236,7 @@ def test_help_documents_every_option(headway):
     text = " ".join(headway("flops", "--help").out.split())
     for option in (
         "--segments", "--images", "--videos", "--slots", "--freeze", "--lora", "--recompute", "--forward-only",
+        "--past",
         "--convention", "--by", "--json",
     ):  # fmt: skip
         assert option in text

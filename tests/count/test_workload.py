@@ -104,6 +104,7 @@ def test_a_workload_travels_between_processes_and_into_sets():
         (lambda: Workload([3, 0]), r"segments\[1\] is 0"),
         (lambda: Workload([1.5]), "whole numbers, got float64"),
         (lambda: Workload([4], slots=3), "3 slots cannot hold 4 tokens"),
+        (lambda: Workload([4], packs=0), "0 packs cannot hold 4 tokens"),
         (lambda: Workload([4], images=[(1, 0, 2)]), r"images\[0\] is \(1, 0, 2\)"),
         (lambda: Workload([4], videos=[(4, 2)]), r"videos must be a list of grids"),
         (lambda: Workload.from_cu_seqlens([1, 4]), "must start at 0, got 1"),
@@ -118,6 +119,12 @@ def test_a_workload_travels_between_processes_and_into_sets():
 def test_impossible_workloads_are_refused(call, message):
     with pytest.raises(WorkloadError, match=message):
         call()
+
+
+def test_packs_are_forward_passes():
+    assert (Workload().num_packs, Workload([3, 2]).num_packs, Workload([3, 2], packs=2).num_packs) == (0, 1, 2)
+    assert sum([Workload([3]), Workload([2]), Workload()]) == Workload([3, 2], packs=2) != Workload([3, 2])
+    assert pickle.loads(pickle.dumps(Workload())) == Workload()
 
 
 def test_sources_follow_their_segments_through_sums():

@@ -36,12 +36,13 @@ def flops(
     videos: options.VideosOption = None,
     sources: options.SourcesOption = None,
     audio: options.AudioOption = None,
+    past: options.PastOption = None,
     slots: options.SlotsOption = None,
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
     forward_only: Annotated[
-        bool, typer.Option("--forward-only", help="Count the forward pass alone, as for evaluation or prefill.")
+        bool, typer.Option("--forward-only", help="Count the forward pass alone: evaluation, prefill, decoding.")
     ] = False,
     convention: Annotated[
         str, typer.Option(metavar="NAME", help="Rule for what is counted; docs/conventions.md lists them.")
@@ -60,7 +61,12 @@ def flops(
 
     rule = get_convention(convention)
     _check_options(rule, recompute, forward_only, by, seq_len)
-    workload = build_workload(segments, images, videos, slots, sources, audio)
+    if past is not None and not forward_only:
+        raise UsageError(
+            f"--past {past} names tokens whose keys and values are cached, which no gradient reaches: it needs "
+            "--forward-only. Leave it out to count a training step."
+        )
+    workload = build_workload(segments, images, videos, slots, sources, audio, past)
     cost_model = resolve_cost_model(model)
     if lora is not None:
         cost_model = cost_model.lora(*parse_lora(lora))

@@ -43,6 +43,15 @@ AudioOption = Annotated[
     typer.Option(metavar="L*N,L,...", help="Audio clips that lie in the segments [feature frames]; *N repeats one."),
 ]
 
+PastOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="L*N,L,...",
+        help="Cached tokens before each segment, with --forward-only [tokens]; a decode step of 64 sequences is "
+        "--segments 1*64 --past 4096*64.",
+    ),
+]
+
 SlotsOption = Annotated[
     int | None,
     typer.Option(

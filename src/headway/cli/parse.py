@@ -16,6 +16,7 @@ _EXAMPLES = {
     "--videos": "--videos 8x32x48",
     "--sources": "--sources 512*3,64",
     "--audio": "--audio 3000*2",
+    "--past": "--past 4096*64",
 }
 _GRID = re.compile(r"([0-9]+)x([0-9]+)x([0-9]+)(?:\*([0-9]+))?")
 
@@ -28,11 +29,11 @@ class Lora(NamedTuple):
 
 
 def parse_segments(text: str, option: str = "--segments") -> list[int]:
-    """Read lengths of segments, sources [tokens] or audio clips [feature frames].
+    """Read lengths of segments, sources, cached pasts [tokens] or audio clips [feature frames].
 
     Args:
         text: what was typed.
-        option: the option's name, for the error.
+        option: the option's name, for the error; only a past may be 0.
 
     Raises:
         WorkloadError: the text is not a list of lengths, or a length or repetition is 0.
@@ -50,7 +51,7 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
                 f"for N of length L, for example {_EXAMPLES[option]}."
             )
         length, repeat = int(match[1]), int(match[2] or 1)
-        if length < 1:
+        if length < 1 and option != "--past":
             raise WorkloadError(
                 f"{option} {text!r}: a length of {length} {unit} computes nothing; lengths are 1 or more, for example "
                 f"{_EXAMPLES[option]}."

@@ -17,6 +17,7 @@ def build_workload(
     slots: int | None,
     sources: str | None = None,
     audio: str | None = None,
+    past: str | None = None,
 ) -> "Workload":
     """Build the step's workload from the options.
 
@@ -44,6 +45,7 @@ def build_workload(
         slots=slots,
         sources=[] if sources is None else parse_segments(sources, "--sources"),
         audio=[] if audio is None else parse_segments(audio, "--audio"),
+        past=[] if past is None else parse_segments(past, "--past"),
     )
 
 
@@ -77,6 +79,7 @@ def workload_record(workload: "Workload") -> dict[str, Any]:
         "source_tokens": int(workload.sources.sum()),
         "audio_clips": len(workload.audio),
         "audio_frames": int(workload.audio.sum()),
+        "past_tokens": int(workload.past.sum()),
     }
 
 
@@ -97,6 +100,8 @@ def describe(workload: "Workload") -> str:
         parts.append(_plural(int(workload.sources.sum()), "source token"))
     if len(workload.audio):
         parts += [_plural(len(workload.audio), "audio clip"), f"{format_count(int(workload.audio.sum()))} frames"]
+    if len(workload.past):
+        parts.append(f"{format_count(int(workload.past.sum()))} cached tokens before them")
     return ", ".join(parts)
 
 

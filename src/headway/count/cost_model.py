@@ -65,7 +65,7 @@ class Row:
 
     Attributes:
         module: dotted path of the module that ran it.
-        op: `linear`, `matmul`, `convolution`, `experts` or `attention`.
+        op: `linear`, `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
         component: such as `language.mlp`.
         driver: what its cost is proportional to (see `headway.count.drivers`).
         forward: FLOPs per unit of the driver.
@@ -165,18 +165,24 @@ class CostModel:
         Args:
             workload: what the step computes.
             recompute: activation checkpointing: `none`, `full`, or a pattern of block names such as `model.layers.*`.
-            forward_only: leave the backward out (inference, prefill).
+            forward_only: leave the backward out (evaluation, prefill, decode steps).
             by: one row per component, or per module with layer numbers folded into `*`.
 
         Returns:
             FLOPs by name and driver; exact.
 
         Raises:
-            WorkloadError: images or audio for a model without a tower for them, a grid that it cannot merge, or no
-                sources for a model that reads an encoder.
+            WorkloadError: images or audio for a model without a tower for them, a grid that it cannot merge, no
+                sources for a model that reads an encoder, or a past where backward is counted too.
             UsageError: the recompute pattern matches no block.
         """
         self._check_towers(workload)
+        if len(workload.past) and not forward_only:
+            raise WorkloadError(
+                f"The workload has {int(workload.past.sum())} past tokens, whose keys and values are cached: no "
+                "gradient reaches them, so there is no training step to count. Count with forward_only, or leave the "
+                "past out."
+            )
         table = self._tables.get((by, recompute, forward_only))
         if table is None:
             table = self._tables[by, recompute, forward_only] = self._coefficients(by, recompute, forward_only)

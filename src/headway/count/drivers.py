@@ -18,7 +18,8 @@ from headway.errors import CostModelError, WorkloadError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headway.count.workload import Ints, Workload
+    from headway.count.integers import Ints
+    from headway.count.workload import Workload
 
 
 def _merged_patches(workload: Workload, group: int) -> int:
@@ -82,6 +83,33 @@ def _fixed_clips(workload: Workload, frames: int) -> int:
     return len(workload.audio)
 
 
+def _after_past(pairs: Callable[..., int], workload: Workload, *parameters: int) -> int:
+    """Count a causal mask's pairs whose queries are the segments' tokens and whose keys reach back into the past.
+
+    Source: causal masks are those of the whole run cut at the last query, so the new queries' pairs are the pairs of
+    past and segment together less those of the past.
+    """
+    if not workload.past.size:
+        return pairs(workload.segments, *parameters)
+    before = workload.past[workload.past > 0]
+    return pairs(workload.past + workload.segments, *parameters) - pairs(before, *parameters)
+
+
+def _full_pairs(workload: Workload) -> int:
+    """Count pairs of bidirectional attention, whose earlier tokens would see later ones and cannot be cached."""
+    if workload.past.size:
+        raise WorkloadError(
+            "This model attends in both directions, so its earlier tokens cannot be cached and a segment has no past. "
+            "Give whole segments and leave the past out."
+        )
+    return masks.full_pairs(workload.segments)
+
+
+def _read(workload: Workload) -> Ints:
+    """Return the sources that an encoder reads; those of a segment with a past were read when it began."""
+    return workload.sources[workload.past == 0] if workload.past.size else workload.sources
+
+
 def _groups(lengths: Ints, size: int) -> int:
     """Count groups of `size`, the last one of each length perhaps partly filled."""
     return int((-(-lengths // size)).sum())
@@ -91,22 +119,25 @@ def _groups(lengths: Ints, size: int) -> int:
 _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "tokens": (0, lambda w: w.tokens),
     "segments": (0, lambda w: w.num_segments),
+    "packs": (0, lambda w: w.num_packs),
     "patches": (0, lambda w: w.patches),
     "patches/": (1, _merged_patches),
     "grids": (0, lambda w: len(w.grids)),
     "frames": (0, lambda w: int(w.grids[:, 0].sum())),
     "frames:": (2, _fixed_frames),
-    "pairs:full": (0, lambda w: masks.full_pairs(w.segments)),
-    "pairs:causal": (0, lambda w: masks.causal_pairs(w.segments)),
-    "pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.segments, window)),
-    "pairs:chunked:": (1, lambda w, chunk: masks.chunked_pairs(w.segments, chunk)),
+    "pairs:full": (0, _full_pairs),
+    "pairs:causal": (0, lambda w: _after_past(masks.causal_pairs, w)),
+    "pairs:sliding:": (1, lambda w, window: _after_past(masks.sliding_pairs, w, window)),
+    # each query keeps k of the keys it may see
+    "pairs:topk:": (1, lambda w, k: _after_past(masks.sliding_pairs, w, k)),
+    "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "patch_pairs:frame": (0, _frame_pairs),
     "patch_pairs:grid": (0, _grid_pairs),
     "patch_pairs:window:": (1, _window_pairs),
-    "sources": (0, lambda w: int(w.sources.sum())),
-    "sources/": (1, lambda w, size: _groups(w.sources, size)),
-    "source_pairs:full": (0, lambda w: masks.full_pairs(w.sources[w.sources > 0])),
+    "sources": (0, lambda w: int(_read(w).sum())),
+    "sources/": (1, lambda w, size: _groups(_read(w), size)),
+    "source_pairs:full": (0, lambda w: masks.full_pairs(_read(w)[_read(w) > 0])),
     "audio": (0, lambda w: int(w.audio.sum())),
     "audio/": (1, lambda w, size: _groups(w.audio, size)),
     "audio_pairs:full": (0, lambda w: masks.full_pairs(w.audio)),

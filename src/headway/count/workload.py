@@ -6,62 +6,23 @@ mask or restarting positions. Workloads add up, so micro-batches and ranks are s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headway.count.integers import Ints, IntsLike, as_ints, boundaries_of, grids_of, joined, lengths_of
 from headway.errors import WorkloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-Ints: TypeAlias = NDArray[np.int64]
-IntsLike: TypeAlias = Any  # a list, a numpy array or a CPU tensor of integers
+    from collections.abc import Iterable, Sequence
 
 
-def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
-    """Read integers from a list, an array or a CPU tensor; booleans as 0 and 1 where `booleans` allows them.
-
-    Raises:
-        WorkloadError: the values are not whole numbers, or lie on an accelerator, where reading them would make the
-            training loop wait for the device.
-    """
-    if getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
-        raise WorkloadError(
-            f"{what} lies on {values.device}: reading it there would stall the training loop. "
-            "Pass the copy that the collator made on the CPU."
-        )
-    if hasattr(values, "detach"):
-        values = values.detach().numpy()
-    array = np.asarray(values)
-    if array.size == 0:
-        return array.astype(np.int64)
-    if not (np.issubdtype(array.dtype, np.integer) or (booleans and array.dtype == np.bool_)):
-        raise WorkloadError(f"{what} must be whole numbers, got {array.dtype} values such as {array.flat[0]!r}.")
-    return array.astype(np.int64, copy=False)
-
-
-def _lengths(values: IntsLike, what: str, rule: str, least: int = 1) -> Ints:
-    """Check an (N,) array of lengths."""
-    lengths = as_ints(values, what).reshape(-1)
-    if lengths.size and lengths.min() < least:
-        bad = int(np.argmin(lengths))
-        raise WorkloadError(f"{what}[{bad}] is {int(lengths[bad])}: {rule}.")
-    return lengths
-
-
-def _grids(values: IntsLike, what: str) -> Ints:
-    """Check an (M, 3) array of t, h, w."""
-    grids = as_ints(values, what)
-    if grids.size == 0:
-        return np.zeros((0, 3), dtype=np.int64)
-    if grids.ndim != 2 or grids.shape[1] != 3:
-        raise WorkloadError(f"{what} must be a list of grids (t, h, w) in patches, got shape {grids.shape}.")
-    if grids.min() < 1:
-        bad = int(np.argmin(grids.min(axis=1)))
-        raise WorkloadError(f"{what}[{bad}] is {tuple(grids[bad].tolist())}: t, h and w must each be at least 1 patch.")
-    return grids
+def _per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
+    """Check an (N,) array of lengths that go with the segments; (0,) where all are 0."""
+    lengths = lengths_of(values, what, rule, least=0)
+    if lengths.size not in (0, segments.size):
+        raise WorkloadError(f"{what} must be one length per segment: got {lengths.size} for {segments.size} segments.")
+    return lengths if lengths.any() else lengths[:0]
 
 
 class Workload:
@@ -75,24 +36,30 @@ class Workload:
         sources: what the encoder reads for each segment, where the model cross-attends: source tokens, or feature
             frames of speech; shape (N,), each >= 0.
         audio: lengths of audio clips whose tokens lie in the segments [feature frames], shape (A,), each >= 1.
+        past: tokens before each segment whose keys and values are cached, for inference; shape (N,), each >= 0. A
+            decode step of one token after 4,096 is a segment of 1 with a past of 4,096.
+        packs: forward passes that the segments make up; 1 when None. Work on weights alone, such as DoRA's norms, is
+            done once in each.
 
     Raises:
-        WorkloadError: a length or grid below 1, fewer slots than tokens, sources that are not one per segment, or
-            values that are not whole numbers.
+        WorkloadError: a length or grid below 1, fewer slots than tokens, sources or past that are not one per segment,
+            or values that are not whole numbers.
 
     >>> step = Workload([4096, 512], images=[(1, 32, 48)]) + Workload([100], slots=128)
     >>> step.tokens, step.slots, step.patches, step.num_segments
     (4708, 4736, 1536, 3)
     """
 
-    __slots__ = ("_audio", "_images", "_segments", "_slots", "_sources", "_tokens", "_videos")
+    __slots__ = ("_audio", "_images", "_packs", "_past", "_segments", "_slots", "_sources", "_tokens", "_videos")
     _segments: Ints
     _images: Ints
     _videos: Ints
     _sources: Ints
     _audio: Ints
+    _past: Ints
     _tokens: int
     _slots: int
+    _packs: int
 
     def __init__(
         self,
@@ -102,31 +69,35 @@ class Workload:
         slots: int | None = None,
         sources: IntsLike = (),
         audio: IntsLike = (),
+        past: IntsLike = (),
+        packs: int | None = None,
     ) -> None:
-        lengths = _lengths(segments, "segments", "a segment holds at least 1 token")
+        lengths = lengths_of(segments, "segments", "a segment holds at least 1 token")
         tokens = int(lengths.sum())
         if slots is not None and slots < tokens:
             raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
-        read = _lengths(sources, "sources", "a segment reads 0 tokens or more", least=0)
-        if read.size not in (0, lengths.size):
-            raise WorkloadError(f"sources must be one length per segment: got {read.size} for {lengths.size} segments.")
+        if packs is not None and packs < min(tokens, 1):
+            raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
         self._set(
             tokens,
             tokens if slots is None else slots,
+            packs,
             _segments=lengths,
-            _images=_grids(images, "images"),
-            _videos=_grids(videos, "videos"),
-            _sources=read if read.any() else read[:0],
-            _audio=_lengths(audio, "audio", "a clip holds at least 1 frame"),
+            _images=grids_of(images, "images"),
+            _videos=grids_of(videos, "videos"),
+            _sources=_per_segment(sources, "sources", "a segment reads 0 tokens or more", lengths),
+            _audio=lengths_of(audio, "audio", "a clip holds at least 1 frame"),
+            _past=_per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
         )
 
-    def _set(self, tokens: int, slots: int, **arrays: Ints) -> None:
+    def _set(self, tokens: int, slots: int, packs: int | None, **arrays: Ints) -> None:
         for name, value in arrays.items():
             own = value if value.base is None and not value.flags.writeable else value.copy()
             own.flags.writeable = False
             object.__setattr__(self, name, own)
         object.__setattr__(self, "_tokens", tokens)
         object.__setattr__(self, "_slots", int(slots))
+        object.__setattr__(self, "_packs", int(any(a.size for a in arrays.values())) if packs is None else packs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Workload is immutable; build a new one instead of setting {name!r}")
@@ -162,6 +133,11 @@ class Workload:
         return self._audio
 
     @property
+    def past(self) -> Ints:
+        """Cached tokens before each segment [tokens], shape (N,); (0,) where nothing is."""
+        return self._past
+
+    @property
     def slots(self) -> int:
         """Token positions that the kernels compute, padding included."""
         return self._slots
@@ -180,6 +156,11 @@ class Workload:
     def num_segments(self) -> int:
         """Number of segments."""
         return len(self._segments)
+
+    @property
+    def num_packs(self) -> int:
+        """Number of forward passes: 1 unless given, and as many as were added up."""
+        return self._packs
 
     @property
     def num_images(self) -> int:
@@ -202,18 +183,16 @@ class Workload:
         if len(parts) == 1:
             return parts[0]
         total = object.__new__(cls)
-        sources = [w._sources for w in parts]
-        if any(s.size for s in sources):  # zeros where nothing is read: one length per segment
-            sources = [s if s.size else np.zeros(w.num_segments, np.int64) for s, w in zip(sources, parts, strict=True)]
-        none = np.zeros(0, dtype=np.int64)
         total._set(
             sum(w._tokens for w in parts),
             sum(w._slots for w in parts),
-            _segments=np.concatenate([none, *(w._segments for w in parts)]),
-            _images=np.concatenate([none.reshape(0, 3), *(w._images for w in parts)]),
-            _videos=np.concatenate([none.reshape(0, 3), *(w._videos for w in parts)]),
-            _sources=np.concatenate([none, *sources]),
-            _audio=np.concatenate([none, *(w._audio for w in parts)]),
+            sum(w._packs for w in parts),
+            _segments=joined([w._segments for w in parts]),
+            _images=joined([w._images for w in parts], 3),
+            _videos=joined([w._videos for w in parts], 3),
+            _sources=_joined_per_segment(parts, [w._sources for w in parts]),
+            _audio=joined([w._audio for w in parts]),
+            _past=_joined_per_segment(parts, [w._past for w in parts]),
         )
         return total
 
@@ -227,7 +206,16 @@ class Workload:
         return self if other == 0 else NotImplemented
 
     def _state(self) -> tuple[Any, ...]:
-        return self._segments, self._images, self._videos, self._slots, self._sources, self._audio
+        return (
+            self._segments,
+            self._images,
+            self._videos,
+            self._slots,
+            self._sources,
+            self._audio,
+            self._past,
+            self._packs,
+        )
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(part if isinstance(part, int) else part.tobytes() for part in self._state())
@@ -249,6 +237,8 @@ class Workload:
             parts.append(f"{int(self._sources.sum())} source tokens")
         if self._audio.size:
             parts.append(f"{len(self._audio)} clips of {int(self._audio.sum())} frames")
+        if self._past.size:
+            parts.append(f"{int(self._past.sum())} past tokens")
         return f"Workload({', '.join(parts)})"
 
     @classmethod
@@ -280,8 +270,8 @@ class Workload:
         >>> Workload.from_cu_seqlens([0, 3, 8, -1, -1]).segments.tolist()
         [3, 5]
         """
-        padded = _boundaries(cu_seqlens, argmin, "cu_seqlens")
-        real = padded if unpadded is None else _boundaries(unpadded, argmin, "unpadded cu_seqlens")
+        padded = boundaries_of(cu_seqlens, argmin, "cu_seqlens")
+        real = padded if unpadded is None else boundaries_of(unpadded, argmin, "unpadded cu_seqlens")
         lengths = np.diff(real)
         end = int(padded[-1]) if padded.size else 0
         return cls(lengths[lengths > 0], images, videos, slots=end if slots is None else slots)
@@ -368,20 +358,9 @@ class Workload:
         return cls(lengths[lengths > 0], images, videos, slots=starts.size)
 
 
-def _boundaries(values: IntsLike, argmin: int | None, what: str) -> Ints:
-    """Cut the unused tail off cumulative boundaries and check the rest."""
-    bounds = as_ints(values, what).reshape(-1)
-    if argmin is not None and int(argmin) > 0:
-        bounds = bounds[: int(argmin)]
-    sentinels = np.flatnonzero(bounds < 0)
-    if sentinels.size:
-        bounds = bounds[: sentinels[0]]
-    if bounds.size and bounds[0] != 0:
-        raise WorkloadError(f"{what} must start at 0, got {int(bounds[0])}.")
-    steps = np.diff(bounds)
-    if steps.size and steps.min() < 0:
-        bad = int(np.argmin(steps))
-        raise WorkloadError(
-            f"{what} must not decrease, got {int(bounds[bad])} followed by {int(bounds[bad + 1])} at index {bad + 1}."
-        )
-    return bounds
+def _joined_per_segment(workloads: Sequence[Workload], lengths: Sequence[Ints]) -> Ints:
+    """Join lengths that are one per segment, with zeros for a workload that has none; nothing if none has any."""
+    if not any(one.size for one in lengths):
+        return lengths[0] if lengths else joined([])
+    none = [np.zeros(w.num_segments, dtype=np.int64) for w in workloads]
+    return joined([one if one.size else zeros for one, zeros in zip(lengths, none, strict=True)])

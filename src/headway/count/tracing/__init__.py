@@ -1,7 +1,7 @@
 """Read a model's cost rows off its own forward and backward, run once on tensors without data.
 
-`phantom` holds those tensors, `record` and `attention` what is dispatched, `build` the model's phantom twin, `inputs`
-what it is run on, `fit` finds each operation's driver, `classify` names its component.
+`phantom` holds those tensors, `record`, `attention` and `recurrences` what is dispatched, `build` the model's phantom
+twin, `inputs` what it is run on, `fit` finds each operation's driver, `classify` names its component.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from headway.count.tracing.attention import Seams
 from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.record import Recorder
+from headway.count.tracing.replacing import stand_ins
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
     from headway.count.tracing.operation import Operation
 
 __all__ = ["trace"]
-
-# attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
-_LONGEST_UNNAMED_WINDOW = 4096
 
 
 def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
@@ -53,12 +51,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     >>> [(row.module, row.driver, row.forward) for row in cost.rows]
     [('0', 'tokens', 512), ('2', 'tokens', 512)]
     """
-    if isinstance(model_or_config, nn.Module):
-        model = build.twin_of_model(model_or_config)
-        trainable = {n for n, p in model_or_config.named_parameters() if p.requires_grad}
-    else:
-        model = build.twin_of_config(model_or_config)
-        trainable = {n for n, _ in model.named_parameters()}
+    is_model = isinstance(model_or_config, nn.Module)
+    model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.number_parameters(model)
     build.use_seams(model)
     model.train().requires_grad_(True)
@@ -66,10 +61,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
 
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
-    windows = [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
-    if any(op.mask is not None for op in runs[0]):
-        places = getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST_UNNAMED_WINDOW
-        windows.append(min(_LONGEST_UNNAMED_WINDOW, max(places - 300, 0)))  # 300: what workloads add, to the next prime
+    windows = build.window_lengths(model, any(op.by_hand for op in runs[0]))
+    windows += [int(op.driver.rpartition(":")[2]) for op in runs[0] if op.driver.startswith("pairs:sliding")]
     workloads = made.workloads(max(windows, default=0))
     runs += [_run(model, made.arguments(workload), backward=False) for workload in workloads[1:]]
     _check_alike(runs)
@@ -106,7 +99,12 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> list[Operation]
             path = path.rpartition(".")[0]
         return path
 
-    with Recorder(model, block_of) as recorder, Seams(recorder), torch.set_grad_enabled(backward):
+    with (
+        Recorder(model, block_of) as recorder,
+        Seams(recorder),
+        stand_ins(model, recorder),
+        torch.set_grad_enabled(backward),
+    ):
         output = call(model, arguments)
         if backward:
             backward_from(output)

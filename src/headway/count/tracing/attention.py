@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
+from headway.count.tracing import scores
 from headway.count.tracing.operation import Operand, Operation
 from headway.count.tracing.phantom import Phantom, phantom
 from headway.errors import TraceError
@@ -22,7 +23,9 @@ from headway.errors import TraceError
 if TYPE_CHECKING:
     from headway.count.tracing.record import Recorder
 
-NAME = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a name that contains "flash"
+TEXT = "headway_trace"
+TOWER = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a name that contains "flash"
+BY_HAND = "headway_float_trace"  # masks are floats, as for models that transformers only runs eagerly
 
 _recorder: Recorder | None = None
 
@@ -111,10 +114,10 @@ def _transformers_seam(
         lengths = np.diff(boundaries.tolist())
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
-        pairs, driver = _masked_pairs(_recorder, path, attention_mask, query, key, causal, window)
+        pairs, driver = _masked_pairs(_recorder, path, attention_mask, query, key, kwargs.get("indices"))
     else:
         pairs, driver = _plain_pairs(query, key, causal, window)
-    extra = tuple(t for t in kwargs.values() if isinstance(t, torch.Tensor))
+    extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
     out = attend(_recorder, path, query, key, value, pairs, driver, extra)
     return out.transpose(1, 2).contiguous(), None
 
@@ -139,22 +142,24 @@ def _masked_pairs(
     mask: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
-    causal: bool,
-    window: int | None,
+    indices: torch.Tensor | None = None,
 ) -> tuple[int, str]:
-    """Count the pairs that a boolean mask allows, and name its kind when the count is that of a known one."""
-    if mask.dtype != torch.bool or isinstance(mask, Phantom):
+    """Count the pairs that a mask allows, and name its kind where it is a known one.
+
+    Of the keys that it allows, each query keeps those that an indexer picked: `indices` [batch, queries, picked].
+    """
+    batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
+    stays = scores.of_mask(mask)
+    if stays == "unclear":
         raise TraceError(
             f"module {path} attends under a mask of floats, whose allowed pairs cannot be counted. "
             "Give it a boolean mask, or none and a causal flag."
         )
-    batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
-    pairs = recorder.allowed(mask, batch, queries, keys)
-    if queries == keys:
-        plain, driver = _plain_pairs(q, k, causal, window)
-        if driver and pairs == plain:
-            return pairs, driver
-    return pairs, ""
+    allowed = torch.ones(queries, keys, dtype=torch.bool) if stays is None else stays
+    if indices is not None:
+        picked = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool)
+        return recorder.count(allowed & picked.scatter_(-1, indices.long(), True)[:, None], batch, queries, keys)
+    return (recorder.allowed if stays is mask else recorder.count)(allowed, batch, queries, keys)
 
 
 def _mask_seam(
@@ -179,13 +184,22 @@ def _mask_seam(
     return mask
 
 
+def _float_mask_seam(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
+    """Build the real mask as floats to add: 0 where a pair is allowed, the least number where not."""
+    mask = _mask_seam(*args, **kwargs)
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
 def register() -> None:
     """Register the seams with transformers; doing so again changes nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _transformers_seam)
-    AttentionMaskInterface.register(NAME, _mask_seam)
+    for name in (TEXT, TOWER, BY_HAND):
+        AttentionInterface.register(name, _transformers_seam)
+        AttentionMaskInterface.register(name, _float_mask_seam if name == BY_HAND else _mask_seam)
 
 
 def _set_recorder(recorder: Recorder | None) -> Recorder | None:
@@ -228,7 +242,8 @@ class Seams(TorchFunctionMode):
         """Stand in for `F.scaled_dot_product_attention`."""
         path = self.recorder.module
         if attn_mask is not None:
-            pairs, driver = _masked_pairs(self.recorder, path, attn_mask, query, key, is_causal, None)
+            pairs, driver = _masked_pairs(self.recorder, path, attn_mask, query, key)
         else:
             pairs, driver = _plain_pairs(query, key, is_causal, None)
-        return attend(self.recorder, path, query, key, value, pairs, driver)
+        extra = () if attn_mask is None else (attn_mask,)
+        return attend(self.recorder, path, query, key, value, pairs, driver, extra)

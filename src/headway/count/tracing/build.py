@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
 from headway.count.models import presets
-from headway.count.tracing import attention
+from headway.count.tracing import attention, unwrap
 from headway.count.tracing.phantom import phantom
 from headway.errors import TraceError
 
@@ -17,13 +18,15 @@ from headway.errors import TraceError
 def twin_of_model(model: nn.Module) -> nn.Module:
     """Copy a model's modules, hooks and settings, with phantoms in place of its parameters and buffers.
 
-    Tied parameters stay tied. The model itself is not touched and no weight is copied.
+    Tied parameters stay tied, and each keeps whether it is trained. What wraps or shards the model is left out. The
+    model itself is not touched and no weight is copied.
     """
+    model = unwrap.whole(model)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor)
-    return copy.deepcopy(model, memo)
+    return unwrap.copy_modules(model, memo)
 
 
 def twin_of_config(config: Any) -> nn.Module:
@@ -37,7 +40,30 @@ def twin_of_config(config: Any) -> nn.Module:
     with torch.device("meta"), no_init_weights():
         model: Any = model_class(config)._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
     model.tie_weights()  # building without initialisation leaves this out
+    _fill_buffers(model)
     return twin_of_model(model)
+
+
+def _fill_buffers(model: Any) -> None:
+    """Give a transformers model built on shapes alone its buffers: causal masks, positions, frequencies.
+
+    transformers itself builds on shapes and has each module's initialisation write them afterwards. What that does not
+    write stays a shape; parameters are left alone.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                module._buffers[name] = made[id(buffer)]
+    before = {id(buffer): buffer._version for buffer in made.values()}
+    model.initialize_weights()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and before.get(id(buffer)) == buffer._version:
+                module._buffers[name] = buffer.to("meta")
 
 
 def preset_config(name: str) -> Any:
@@ -48,6 +74,11 @@ def preset_config(name: str) -> Any:
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
+LONGEST_WINDOW = 1 << 14  # a longer window is believed as its seam names it [tokens]
+# attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
+_LONGEST_UNNAMED_WINDOW = 4096
+_PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
+_ROOM = 300  # what workloads add to a window, up to the next prime [tokens]
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
 
 
@@ -93,14 +124,18 @@ def model_class(config: Any) -> Any:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Make the phantom of one parameter or buffer; integer buffers stay real.
+    """Make the phantom of one parameter or buffer; integer buffers stay real, the data of the others is known.
 
     Floats become bfloat16 whatever they are: the ledger does not depend on it, and grouped products take nothing else.
     """
+    tensor = unwrap.unsharded(tensor)
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
     shape = phantom(tensor.detach().to("meta", torch.bfloat16))
-    return nn.Parameter(shape) if isinstance(tensor, nn.Parameter) else shape
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(shape, tensor.requires_grad)
+    shape.known = None if tensor.is_meta else tensor.detach().to("cpu", torch.bfloat16)
+    return shape
 
 
 def number_parameters(model: nn.Module) -> list[str]:
@@ -117,10 +152,37 @@ def configs(model: nn.Module) -> list[Any]:
     return [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
 
 
+def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
+    """List the lengths at which a model's attention may change without saying so [tokens].
+
+    Windows, chunks and top-k selections go by many names in configurations, and attention written by hand may keep
+    them from there too; a length that turns out to change nothing does no harm. None exceeds the model's positions.
+
+    Args:
+        model: a phantom twin.
+        by_hand: whether some attention does not go through a library's function.
+    """
+    found = [_LONGEST_UNNAMED_WINDOW] if by_hand else []
+    places = []
+    for config in configs(model):
+        for name, value in vars(config).items():
+            lengths = [v for v in (value if isinstance(value, list | tuple) else [value]) if type(v) is int]
+            if re.search("window|chunk|topk|top_k", name):
+                found += lengths
+            elif hasattr(config, "vocab_size") and _PLACES.fullmatch(name):
+                places += lengths
+    most = max(min(places, default=LONGEST_WINDOW) - _ROOM, 0)
+    return [min(length, most) for length in found if length <= LONGEST_WINDOW]
+
+
 def use_seams(model: nn.Module) -> None:
     """Point every attention at the recording seams and every expert layer at grouped products."""
     if configs(model):
         attention.register()
     for config in configs(model):
-        config._attn_implementation = attention.NAME
+        config._attn_implementation = attention.TEXT if hasattr(config, "vocab_size") else attention.TOWER
         config._experts_implementation = "grouped_mm"
+        config.use_cache = False  # some forwards do not take it as an argument
+    for module in model.modules():
+        if getattr(module, "_supports_sdpa", True) is False:  # its own code expects masks of floats
+            module.config._attn_implementation = attention.BY_HAND  # type: ignore[union-attr]  # a PreTrainedModel

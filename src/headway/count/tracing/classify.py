@@ -1,8 +1,8 @@
 """Name each operation's component from what it does, not from what a model family calls it.
 
-Vision is what patches drive; attention is what an attention seam recorded; projections are the linear layers inside an
-attending module; experts are grouped products, the router its sibling with one output per expert; the head is the
-model's output embedding.
+Vision is what patches drive; attention and recurrences are what their seams recorded; projections are the linear layers
+and convolutions inside such a module; experts are grouped products, the router its sibling with one output per expert;
+the head is the model's output embedding.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def _head_path(model: Any) -> str | None:
 def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted]) -> list[str]:
     """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`."""
     attending = {op.module for op in operations if op.kind == "attention"}
+    attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
     experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
     head = _head_path(model)
     names = []
@@ -44,9 +45,9 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         tower = drivers.tower(fit.driver)
         tower = "language" if tower == "source" else tower
         mixture = next((root for root in experts if _inside(op.module, [root])), None)
-        if op.kind == "attention":
-            part = "attention"
-        elif op.module == head:
+        if op.kind in ("attention", "recurrence"):
+            part = op.kind
+        elif head is not None and _inside(op.module, [head]):
             part = "head"
         elif fit.driver.startswith("patches/"):
             part = "merger"
@@ -61,7 +62,29 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         else:
             part = "mlp"
         names.append(f"{tower}.{part}")
+    for i, (op, fit) in enumerate(zip(operations, fitted, strict=True)):
+        if fit.driver == "packs":  # work on weights belongs where the weights are used
+            names[i] = _nearest(op.module, operations, fitted, names)
     return names
+
+
+def _mixer(model: nn.Module, path: str) -> str:
+    """Find the module that projects to and from a recurrence: its own, or the nearest around it with linear layers."""
+    mixer = path
+    while mixer and not any(isinstance(m, nn.Linear) for m in model.get_submodule(mixer).modules()):
+        mixer = _parent(mixer)
+    return mixer or path
+
+
+def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[Fitted], names: Sequence[str]) -> str:
+    """Name the component of the first operation on activations in the innermost module around a path that has one."""
+    while True:
+        for op, fit, name in zip(operations, fitted, names, strict=True):
+            if fit.driver != "packs" and _inside(op.module, [path]):
+                return name
+        if not path:
+            return "other"
+        path = _parent(path)
 
 
 def parameter_components(operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]) -> list[str]:
@@ -110,7 +133,16 @@ def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]]) 
 
 
 def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
-    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given."""
+    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given.
+
+    A layer of adapters counts as one with the layer that it wraps: peft leaves inactive adapters, and the frozen
+    original of a module that is trained whole, out on purpose.
+    """
+    wrappers = [
+        path
+        for path, module in model.named_modules()
+        if type(module).__module__.startswith("peft.") and {"base_layer", "original_module"} & set(module._modules)
+    ]
     used = 0
     for op in operations:
         for _, _, sources in op.products:
@@ -121,6 +153,9 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
     }
     idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
+    for wrapper in wrappers:
+        leaves = [path for path in idle if _inside(path, [wrapper])]
+        idle.update(dict.fromkeys(leaves, all(idle[leaf] for leaf in leaves)))
     found: list[str] = []
     for path, _ in model.named_modules():
         inside = [is_idle for leaf, is_idle in idle.items() if _inside(leaf, [path])]

@@ -74,6 +74,8 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
             matches.append((driver, ratios.pop()))
     if matches:  # one that counts these very units, where there is one
         driver, ratio = min(matches, key=lambda match: match[1] != 1)
+        if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
+            driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]
     for (one, xs), (other, ys) in itertools.permutations(known.items(), 2) if len(runs) > 3 else ():
         if other.startswith(_ADDED) and (factors := _sum_of(units, xs, ys)) is not None:
@@ -102,4 +104,5 @@ def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> 
         raise TraceError(
             f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}."
         )
-    return Fitted(driver, int(forward), forward / first.unit_flops, ratio)
+    scale = forward / first.unit_flops if first.unit_flops else ratio  # an elementwise recurrence costs nothing
+    return Fitted(driver, int(forward), scale, ratio)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headway.count.tracing.phantom import Phantom
+from headway.count.tracing.phantom import Phantom, is_identity
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class Operand:
     def of(cls, tensor: torch.Tensor) -> Operand:
         """Read an operand's past; a real tensor has none."""
         if not isinstance(tensor, Phantom):
-            return cls(True, 0)
+            return cls(not is_identity(tensor), 0)
         return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
 
 
@@ -32,15 +32,18 @@ class Operation:
 
     Attributes:
         module: path of the innermost module running.
-        kind: `matmul`, `convolution`, `experts` or `attention`.
-        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs.
+        kind: `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
+        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs,
+            tokens of a recurrence.
         unit_flops: FLOPs per unit.
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
         driver: known driver, where the seam says it; else it is found by comparing workloads.
         weight: shape of the weight, () where there is none.
+        fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
-        mask: of attention written by hand: the scores that count, broadcast over [..., queries, keys].
+        by_hand: whether it is a product of attention written out by hand.
+        scored: earlier products that its scores were made from.
         executed_flops: FLOPs that forward dispatched, where these are more than count.
     """
 
@@ -52,10 +55,12 @@ class Operation:
     block: str
     driver: str = ""
     weight: tuple[int, ...] = ()
+    fed: bool = True
     from_input: bool = False
     backward_flops: int = 0
     saves_after: bool = False
-    mask: torch.Tensor | None = None
+    by_hand: bool = False
+    scored: list[Operation] = field(default_factory=list)
     executed_flops: int = 0
 
     @property
@@ -67,11 +72,11 @@ class Operation:
     def expected_backward_flops(self) -> int:
         """FLOPs that backward should dispatch, from the operands' pasts."""
         needed = sum(flops for _, flops, sources in self.products if sources)
-        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops
+        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops if needed else 0
 
     def count_pairs(self, pairs: int, scores: int) -> None:
         """Count only the pairs that the mask allows, of the scores that each head really computes."""
-        self.kind, self.executed_flops = "attention", self.forward_flops
+        self.kind, self.by_hand, self.executed_flops = "attention", True, self.forward_flops
         per_pair = self.forward_flops // scores
         self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
         self.units, self.unit_flops = pairs, per_pair

@@ -1,16 +1,17 @@
 """Phantom tensors: floating-point tensors that are only a shape, so that a model of any size runs on a laptop.
 
 Their operations run on PyTorch's meta kernels. Integer and boolean tensors stay real, so grids, boundaries, window
-indices and boolean masks drive the model's Python as they would in training. Each phantom knows three things about its
+indices and boolean masks drive the model's Python as they would in training. Each phantom knows a few things about its
 past: `sources`, the parameters that autograd could send its gradient to (bit i for parameter i); `fed`, whether it
-depends on the batch at all (an activation) or on parameters alone (a weight, a cast or view of one); and `scores`,
-the product of two activations that it came from, scaled, shifted, masked or normalised since.
+depends on the batch at all (an activation) or on parameters alone (a weight, a cast or view of one); `scores`, the
+product of two activations that it came from, scaled, shifted, masked or normalised since; `stays`, which of its pairs
+a mask has not hidden; and, of a constant, `known`: its data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +22,12 @@ aten = torch.ops.aten
 # (operation, arguments, meta result) -> the product of two activations that it was; False for any other product, whose
 # result is no score whatever its operands were; None for what is no product
 OnDispatch = Callable[[Any, tuple[Any, ...], Any], Any]
+# (operation, arguments, result) -> which pairs stay in the result, where it may be scores or a bias
+OnResult = Callable[[Any, tuple[Any, ...], Any], Any]
+# pairs that no mask has hidden: booleans (queries, keys); None for all of them, "unclear" where nobody can say
+Stays = torch.Tensor | Literal["unclear"] | None
 _on_dispatch: OnDispatch | None = None
+_on_result: OnResult | None = None
 _results: dict[Any, Any] = {}  # (operation, shapes) -> meta result; layers repeat each other, and meta kernels are slow
 
 
@@ -37,6 +43,8 @@ class Phantom(torch.Tensor):
     fed: bool
     base: Phantom | None
     scores: Any
+    stays: Stays
+    writes: int
 
     @staticmethod
     def __new__(cls: type[Phantom], meta: torch.Tensor, *_past: Any, **_more: Any) -> Phantom:
@@ -56,6 +64,18 @@ class Phantom(torch.Tensor):
         self.fed = fed
         self.base = base
         self.scores = None
+        self.stays = None
+        self.writes = 0  # in-place operations on it or on its views
+        self._known: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def known(self) -> torch.Tensor | None:
+        """Data of a constant; None for what is not known, or was written to since."""
+        return self._known[0] if self._known is not None and self._known[1] == _root(self).writes else None
+
+    @known.setter
+    def known(self, value: torch.Tensor | None) -> None:
+        self._known = None if value is None else (value, _root(self).writes)
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]  # torch's keyword only steers its printing
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
@@ -80,23 +100,30 @@ def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Pha
 
 
 class Recording:
-    """While entered, hands every operation on phantoms to `on_dispatch(func, args, meta_out)`."""
+    """While entered, hands operations on phantoms to `on_dispatch`, results of what is no product to `on_result`."""
 
-    def __init__(self, on_dispatch: OnDispatch) -> None:
-        self.on_dispatch = on_dispatch
+    def __init__(self, on_dispatch: OnDispatch, on_result: OnResult) -> None:
+        self.listeners = (on_dispatch, on_result)
 
     def __enter__(self) -> None:
-        self._previous = _set_on_dispatch(self.on_dispatch)
+        self._previous = _listen(*self.listeners)
 
     def __exit__(self, *exception: object) -> None:
-        _set_on_dispatch(self._previous)
+        _listen(*self._previous)
 
 
-def _set_on_dispatch(on_dispatch: OnDispatch | None) -> OnDispatch | None:
-    global _on_dispatch  # __torch_dispatch__ is a class method: there is no instance to hold it
-    previous, _on_dispatch = _on_dispatch, on_dispatch
+def _listen(on_dispatch: OnDispatch | None, on_result: OnResult | None) -> tuple[OnDispatch | None, OnResult | None]:
+    global _on_dispatch, _on_result  # __torch_dispatch__ is a class method: there is no instance to hold them
+    previous = (_on_dispatch, _on_result)
+    _on_dispatch, _on_result = on_dispatch, on_result
     _results.clear()
     return previous
+
+
+def is_identity(tensor: torch.Tensor) -> bool:
+    """Say whether a real tensor is an identity matrix, whose product with a weight is that weight: no activation."""
+    square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] and tensor.is_floating_point()
+    return square and torch.equal(tensor, torch.eye(len(tensor), dtype=tensor.dtype))
 
 
 def _root(tensor: Phantom) -> Phantom:
@@ -163,30 +190,58 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
+# constants that take only their shape from an operand
+_CONSTANT: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
+    aten.zeros_like: lambda _: 0,
+    aten.new_zeros: lambda _: 0,
+    aten.ones_like: lambda _: 1,
+    aten.new_ones: lambda _: 1,
+    aten.full_like: lambda args: args[1],
+    aten.new_full: lambda args: args[2],
+}
+_LARGEST_KNOWN = 1 << 27  # elements; masks over more are not worth their memory
+
+
+def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> torch.Tensor | None:
+    """Compute the result of an operation on constants alone; None where an operand is not known, or it is random."""
+    packet = func._overloadpacket
+    if not isinstance(out, torch.Tensor) or out.numel() > _LARGEST_KNOWN:
+        return None
+    if packet in _CONSTANT:
+        return torch.full((), _CONSTANT[packet](args), dtype=out.dtype).expand(out.shape)
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return None
+    if any(isinstance(t, Phantom) and t.known is None for t in (*_tensors(args), *_tensors(list(kwargs.values())))):
+        return None
+    try:
+        real: torch.Tensor = func(*_map(_known, args), **{name: _map(_known, v) for name, v in kwargs.items()})
+    except IndexError:  # a segment beyond the model's table of positions: its shapes are right all the same
+        return None
+    return real
+
+
+def _known(value: Any) -> Any:
+    return value.known if isinstance(value, Phantom) else value
+
+
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet = func._overloadpacket
     if packet in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index):
         args = _index_without_masks(args)
     elif packet is aten._local_scalar_dense:
-        return 0.0
+        return 0.0 if args[0].known is None else args[0].known.item()
     elif packet in (aten.equal, aten.is_same_size):
         return args[0].shape == args[1].shape
     elif packet is aten.detach and torch._C._current_autograd_node() is None:
-        source = args[0]
-        return Phantom(source.meta.detach(), 0, source.fed, _root(source))
+        return _detached(args[0])
     out = _shapes(func, args, kwargs)
-    flat = [*_tensors(args), *_tensors(list(kwargs.values()))]
-    phantoms = [t for t in flat if isinstance(t, Phantom)]
-    sources = 0
-    if torch._C._current_autograd_node() is None:
-        for p in phantoms:
-            sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
-    # a real integer tensor is an index made from the batch: rows picked by it are activations
-    fed = any(p.fed for p in phantoms) or any(not isinstance(t, Phantom) and t.dim() > 0 for t in flat)
+    phantoms, sources, fed = _past(args, kwargs)
+    forward = torch._C._current_autograd_node() is None
     product = _on_dispatch(func, args, out) if _on_dispatch is not None else None
-    scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
     if func._schema.is_mutable:
         return _mutated(func, args, kwargs, sources, fed)
+    scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
+    known = _constant(func, args, kwargs, out) if forward and product is None else None
     view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
     base = None if view_of is None else _root(view_of)
 
@@ -195,11 +250,50 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value
         if value.is_floating_point() or value.is_complex():
             made = Phantom(value, sources, fed, base)
-            made.scores = scores.get(value.numel()) if product is None else (product or None)
+            made.known = known
+            if product is None:
+                made.scores = scores.get(value.numel())
+                if forward and known is None and _on_result is not None:
+                    made.stays = _on_result(packet, args, made)
+            else:
+                made.scores = product or None
             return made
-        return torch.zeros(value.shape, dtype=value.dtype)
+        return _integers(packet, args, value) if known is None else known
 
     return _map(wrap, out)
+
+
+def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
+    """Find the phantoms among an operation's arguments, and what they depend on."""
+    flat = [*_tensors(args), *_tensors(list(kwargs.values()))]
+    phantoms = [t for t in flat if isinstance(t, Phantom)]
+    sources = 0
+    if torch._C._current_autograd_node() is None:
+        for p in phantoms:
+            sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
+    # a real integer tensor is an index made from the batch: rows picked by it are activations
+    real = [t for t in flat if not isinstance(t, Phantom) and t.dim() > 0]
+    fed = any(p.fed for p in phantoms) or not all(is_identity(t) for t in real)
+    return phantoms, sources, fed
+
+
+def _detached(source: Phantom) -> Phantom:
+    """Copy a phantom without what its gradient would flow to."""
+    copied = Phantom(source.meta.detach(), 0, source.fed, _root(source))
+    copied.known, copied.stays = source.known, source.stays
+    return copied
+
+
+def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
+    """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
+    made = torch.zeros(value.shape, dtype=value.dtype)
+    if packet in (aten.topk, aten.sort, aten.argsort) and value.dim():
+        axis = {aten.topk: 2}.get(packet, 1)
+        dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
+        size = [1] * value.dim()
+        size[dim] = -1
+        made += torch.arange(value.shape[dim]).view(size)
+    return made
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
@@ -212,9 +306,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
         for tensor in _tensors(target):
             written.append(tensor)
             if isinstance(tensor, Phantom):
-                for t in (tensor, tensor.base) if tensor.base is not None else (tensor,):
-                    t.sources |= sources
-                    t.fed = t.fed or fed
+                _overwritten(func, args, kwargs, tensor, sources, fed)
             elif sources:
                 raise TraceError(
                     f"{func} writes activations into a tensor of {tensor.dtype} that was made from no activation, "
@@ -223,3 +315,25 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
     if len(func._schema.returns) == 0:
         return None
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
+
+
+def _overwritten(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Phantom, sources: int, fed: bool
+) -> None:
+    """Bring a phantom's past up to date after an in-place operation."""
+    for t in (tensor, tensor.base) if tensor.base is not None else (tensor,):
+        t.sources |= sources
+        t.fed = t.fed or fed
+    if torch._C._current_autograd_node() is not None:
+        return
+    known = None
+    if tensor.known is not None and tensor.base is None and tensor is args[0]:
+        copied = (tensor.known.clone(), *args[1:])
+        known = _constant(func, copied, kwargs, tensor.meta)
+    stays = None if known is not None or _on_result is None else _on_result(func._overloadpacket, args, tensor)
+    if tensor.base is not None and stays is not None:
+        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[-2:] == tensor.shape[-2:]
+        tensor.base.stays = stays if whole else "unclear"
+    tensor.stays = stays
+    _root(tensor).writes += 1
+    tensor.known = known

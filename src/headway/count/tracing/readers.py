@@ -52,7 +52,7 @@ def _product(
     """Describe a product of two operands; the gradient of a weight is wgrad, that of an activation dgrad."""
     left_is_weight = not left.fed and right.fed
     products = (
-        ("wgrad" if left_is_weight else "dgrad", unit_flops, left.sources),
+        ("dgrad" if left.fed else "wgrad", unit_flops, left.sources),
         ("dgrad" if right.fed else "wgrad", unit_flops, right.sources),
     )
     activation = right if left_is_weight else left
@@ -64,6 +64,7 @@ def _product(
         products,
         recorder.block_of(recorder.module),
         weight=weight if left.fed != right.fed else (),
+        fed=left.fed or right.fed,
         from_input=activation.fed and activation.sources == 0,
     )
 

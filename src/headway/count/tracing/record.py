@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from headway.count import masks
-from headway.count.tracing.phantom import Phantom, Recording, aten
+from headway.count.tracing import scores
+from headway.count.tracing.phantom import Phantom, Recording, Stays, aten
 from headway.count.tracing.readers import OPAQUE, READERS, backward_flops
-from headway.count.tracing.scores import MASKING, covers
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -44,27 +43,30 @@ class Recorder:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
-        self._mask_pairs: dict[int, tuple[torch.Tensor, int]] = {}
+        self._mask_pairs: dict[int, tuple[torch.Tensor, int, str]] = {}
 
     @property
     def module(self) -> str:
         """Path of the innermost module that is running forward."""
         return self._stack[-1] if self._stack else ""
 
-    def allowed(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> int:
-        """Count the pairs that a boolean mask [(batch, heads,) queries, keys] allows one head, over the batch.
+    def allowed(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
+        """Count the pairs that a boolean mask [(batch, heads,) queries, keys] allows one head, and name its driver.
 
-        Layers share a mask, so each is counted once.
+        The count is over the batch. Layers share a mask, so each is counted once.
         """
         if id(mask) not in self._mask_pairs:
-            four = mask[(None,) * (4 - mask.dim())]
-            if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
-                raise TraceError(
-                    f"module {self.module} masks its attention heads differently; pairs are counted for all."
-                )
-            pairs = int(four.expand(batch, -1, queries, keys)[:, 0].sum())
-            self._mask_pairs[id(mask)] = (mask, pairs)  # holding the mask keeps its id its own
-        return self._mask_pairs[id(mask)][1]
+            self._mask_pairs[id(mask)] = (mask, *self.count(mask, batch, queries, keys))  # held: its id stays its own
+        return self._mask_pairs[id(mask)][1:]
+
+    def count(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
+        """Do as `allowed` does, for a mask that no other layer shares."""
+        four = mask[(None,) * (4 - mask.dim())]
+        if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
+            raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
+        per_head = four.expand(batch, -1, queries, keys)[:, 0]
+        driver = scores.name(per_head[0]) if queries == keys and len(per_head) == 1 else ""
+        return int(per_head.sum()), driver
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
@@ -79,7 +81,7 @@ class Recorder:
 
         self._hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         self._saved = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda tensor: tensor)
-        self._dispatch = Recording(self._on_dispatch)
+        self._dispatch = Recording(self._on_dispatch, self._on_result)
         self._saved.__enter__()
         self._dispatch.__enter__()
         return self
@@ -116,8 +118,6 @@ class Recorder:
                 "Its FLOPs would be missing, so the model is not counted."
             )
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            self._follow_scores(packet, args)
         read = READERS.get(packet)
         if read is None:
             return None
@@ -132,58 +132,41 @@ class Recorder:
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
         if operation.kind != "matmul" or operation.weight:
             return False
-        for operand in args:  # the values of attention written by hand: weighted by masked scores
-            if isinstance(operand, Phantom) and operand.scores is not None and operand.scores.kind == "attention":
-                self._mask_by_hand(operation, operand.scores.mask)
+        for operand in args:
+            if not isinstance(operand, Phantom) or operand.scores is None:
+                continue
+            if operand.scores.kind == "attention":  # the values of attention by hand: weighted by masked scores
+                self._bill(operation, operand)
                 return False
+            operation.scored.append(operand.scores)  # scores summed over heads, as an indexer does
         return operation
 
-    def _follow_scores(self, packet: Any, args: tuple[Any, ...]) -> None:
-        """Watch attention written by hand: a mask laid over scores, and the softmax that ends them."""
-        scored = next((a for a in args if isinstance(a, Phantom) and a.scores is not None), None)
-        if scored is None:
-            return
-        operation = scored.scores
-        if packet in MASKING:
-            for other in args:
-                if other is scored or not covers(other, scored):
-                    continue
-                if isinstance(other, Phantom):
-                    if other.fed or other.sources:
-                        continue  # a bias that is computed or learnt
-                    raise TraceError(
-                        f"module {self.module} lays a mask of floats over scores, whose data is not known."
-                    )
-                allowed = MASKING[packet](other, args)
-                operation.mask = allowed if operation.mask is None else operation.mask & allowed
-                if not operation.mask.any():
-                    raise TraceError(
-                        f"module {self.module} masks all of its attention scores: the mask was made when the model was "
-                        "built, on shapes alone. Trace a real model instead of its configuration."
-                    )
-        elif packet is aten._softmax and operation.kind != "attention":
-            if operation.mask is None:
-                raise TraceError(
-                    f"module {self.module or '(the model)'} multiplies and normalises attention scores by hand, under "
-                    "no boolean mask that says which pairs count. Let it call its library's attention function or "
-                    "F.scaled_dot_product_attention."
-                )
-            self._mask_by_hand(operation, operation.mask)
+    def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
+        """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
+        stays = scores.after(packet, args, out)
+        ended = args[0] if args else None
+        if isinstance(ended, Phantom) and packet in (aten._softmax, aten.topk):
+            scored = ended.scores is not None and ended.scores.kind != "attention"
+            if scored and (packet is aten._softmax or ended.stays is not None):
+                self._bill(ended.scores, ended)
+        return stays
 
-    def _mask_by_hand(self, operation: Operation, mask: torch.Tensor) -> None:
-        """Bill a product of attention written by hand for the pairs that its mask allows in a batch of one."""
-        queries, keys = mask.shape[-2:]
-        pairs = self.allowed(mask, 1, queries, keys)
-        operation.mask = mask
-        operation.count_pairs(pairs, queries * keys)
-        if queries == keys:
-            window = int(mask.sum(-1).max())
-            for driver, count in (
-                ("pairs:causal", masks.causal_pairs([queries])),
-                (f"pairs:sliding:{window}", masks.sliding_pairs([queries], window)),
-            ):
-                if not operation.driver and pairs == count:
-                    operation.driver = driver
+    def _bill(self, operation: Operation, ended: Phantom) -> None:
+        """Bill a product of attention written by hand for the pairs that stay in its scores, in a batch of one."""
+        if isinstance(ended.stays, str):
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies attention scores by hand, under a mask that cannot "
+                "be followed: it differs by head, or is made of floats whose data is not known. Let it call its "
+                "library's attention function or F.scaled_dot_product_attention, under a boolean mask."
+            )
+        queries, keys = ended.shape[-2:]
+        mask = ended.stays
+        if mask is not None and not mask.any():
+            raise TraceError(f"module {self.module} masks all of its attention scores.")
+        pairs = queries * keys if mask is None else int(mask.sum())
+        for product in (operation, *operation.scored):
+            product.count_pairs(pairs, queries * keys)
+            product.driver = "" if mask is None or queries != keys else scores.name(mask)
 
     def _on_backward(self, node: Any, func: Any, flops: int) -> None:
         operation = self._by_node.get(node._sequence_nr())

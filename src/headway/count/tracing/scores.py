@@ -1,4 +1,9 @@
-"""How models that write attention by hand hide scores: the operations that lay a mask over them, and what stays."""
+"""Follow what hides attention scores, in attention written by hand and in masks of floats.
+
+A mask is laid over scores, or over a bias that is added to them, by a few operations: a sum with -inf where a pair is
+hidden, a fill, a choice. What they lay is real data, so the pairs that stay are known. Whatever moves unknown floats
+about by position could hide a pair that nobody can name; scores that meet such a tensor are unclear.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +11,181 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.count.tracing.phantom import Phantom, aten
+from headway.count.tracing.phantom import Phantom, Stays, aten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
+UNCLEAR: Stays = "unclear"  # something may be hidden, and nobody can say which pairs
+_HIDDEN = -9e3  # masks hide by -1e4 or far below it; a bias, learnt or of distance, stays above
 
-def covers(value: Any, scores: torch.Tensor) -> bool:
-    """Say whether an operand lies over the queries and keys of scores."""
-    return isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[-2:] == scores.shape[-2:]
-
-
-def _added(mask: torch.Tensor, _args: Any) -> torch.Tensor:
-    """Read a mask that is added: this trace hands out booleans where models expect floats; -inf, or nearly, hides."""
-    return mask if mask.dtype == torch.bool else torch.gt(mask, -1e4)
-
-
-def _filled(mask: torch.Tensor, _args: Any) -> torch.Tensor:
-    return ~mask.bool()
-
-
-def _chosen(mask: torch.Tensor, args: Any) -> torch.Tensor:
-    """Read the condition of a `where`: scores stay where it is true if they are its first choice."""
-    if mask is not args[0]:
-        return torch.ones(mask.shape, dtype=torch.bool)  # what is put in place of hidden scores
-    condition: torch.Tensor = mask.bool()
-    return condition if isinstance(args[1], Phantom) and args[1].scores is not None else ~condition
-
-
-# what each operation does with scores and a real tensor over them, as the mask of the scores that stay
-MASKING: dict[Any, Callable[[torch.Tensor, Any], torch.Tensor]] = {
-    aten.add: _added,
-    aten.add_: _added,
-    aten.masked_fill: _filled,
-    aten.masked_fill_: _filled,
-    aten.where: _chosen,
+_SUMS = (aten.add, aten.add_, aten.sub, aten.sub_)
+_FILLS = (aten.masked_fill, aten.masked_fill_)
+_PRODUCTS = (aten.mul, aten.mul_)
+# operations that place unknown floats by position
+_PLACING = {
+    aten.triu,
+    aten.tril,
+    aten.triu_,
+    aten.tril_,
+    aten.scatter,
+    aten.scatter_,
+    aten.index_put,
+    aten.index_put_,
+    aten.index_fill,
+    aten.index_fill_,
+    aten.index_copy,
+    aten.index_copy_,
+    aten.select_scatter,
+    aten.slice_scatter,
+    aten.masked_scatter,
 }
+
+
+def data(value: Any) -> torch.Tensor | None:
+    """Return what is known of an operand: a real tensor's data, a constant's; None for what is not known."""
+    if isinstance(value, Phantom):
+        return value.known
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def after(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> Stays:
+    """Say which pairs stay in the result of an operation, given what stays in its operands and what is laid here.
+
+    Args:
+        packet: the operation; not a product.
+        args: its operands.
+        out: its result, of which only the shape is read.
+
+    Returns:
+        A boolean mask (queries, keys), None where nothing is hidden, or `UNCLEAR`.
+    """
+    if out.dim() < 2:
+        return None
+    found: Stays = None
+    for value in args:
+        if isinstance(value, Phantom) and value.stays is not None:
+            found = both(found, _moved(packet, args, value, out))
+    if packet in _PLACING or any(_made_on_shapes(value, out) for value in args):
+        return UNCLEAR
+    for mask in _laid(packet, args):
+        found = both(found, _plane(mask, out))
+    return found
+
+
+def both(one: Stays, other: Stays) -> Stays:
+    """Combine what two operands leave."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else UNCLEAR
+
+
+def of_mask(mask: torch.Tensor) -> Stays:
+    """Say which pairs stay under a mask: true ones, or those that are not hidden by what is added."""
+    real = data(mask)
+    if real is None:
+        return mask.stays if isinstance(mask, Phantom) else UNCLEAR
+    return real if real.dtype == torch.bool else torch.gt(real, _HIDDEN)
+
+
+def name(mask: torch.Tensor) -> str:
+    """Name the driver of a square mask (queries, keys), if each query sees what a known kind of mask shows it.
+
+    >>> name(torch.ones(5, 5, dtype=torch.bool).tril())
+    'pairs:causal'
+    >>> name(torch.ones(5, 5, dtype=torch.bool).tril().triu(-1))
+    'pairs:sliding:2'
+    """
+    length = len(mask)
+    seen = mask.sum(-1)
+    place = torch.arange(1, length + 1)
+    most = int(seen.max())
+    if bool((seen == place).all()):
+        return "pairs:causal"
+    if bool((seen == length).all()):
+        return "pairs:full"
+    if bool((seen == place.clamp(max=most)).all()):
+        last_keys = bool(mask[-1, -most:].all())
+        return f"pairs:sliding:{most}" if last_keys else f"pairs:topk:{most}"
+    return f"pairs:chunked:{most}" if bool((seen == (place - 1) % most + 1).all()) else ""
+
+
+def _made_on_shapes(value: Any, out: torch.Tensor) -> bool:
+    """Say whether an operand is a constant over scores whose data was lost: it depends on no batch and no weight."""
+    unknown = isinstance(value, Phantom) and value.known is None and not value.fed and not value.sources
+    return unknown and value.dim() >= 2 and value.shape[-2:] == out.shape[-2:]
+
+
+def _moved(packet: Any, args: tuple[Any, ...], value: Phantom, out: torch.Tensor) -> Stays:
+    """Follow what stays of an operand through an operation that may reshape it."""
+    kept = value.stays
+    if not isinstance(kept, torch.Tensor):
+        return kept
+    if packet in (aten.transpose, aten.permute, aten.t):
+        order = list(range(value.dim()))
+        if packet is aten.permute:
+            order = [axis % value.dim() for axis in args[1]]
+        else:
+            one, other = args[1:3] if packet is aten.transpose else (0, 1)
+            order[one], order[other] = order[other], order[one]
+        last = tuple(axis - value.dim() for axis in order[-2:])
+        return kept if last == (-2, -1) else kept.T if last == (-1, -2) else UNCLEAR
+    if packet is aten.slice:
+        axis = args[1] if len(args) > 1 else 0
+        axis -= value.dim() if axis >= 0 else 0
+        return kept if axis < -2 else torch.ops.aten.slice(kept, axis, *args[2:])
+    return kept if value.shape[-2:] == out.shape[-2:] else UNCLEAR
+
+
+def _plane(mask: torch.Tensor, out: torch.Tensor) -> Stays:
+    """Reduce a mask that broadcasts to the result to its queries and keys, where all heads and rows share it."""
+    if bool(mask.all()):
+        return None
+    if mask.dim() > out.dim():
+        return UNCLEAR
+    full = mask[(None,) * (max(2, out.dim()) - mask.dim())]
+    planes = full.reshape(-1, *full.shape[-2:])
+    if len(planes) > 1 and not bool((planes == planes[:1]).all()):
+        return UNCLEAR
+    return planes[0].expand(out.shape[-2:])
+
+
+def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """Find the real masks that an operation lays over phantoms: true where a pair stays."""
+    phantom = next((a for a in args if isinstance(a, Phantom) and a.known is None), None)
+    if phantom is None:
+        return
+    if packet in _SUMS:
+        negated = packet in (aten.sub, aten.sub_)
+        for position, value in enumerate(args[:2]):
+            real = data(value)
+            if real is not None and real.dim():
+                # this trace hands out booleans where models expect floats
+                yield real if real.dtype == torch.bool else torch.gt(-real if negated and position else real, _HIDDEN)
+    elif packet in _FILLS and _hides(args[2], phantom):
+        yield ~args[1].bool()
+    elif packet is aten.where and len(args) == 3:
+        condition, first, second = args[0].bool(), args[1], args[2]
+        if first is not phantom and _hides(first, phantom):
+            yield ~condition
+        elif first is phantom and _hides(second, phantom):
+            yield condition
+    elif packet in _PRODUCTS and _weighs(phantom):
+        for value in args[:2]:
+            real = data(value)
+            if real is not None and real.dim():
+                yield real != 0
+
+
+def _weighs(phantom: Phantom) -> bool:
+    """Say whether a phantom holds normalised scores, of which a zero hides a value."""
+    return phantom.scores is not None and phantom.scores.kind == "attention"
+
+
+def _hides(fill: Any, phantom: Phantom) -> bool:
+    """Say whether what is put in a score's place takes its pair away."""
+    value = data(fill) if isinstance(fill, torch.Tensor) else fill
+    if value is None:
+        return False  # another score or bias
+    largest = float(value.max()) if isinstance(value, torch.Tensor) else float(value)
+    return largest == 0 if _weighs(phantom) else largest <= _HIDDEN

@@ -1,12 +1,15 @@
 """Hold a ledger against PyTorch's own counter, on a real step of a real model, module by module.
 
-The step runs with eager attention and eager experts, whose products PyTorch's formulas see one by one. Two differences
-are then expected and derived: eager attention computes the whole square of scores whatever the mask allows, and rotary
-angles are an outer product without parameters, which is no model FLOP.
+The step runs with eager attention and eager experts, whose products PyTorch's formulas see singly. Some differences
+are then expected: eager attention computes the whole square of scores whatever the mask allows; rotary angles are an
+outer product without parameters, which is no model FLOP; a causal convolution runs over its padding; and a recurrence
+is counted in its recurrent form, whatever chunks or loops it runs in. What runs inside a recurrence is told apart from
+the rest of its module, which must agree.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,12 +23,15 @@ from torch.utils.flop_counter import flop_registry
 from headway.count import drivers
 from headway.count.tracing import trace
 from headway.count.tracing.inputs import backward_from, call, inputs_for
+from headway.count.tracing.replacing import watched
 
 if TYPE_CHECKING:
     from headway.count.cost_model import CostModel
     from headway.count.workload import Workload
 
 aten = torch.ops.aten
+_RECURRENCE = " (recurrence)"  # after a module's path: what it runs inside its recurrence
+_CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 
 
@@ -55,6 +61,7 @@ class Counted(TorchDispatchMode):
         forward: FLOPs by module path.
         backward: FLOPs by module path.
         outer: FLOPs of outer products without parameters, by module path.
+        too_much: FLOPs of convolutions that PyTorch counts and no token has, by module path and whether it is backward.
         unseen: operations outside aten, which PyTorch's counter has no formula for.
     """
 
@@ -66,6 +73,7 @@ class Counted(TorchDispatchMode):
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
         self.outer: Counter[str] = Counter()
+        self.too_much: Counter[tuple[str, bool]] = Counter()
         self.unseen: set[str] = set()
 
     def __enter__(self) -> Any:
@@ -83,28 +91,57 @@ class Counted(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
 
+    def recurrence(self, function: Any) -> Any:
+        """Wrap a function so that what it runs is told apart from the rest of the running module."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            path = self._stack[-1].removesuffix(_RECURRENCE)
+            self._stack.append(path + _RECURRENCE)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._stack.pop()
+
+        return wrapped
+
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         node: Any = torch._C._current_autograd_node()
         path = self._stack[-1]
+        operands = [a for a in args if isinstance(a, torch.Tensor)]
         if node is not None:
             path = self._module_of_node.get(node._sequence_nr(), path)
+        elif any(a.requires_grad for a in operands):
+            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = path
         if packet not in flop_registry:
             if func.namespace != "aten":
                 self.unseen.add(f"{func} in {path or 'the model'}")
             return out
         flops = int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
-        operands = [a for a in args if isinstance(a, torch.Tensor)]
+        if packet in _CONVOLUTIONS:
+            self.too_much[path, node is not None] += flops - _convolved(packet, args, out)
         if node is not None:
             self.backward[path] += flops
         elif packet in _PRODUCTS and operands[-2].shape[-1] == 1 and not any(a.requires_grad for a in operands):
             self.outer[path] += flops
         else:
             self.forward[path] += flops
-            if any(a.requires_grad for a in operands):
-                self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = path
         return out
+
+
+def _convolved(packet: Any, args: Any, out: Any) -> int:
+    """Count a convolution's FLOPs: 2 per weight and output position, once forward and once per gradient it gives.
+
+    A causal convolution pads its front and has more outputs than inputs; those outputs belong to no token. PyTorch's
+    formula of the backward (2.13) takes a grouped convolution for a dense one.
+    """
+    if packet is aten.convolution:
+        x, weight, y, transposed, times = args[0], args[1], out, args[6], 1
+    else:
+        y, x, weight, transposed, times = args[0], args[1], args[2], args[7], sum(args[10][:2])
+    positions = min(math.prod(x.shape[2:]), math.prod(y.shape[2:])) if not transposed else math.prod(x.shape[2:])
+    return int(2 * x.shape[0] * positions * weight.numel() * times)
 
 
 def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple[list[Line], set[str]]:
@@ -133,7 +170,7 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
     counted = Counted(model)
     try:
         arguments = inputs_for(model, inputs).arguments(workload, next(model.parameters()).device)
-        with counted:
+        with counted, watched(model, counted.recurrence):
             backward_from(call(model, arguments))
     finally:
         for config, (attention, experts) in zip(eager, before, strict=True):
@@ -152,9 +189,10 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
     for row in cost.rows:
         units = drivers.parse(row.driver)(workload)
         needed = sum(g.flops for g in row.gradients if g.needs & trained)
-        forward[row.module] += units * row.forward
-        backward[row.module] += units * needed
-        ops.setdefault(row.module, row.op)
+        path = row.module + _RECURRENCE if row.op == "recurrence" else row.module
+        forward[path] += units * row.forward
+        backward[path] += units * needed
+        ops.setdefault(path, row.op)
         if row.op == "attention" and drivers.tower(row.driver) == "language":
             ahead, back = scores.get(row.module, (0, 0))  # attention by hand has a row for scores and one for values
             scores[row.module] = (ahead + row.forward, back + needed)
@@ -179,6 +217,12 @@ def _explain(
     why = "rotary angles: an outer product without parameters is no model FLOP" if counted.outer[module] else ""
     if seen == ledger:
         return why
+    if seen == (ledger[0] + counted.too_much[module, False], ledger[1] + counted.too_much[module, True]):
+        return (
+            "a causal convolution's padding is no token's, and PyTorch takes a grouped one's backward for a dense one's"
+        )
+    if module.endswith(_RECURRENCE):
+        return "a recurrence is counted in its recurrent form; it ran in chunks, or in a loop of elementwise products"
     if module in scores:
         per_score, per_score_back = scores[module]
         square = int((workload.segments**2).sum())

@@ -1,0 +1,116 @@
+"""One logical model under whatever runs it: wrappers stripped, shards seen whole, checkpointing left to the count.
+
+Data parallelism, sharding and activation checkpointing change where and how often a model's operations run, not what
+one step must compute. All of them leave marks on the modules (wrappers, subclasses, hooks, sharded parameters), which
+a twin does without. The model itself is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+from headway.errors import TraceError
+
+_COMPOSABLE_STATE = "__composable_api_state_key"  # under such keys fully_shard keeps its state in a module's __dict__
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def whole(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers around all of it.
+
+    Raises:
+        TraceError: a wrapper keeps the parameters in a form that no longer shows their shapes.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner: nn.Module = model.module
+        return whole(inner)
+    peft = sys.modules.get("peft")  # a peft model cannot exist where peft was not imported
+    if peft is not None and isinstance(model, peft.PeftModel) and not model.active_peft_config.is_prompt_learning:
+        return whole(model.get_base_model())
+    for path, module in model.named_modules():
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+            raise TraceError(
+                f"{path or 'the model'} is wrapped by FullyShardedDataParallel, which keeps flat pieces of parameters "
+                "without their shapes. Trace the model before wrapping it, or shard it with "
+                "torch.distributed.fsdp.fully_shard."
+            )
+    return model
+
+
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the whole's shape for one rank's shard: without data if of floats, else with all its data.
+
+    Raises:
+        TraceError: integers are sharded, so that no rank alone holds what drives the model's Python.
+    """
+    dtensor: Any = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
+    if dtensor is None or not isinstance(tensor, dtensor.DTensor):
+        return tensor
+    if not tensor.is_floating_point():
+        if any(not placement.is_replicate() for placement in tensor.placements):
+            raise TraceError(
+                f"a buffer of {tensor.dtype} and shape {tuple(tensor.shape)} is sharded over ranks, and its values may "
+                "steer the model. Trace the model before sharding it."
+            )
+        local: torch.Tensor = tensor.to_local()
+        return local
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+
+
+def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a model's modules without the marks of sharding and checkpointing.
+
+    Args:
+        model: its parameters and buffers are all in `memo`.
+        memo: as `copy.deepcopy` takes it.
+    """
+    shells: list[tuple[nn.Module, nn.Module]] = []
+    for module in model.modules():
+        cls: Any = _own_class(module)
+        hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
+        if cls is not type(module) or any(_is_parallel(hook) for hook in hooks):
+            shells.append((module, cls.__new__(cls)))
+            memo[id(module)] = shells[-1][1]
+    for module, shell in shells:  # each by itself: fully_shard refuses to be copied, and hooks hold process groups
+        kept = {key: value for key, value in module.__dict__.items() if not key.startswith(_COMPOSABLE_STATE)}
+        for name in _HOOKS:
+            kept[name] = type(kept[name])((key, h) for key, h in kept[name].items() if not _is_parallel(h))
+        shell.__dict__.update(copy.deepcopy(kept, memo))
+    twin = _bare(copy.deepcopy(model, memo))
+    for module in twin.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
+    return twin
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """Take checkpoint wrappers out of a copied model; names then are those of the plain model."""
+    if isinstance(module, CheckpointWrapper):
+        inner: nn.Module = module._checkpoint_wrapped_module
+        return _bare(inner)
+    for name, child in module.named_children():
+        module._modules[name] = _bare(child)
+    return module
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class before `fully_shard` made a subclass of it and of its own mixin."""
+    cls = type(module)
+    while any(_is_parallel(base) and not issubclass(base, nn.Module) for base in cls.__bases__):
+        cls = next(base for base in cls.__bases__ if issubclass(base, nn.Module))
+    return cls
+
+
+def _is_parallel(thing: Any) -> bool:
+    """Say whether a class or a hook belongs to PyTorch's distributed package."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    return str(getattr(thing, "__module__", "")).startswith("torch.distributed.")
