@@ -46,6 +46,7 @@ def workload_of(batch: Mapping[str, Any], cost_model: CostModel | None = None) -
     Raises:
         WorkloadError: the batch lies on an accelerator, holds no token ids, or masks that name no segments.
 
+    >>> import numpy as np
     >>> workload_of({"input_ids": np.zeros((2, 4), int), "attention_mask": np.array([[1, 1, 1, 0], [1, 1, 1, 1]])})
     Workload(2 segments, 7 tokens, 8 slots)
     """
