@@ -4,40 +4,10 @@ import json
 
 import pytest
 
-from headway.count import CostModel, Workload
-from headway.count.cost_model import Gradient, Parameter, Row
-from headway.devices import Peak
+from headway.count import Workload
 from headway.errors import UsageError
 from headway.meter import StepMeter
-
-COST_MODEL = CostModel(
-    name="one-linear",
-    rows=(
-        Row(
-            module="layers.0.proj",
-            op="linear",
-            component="language.mlp",
-            driver="tokens",
-            forward=30,
-            gradients=(Gradient("dgrad", 30, 1), Gradient("wgrad", 30, 1)),
-            block="layers.0",
-            recomputed=True,
-            features=(3, 5),
-        ),
-    ),
-    parameters=(Parameter("layers.0.proj.weight", 15, 15, "language.mlp"),),
-)
-PEAK = Peak("test device", 1000.0, "fp32", "made up for a test")
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
+from one_linear import COST_MODEL, PEAK, Clock
 
 
 def metered(clock=None, **options):

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.count import masks
-from headway.count.workload import Ints, Workload
+from headway.count.workload import Workload
 from headway.errors import CostModelError, WorkloadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from headway.count.integers import Ints
 
 
 def _merged_patches(workload: Workload, group: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.count.workload import Ints, IntsLike, as_ints
+from headway.count.integers import Ints, IntsLike, as_ints
 from headway.errors import WorkloadError
 
 _SAFE_LENGTH = 1 << 20  # lengths up to here: s * s * 2**22 segments stay below 2**63

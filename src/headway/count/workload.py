@@ -6,67 +6,23 @@ mask or restarting positions. Workloads add up, so micro-batches and ranks are s
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headway.count.integers import Ints, IntsLike, as_ints, boundaries_of, grids_of, joined, lengths_of
 from headway.errors import WorkloadError
 
-Ints: TypeAlias = NDArray[np.int64]
-IntsLike: TypeAlias = Any  # a list, a numpy array or a CPU tensor of integers
-
-
-def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
-    """Read integers from a list, an array or a CPU tensor; booleans as 0 and 1 where `booleans` allows them.
-
-    Raises:
-        WorkloadError: the values are not whole numbers, or lie on an accelerator, where reading them would make the
-            training loop wait for the device.
-    """
-    if getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
-        raise WorkloadError(
-            f"{what} lies on {values.device}: reading it there would stall the training loop. "
-            "Pass the copy that the collator made on the CPU."
-        )
-    if hasattr(values, "detach"):
-        values = values.detach().numpy()
-    array = np.asarray(values)
-    if array.size == 0:
-        return array.astype(np.int64)
-    if not (np.issubdtype(array.dtype, np.integer) or (booleans and array.dtype == np.bool_)):
-        raise WorkloadError(f"{what} must be whole numbers, got {array.dtype} values such as {array.flat[0]!r}.")
-    return array.astype(np.int64, copy=False)
-
-
-def _lengths(values: IntsLike, what: str, rule: str, least: int = 1) -> Ints:
-    """Check an (N,) array of lengths."""
-    lengths = as_ints(values, what).reshape(-1)
-    if lengths.size and lengths.min() < least:
-        bad = int(np.argmin(lengths))
-        raise WorkloadError(f"{what}[{bad}] is {int(lengths[bad])}: {rule}.")
-    return lengths
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 def _per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
     """Check an (N,) array of lengths that go with the segments; (0,) where all are 0."""
-    lengths = _lengths(values, what, rule, least=0)
+    lengths = lengths_of(values, what, rule, least=0)
     if lengths.size not in (0, segments.size):
         raise WorkloadError(f"{what} must be one length per segment: got {lengths.size} for {segments.size} segments.")
     return lengths if lengths.any() else lengths[:0]
-
-
-def _grids(values: IntsLike, what: str) -> Ints:
-    """Check an (M, 3) array of t, h, w."""
-    grids = as_ints(values, what)
-    if grids.size == 0:
-        return np.zeros((0, 3), dtype=np.int64)
-    if grids.ndim != 2 or grids.shape[1] != 3:
-        raise WorkloadError(f"{what} must be a list of grids (t, h, w) in patches, got shape {grids.shape}.")
-    if grids.min() < 1:
-        bad = int(np.argmin(grids.min(axis=1)))
-        raise WorkloadError(f"{what}[{bad}] is {tuple(grids[bad].tolist())}: t, h and w must each be at least 1 patch.")
-    return grids
 
 
 class Workload:
@@ -116,7 +72,7 @@ class Workload:
         past: IntsLike = (),
         packs: int | None = None,
     ) -> None:
-        lengths = _lengths(segments, "segments", "a segment holds at least 1 token")
+        lengths = lengths_of(segments, "segments", "a segment holds at least 1 token")
         tokens = int(lengths.sum())
         if slots is not None and slots < tokens:
             raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
@@ -127,10 +83,10 @@ class Workload:
             tokens if slots is None else slots,
             packs,
             _segments=lengths,
-            _images=_grids(images, "images"),
-            _videos=_grids(videos, "videos"),
+            _images=grids_of(images, "images"),
+            _videos=grids_of(videos, "videos"),
             _sources=_per_segment(sources, "sources", "a segment reads 0 tokens or more", lengths),
-            _audio=_lengths(audio, "audio", "a clip holds at least 1 frame"),
+            _audio=lengths_of(audio, "audio", "a clip holds at least 1 frame"),
             _past=_per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
         )
 
@@ -216,30 +172,34 @@ class Workload:
         """Number of videos."""
         return len(self._videos)
 
+    @classmethod
+    def total(cls, workloads: Iterable[Workload]) -> Workload:
+        """Add workloads up, all at once.
+
+        >>> Workload.total([Workload([3]), Workload([4], slots=8)])
+        Workload(2 segments, 7 tokens, 11 slots)
+        """
+        parts = list(workloads)
+        if len(parts) == 1:
+            return parts[0]
+        total = object.__new__(cls)
+        total._set(
+            sum(w._tokens for w in parts),
+            sum(w._slots for w in parts),
+            sum(w._packs for w in parts),
+            _segments=joined([w._segments for w in parts]),
+            _images=joined([w._images for w in parts], 3),
+            _videos=joined([w._videos for w in parts], 3),
+            _sources=_joined_per_segment(parts, [w._sources for w in parts]),
+            _audio=joined([w._audio for w in parts]),
+            _past=_joined_per_segment(parts, [w._past for w in parts]),
+        )
+        return total
+
     def __add__(self, other: Workload) -> Workload:
         if not isinstance(other, Workload):
             return NotImplemented
-        total = object.__new__(Workload)
-
-        def joined(mine: Ints, others: Ints) -> Ints:
-            """Join lengths that are one per segment; zeros for the side that has none."""
-            if not mine.size and not others.size:
-                return mine
-            sides = ((mine, self), (others, other))
-            return np.concatenate([s if s.size else np.zeros(w.num_segments, dtype=np.int64) for s, w in sides])
-
-        total._set(
-            self._tokens + other._tokens,
-            self._slots + other._slots,
-            self._packs + other._packs,
-            _segments=np.concatenate([self._segments, other._segments]),
-            _images=np.concatenate([self._images, other._images]),
-            _videos=np.concatenate([self._videos, other._videos]),
-            _sources=joined(self._sources, other._sources),
-            _audio=np.concatenate([self._audio, other._audio]),
-            _past=joined(self._past, other._past),
-        )
-        return total
+        return Workload.total((self, other))
 
     def __radd__(self, other: int) -> Workload:
         """Let `sum(workloads)` start from 0."""
@@ -302,8 +262,8 @@ class Workload:
         >>> Workload.from_cu_seqlens([0, 3, 8, -1, -1]).segments.tolist()
         [3, 5]
         """
-        padded = _boundaries(cu_seqlens, argmin, "cu_seqlens")
-        real = padded if unpadded is None else _boundaries(unpadded, argmin, "unpadded cu_seqlens")
+        padded = boundaries_of(cu_seqlens, argmin, "cu_seqlens")
+        real = padded if unpadded is None else boundaries_of(unpadded, argmin, "unpadded cu_seqlens")
         lengths = np.diff(real)
         end = int(padded[-1]) if padded.size else 0
         return cls(lengths[lengths > 0], images, videos, slots=end if slots is None else slots)
@@ -329,9 +289,13 @@ class Workload:
             raise WorkloadError(f"attention_mask must be (batch, slots), got shape {mask.shape}.")
         if mask.size and mask.min() < 0:
             raise WorkloadError(f"attention_mask must hold 0, 1, 2, ..., got {int(mask.min())}.")
-        lengths: list[int] = []
-        for row in mask:
-            lengths += np.unique_counts(row[row > 0]).counts.tolist()
+        lengths: Any = []
+        if mask.size and mask.max() <= 1:  # plain padding; a row without a token is no segment
+            lengths = mask.sum(axis=1)
+            lengths = lengths[lengths > 0]
+        else:
+            for row in mask:
+                lengths += np.unique_counts(row[row > 0]).counts.tolist()
         return cls(lengths, images, videos, slots=mask.size)
 
     @classmethod
@@ -386,20 +350,9 @@ class Workload:
         return cls(lengths[lengths > 0], images, videos, slots=starts.size)
 
 
-def _boundaries(values: IntsLike, argmin: int | None, what: str) -> Ints:
-    """Cut the unused tail off cumulative boundaries and check the rest."""
-    bounds = as_ints(values, what).reshape(-1)
-    if argmin is not None and int(argmin) > 0:
-        bounds = bounds[: int(argmin)]
-    sentinels = np.flatnonzero(bounds < 0)
-    if sentinels.size:
-        bounds = bounds[: sentinels[0]]
-    if bounds.size and bounds[0] != 0:
-        raise WorkloadError(f"{what} must start at 0, got {int(bounds[0])}.")
-    steps = np.diff(bounds)
-    if steps.size and steps.min() < 0:
-        bad = int(np.argmin(steps))
-        raise WorkloadError(
-            f"{what} must not decrease, got {int(bounds[bad])} followed by {int(bounds[bad + 1])} at index {bad + 1}."
-        )
-    return bounds
+def _joined_per_segment(workloads: Sequence[Workload], lengths: Sequence[Ints]) -> Ints:
+    """Join lengths that are one per segment, with zeros for a workload that has none; nothing if none has any."""
+    if not any(one.size for one in lengths):
+        return lengths[0] if lengths else joined([])
+    none = [np.zeros(w.num_segments, dtype=np.int64) for w in workloads]
+    return joined([one if one.size else zeros for one, zeros in zip(lengths, none, strict=True)])

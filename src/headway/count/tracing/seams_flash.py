@@ -17,8 +17,8 @@ from headway.errors import TraceError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from headway.count.integers import Ints
     from headway.count.tracing.record import Recorder
-    from headway.count.workload import Ints
 
 
 def _lengths(recorder: Recorder, boundaries: torch.Tensor, total: int, what: str) -> Ints:

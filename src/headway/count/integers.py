@@ -1,0 +1,87 @@
+"""Read lengths, grids and boundaries: whole numbers from lists, arrays and CPU tensors, checked once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import WorkloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Ints: TypeAlias = NDArray[np.int64]
+IntsLike: TypeAlias = Any  # a list, a numpy array or a CPU tensor of integers
+
+
+def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
+    """Read integers from a list, an array or a CPU tensor; booleans as 0 and 1 where `booleans` allows them.
+
+    Raises:
+        WorkloadError: the values are not whole numbers, or lie on an accelerator, where reading them would make the
+            training loop wait for the device.
+    """
+    if getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
+        raise WorkloadError(
+            f"{what} lies on {values.device}: reading it there would stall the training loop. "
+            "Pass the copy that the collator made on the CPU."
+        )
+    if hasattr(values, "detach"):
+        values = values.detach().numpy()
+    array = np.asarray(values)
+    if array.size == 0:
+        return array.astype(np.int64)
+    if not (np.issubdtype(array.dtype, np.integer) or (booleans and array.dtype == np.bool_)):
+        raise WorkloadError(f"{what} must be whole numbers, got {array.dtype} values such as {array.flat[0]!r}.")
+    return array.astype(np.int64, copy=False)
+
+
+def lengths_of(values: IntsLike, what: str, rule: str, least: int = 1) -> Ints:
+    """Check an (N,) array of lengths."""
+    lengths = as_ints(values, what).reshape(-1)
+    if lengths.size and lengths.min() < least:
+        bad = int(np.argmin(lengths))
+        raise WorkloadError(f"{what}[{bad}] is {int(lengths[bad])}: {rule}.")
+    return lengths
+
+
+def grids_of(values: IntsLike, what: str) -> Ints:
+    """Check an (M, 3) array of t, h, w."""
+    grids = as_ints(values, what)
+    if grids.size == 0:
+        return np.zeros((0, 3), dtype=np.int64)
+    if grids.ndim != 2 or grids.shape[1] != 3:
+        raise WorkloadError(f"{what} must be a list of grids (t, h, w) in patches, got shape {grids.shape}.")
+    if grids.min() < 1:
+        bad = int(np.argmin(grids.min(axis=1)))
+        raise WorkloadError(f"{what}[{bad}] is {tuple(grids[bad].tolist())}: t, h and w must each be at least 1 patch.")
+    return grids
+
+
+def boundaries_of(values: IntsLike, argmin: int | None, what: str) -> Ints:
+    """Cut the unused tail off cumulative boundaries and check the rest."""
+    bounds = as_ints(values, what).reshape(-1)
+    if argmin is not None and int(argmin) > 0:
+        bounds = bounds[: int(argmin)]
+    sentinels = np.flatnonzero(bounds < 0)
+    if sentinels.size:
+        bounds = bounds[: sentinels[0]]
+    if bounds.size and bounds[0] != 0:
+        raise WorkloadError(f"{what} must start at 0, got {int(bounds[0])}.")
+    steps = np.diff(bounds)
+    if steps.size and steps.min() < 0:
+        bad = int(np.argmin(steps))
+        raise WorkloadError(
+            f"{what} must not decrease, got {int(bounds[bad])} followed by {int(bounds[bad + 1])} at index {bad + 1}."
+        )
+    return bounds
+
+
+def joined(parts: Sequence[Ints], columns: int = 0) -> Ints:
+    """Lay arrays of integers, of so many columns each, end to end; an empty one of none."""
+    filled = [part for part in parts if part.size]
+    if filled:
+        return np.concatenate(filled) if len(filled) > 1 else filled[0]
+    return np.zeros((0, columns) if columns else 0, dtype=np.int64)

@@ -1,0 +1,134 @@
+"""Read a workload off what a batch carries, on the CPU at once or off an accelerator late, without waiting for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headway.count import Workload
+from headway.errors import WorkloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headway.count import CostModel
+
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
+# the tensors whose values, not only shapes, are read
+_READ = (
+    *_BOUNDARIES,
+    "attention_mask",
+    "position_ids",
+    "image_grid_thw",
+    "video_grid_thw",
+    "decoder_attention_mask",
+)
+_IDS = ("input_ids", "inputs_embeds")
+_TWO_DIMENSIONS = 2
+
+
+def needed(cost_model: CostModel) -> tuple[str, ...]:
+    """Name the tensors of a batch whose values are read; of all others the shape is enough."""
+    return (*_READ, "labels") if "source" in cost_model.towers else _READ
+
+
+def workload_of(batch: Mapping[str, Any], cost_model: CostModel | None = None) -> Workload:
+    """Build the workload of one forward from its arguments, as transformers names them.
+
+    What counts as a segment is read from the first of these that the batch has: a `workload`, boundaries
+    (`cu_seq_lens_q`), positions that restart, a padding mask; without any, each row of `input_ids` is one segment.
+
+    Args:
+        batch: the forward's arguments, on the CPU: `input_ids` (batch, slots) or `inputs_embeds`, and what else it has
+            of `attention_mask`, `position_ids`, `cu_seq_lens_q`, `image_grid_thw`, `video_grid_thw`, `pixel_values`;
+            `decoder_input_ids` or `labels` where the model reads an encoder.
+        cost_model: of the model; needed where the shape of an image is the tower's own.
+
+    Raises:
+        WorkloadError: the batch lies on an accelerator, holds no token ids, or masks that name no segments.
+
+    >>> import numpy as np
+    >>> workload_of({"input_ids": np.zeros((2, 4), int), "attention_mask": np.array([[1, 1, 1, 0], [1, 1, 1, 1]])})
+    Workload(2 segments, 7 tokens, 8 slots)
+    """
+    if isinstance(given := batch.get("workload"), Workload):
+        return given
+    reads_encoder = cost_model is not None and "source" in cost_model.towers
+    grids = {name: batch[key] for name, key in _GRIDS.items() if batch.get(key) is not None}
+    if "images" not in grids and batch.get("pixel_values") is not None:
+        grids["images"] = _frames(batch["pixel_values"], cost_model)
+    if reads_encoder:
+        return _decoded(batch, grids)
+    return _segments(batch, _shape(batch), grids)
+
+
+_GRIDS = {"images": "image_grid_thw", "videos": "video_grid_thw"}
+
+
+def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Find the rows and slots of a batch."""
+    ids = next((batch[key] for key in _IDS if batch.get(key) is not None), None)
+    if ids is None:
+        raise WorkloadError(
+            f"the batch holds {', '.join(map(str, batch)) or 'nothing'}, and none of {', '.join(_IDS)}: what it asks "
+            "the model to compute is not known. Pass a Workload instead, or add one to the batch as `workload`."
+        )
+    rows, slots = ids.shape[:2] if len(ids.shape) > 1 else (1, ids.shape[0])
+    return int(rows), int(slots)
+
+
+def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str, Any]) -> Workload:
+    rows, slots = shape
+    boundaries = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), None)
+    if boundaries is not None:
+        return Workload.from_cu_seqlens(boundaries, slots=max(rows * slots, int(boundaries[-1])), **grids)
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if mask is not None and mask.ndim != _TWO_DIMENSIONS:
+        mask = None if positions is not None else mask
+    if positions is not None and _fits(positions, shape):
+        return Workload.from_position_ids(positions, attention_mask=mask, **grids)
+    if mask is not None:
+        return Workload.from_attention_mask(mask, **grids)
+    return Workload([slots] * rows, **grids)
+
+
+def _fits(positions: Any, shape: tuple[int, int]) -> bool:
+    """Say whether positions cover every row; one row for all (as models default to) tells nothing of a row."""
+    return tuple(positions.shape[-2:]) == shape or (positions.ndim == 1 and shape[0] == 1)
+
+
+def _decoded(batch: Mapping[str, Any], grids: dict[str, Any]) -> Workload:
+    """Build the workload of an encoder-decoder: segments are the decoder's, sources what the encoder reads."""
+    target = next((batch[key] for key in ("decoder_input_ids", "labels") if batch.get(key) is not None), None)
+    if target is None:
+        raise WorkloadError(
+            "the model reads an encoder, but the batch holds neither decoder_input_ids nor labels: how much the "
+            "decoder computes is not known. Pass a Workload with sources instead."
+        )
+    rows, slots = target.shape
+    lengths = [slots] * rows
+    if batch.get("decoder_attention_mask") is not None:
+        lengths = (batch["decoder_attention_mask"] > 0).sum(-1).tolist()
+    elif "decoder_input_ids" not in batch and target is not None:
+        lengths = (target >= 0).sum(-1).tolist()  # labels of padding are -100
+    speech = batch.get("input_features")
+    if speech is None and batch.get("attention_mask") is not None:
+        read = batch["attention_mask"].sum(-1).tolist()
+    else:
+        read = [(speech if speech is not None else batch["input_ids"]).shape[-1]] * rows
+    return Workload(lengths, slots=rows * slots, sources=read, **grids)
+
+
+def _frames(pixels: Any, cost_model: CostModel | None) -> list[tuple[int, int, int]]:
+    """Read frames of one size off pixels [..., channels, height, width] for a tower that takes no other."""
+    rows = cost_model.rows if cost_model is not None else ()
+    fixed = [row.driver for row in rows if row.driver.startswith("frames:")]
+    if not fixed:
+        raise WorkloadError(
+            "the batch holds pixel_values without image_grid_thw, and the cost model does not say how large an image "
+            "is: add the grids to the batch, or pass a Workload."
+        )
+    height, width = map(int, fixed[0].split(":")[1:])
+    number = 1
+    for size in pixels.shape[:-3]:
+        number *= int(size)
+    return [(1, height, width)] * number

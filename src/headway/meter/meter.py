@@ -1,0 +1,401 @@
+"""Measure any training loop: exact FLOPs against the wall clock, in three lines and at no cost to the loop."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from headway.count import CostModel, FlopCount, FlopRow, Workload
+from headway.errors import UnknownDeviceError, UsageError
+from headway.meter.batches import needed, workload_of
+from headway.meter.late import Arrival, on_host
+from headway.meter.together import RankLostError, Together
+from headway.meter.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from headway.devices import Peak
+
+_NS = 1_000_000_000
+_COUNTED = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames")
+_TOTALS = ("num_steps", "num_left_out", "num_skipped", "wall_ns", "data_wait_ns", *_COUNTED)
+_PHASES = ("forward", "dgrad", "wgrad", "recompute")
+_HERE = Arrival()  # what lies on the CPU has come
+
+
+def _quantities(workload: Workload) -> dict[str, int]:
+    """Name the quantities of a workload that a window reports."""
+    return {
+        "tokens": workload.tokens,
+        "slots": workload.slots,
+        "segments": workload.num_segments,
+        "images": workload.num_images,
+        "videos": workload.num_videos,
+        "patches": workload.patches,
+        "audio_frames": int(workload.audio.sum()),
+    }
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step as it was noted down; FLOPs are counted when it is logged."""
+
+    number: int
+    wall_s: float
+    away_s: float
+    data_wait_s: float
+    skipped: bool
+    left_out: bool
+    batches: list[tuple[Any, Arrival]]
+    end: Arrival
+    extra: Mapping[str, Any]
+
+
+class _Sums:
+    """What counted steps add up to, on one rank or on all of them, as whole numbers that can be exchanged exactly.
+
+    Args:
+        keys: component and driver of each row of FLOPs.
+    """
+
+    __slots__ = ("flops", "keys", "totals")
+
+    def __init__(self, keys: tuple[tuple[str, str], ...], numbers: Sequence[int] | None = None) -> None:
+        self.keys = keys
+        numbers = [0] * (len(_TOTALS) + len(_PHASES) * len(keys)) if numbers is None else numbers
+        self.totals = dict(zip(_TOTALS, numbers, strict=False))
+        rest = numbers[len(_TOTALS) :]
+        self.flops = [list(rest[i :: len(_PHASES)]) for i in range(len(_PHASES))]
+
+    def numbers(self) -> list[int]:
+        """List all numbers in one order."""
+        return [*self.totals.values(), *(n for row in zip(*self.flops, strict=True) for n in row)]
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(self.keys, [a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)])
+
+    def add_count(self, count: FlopCount) -> None:
+        """Add counted FLOPs."""
+        place = {key: i for i, key in enumerate(self.keys)}
+        for row in count.rows:
+            for phase, sums in zip(_PHASES, self.flops, strict=True):
+                sums[place[row.name, row.driver]] += getattr(row, phase)
+
+    def count(self) -> FlopCount:
+        """Return the FLOPs as a count."""
+        rows = zip(self.keys, *self.flops, strict=True)
+        return FlopCount(tuple(FlopRow(*key, *phases) for key, *phases in rows if any(phases)))
+
+
+class Meter:
+    """Measure a training loop's useful FLOPs, MFU, tokens and waste.
+
+    Steps follow each other without a gap: a step's time runs from the end of the one before to its own end, the wait
+    for its data included; what is not training (`away`) is left out. Nothing here waits for the device: batches on an
+    accelerator are copied aside and read when they have come, device time is read off events once they have passed.
+    Ranks exchange one short list on the host whenever a window is logged, and nothing in between.
+
+    Args:
+        model: the model that is trained (its ledger is traced once, on shapes), or its `CostModel`.
+        peak: what one device can do; looked up from the model's device and dtype when None. Where it is unknown there
+            is no MFU, and one warning says so.
+        log_every: steps between two windows.
+        num_warmup_steps: first steps to leave out. Steps in which torch.compile compiles are left out as well.
+        recompute: activation checkpointing of this loop: "none", "full" or a pattern of block names.
+        ceiling: a measured peak, to see the MFU against it as well.
+        on_window: called with each window that is complete, on every rank.
+        timeout_s: how long other ranks are waited for when a window is logged [s].
+        clock: monotonic clock [s].
+
+    >>> meter = Meter(model, log_every=10, on_window=lambda w: print(f"{w.mfu:.1%}"))   # doctest: +SKIP
+    >>> for batch in meter.batches(loader):                                             # doctest: +SKIP
+    ...     meter.count(batch)
+    ...     train(batch)
+    ...     meter.step()
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        peak: Peak | None = None,
+        log_every: int = 10,
+        num_warmup_steps: int = 0,
+        recompute: str = "none",
+        ceiling: Peak | None = None,
+        on_window: Callable[[Window], None] | None = None,
+        timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if log_every < 1 or num_warmup_steps < 0:
+            raise UsageError(
+                f"log_every={log_every} and num_warmup_steps={num_warmup_steps}: a window has at least 1 step, and a "
+                "number of warm-up steps is 0 or more."
+            )
+        self.device = None if isinstance(model, CostModel) else _device_of(model)
+        self.cost_model = model if isinstance(model, CostModel) else _ledger_of(model)
+        self.peak = peak if peak is not None else _peak_of(model, self.device)
+        self.log_every = log_every
+        self.num_warmup_steps = num_warmup_steps
+        self.recompute = recompute
+        self.ceiling = ceiling
+        self.num_steps = 0
+        self._on_window = on_window
+        self._clock = clock
+        self._together: Together | None = None
+        self._timeout_s = timeout_s
+        self._pending: deque[_Step] = deque()
+        self._keys = tuple(dict.fromkeys((row.component, row.driver) for row in self.cost_model.rows))
+        self._needed = needed(self.cost_model)
+        self._run: list[_Sums] = []
+        self._largest = 0
+        self._extra: dict[str, float] = {}
+        self._compiled = _graphs()
+        self._batches: list[tuple[Any, Arrival]] = []
+        self._away_s = self._data_wait_s = 0.0
+        self._last_s: float | None = None
+        self._last_end: Arrival | None = None
+
+    def start(self) -> None:
+        """Start the clock; the first `count`, `batches` or `away` does so by itself."""
+        if self._last_s is None:
+            self._last_s = self._clock()
+            self._last_end = Arrival(self.device)
+            self._together = Together(self._timeout_s)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over a loader, noting how long the loop waits for each batch."""
+        self.start()
+        iterator = iter(loader)
+        while True:
+            asked_s = self._clock()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._data_wait_s += self._clock() - asked_s
+            yield batch
+
+    def count(self, batch: Any) -> None:
+        """Add what one micro-batch computes.
+
+        Args:
+            batch: a `Workload`, or the forward's arguments by name (see `workload_of`).
+
+        Raises:
+            WorkloadError: the batch does not say what it computes.
+        """
+        self.start()
+        if isinstance(batch, Workload):
+            self._batches.append((batch, _HERE))
+            return
+        copied, arrival = on_host(batch, self._needed)
+        self._batches.append((copied if arrival.timed else workload_of(copied, self.cost_model), arrival))
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Leave out of the steps' time what is not training: an evaluation, a checkpoint."""
+        self.start()
+        begin_s = self._clock()
+        try:
+            yield
+        finally:
+            self._away_s += self._clock() - begin_s
+
+    def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
+        """End an optimizer step.
+
+        Args:
+            skipped: the loop left the update out, as a gradient scaler does after an overflow.
+            extra: the loop's own numbers for the log, such as `loss=...`.
+
+        Returns:
+            The window that this step completes; None for most.
+
+        Raises:
+            UsageError: nothing was counted since the last step, or the clock stepped back.
+        """
+        if self._last_s is None or not self._batches:
+            raise UsageError(f"step {self.num_steps + 1} ends without a batch: call count(batch) for each micro-batch.")
+        now_s = self._clock()
+        wall_s = now_s - self._last_s - self._away_s
+        if wall_s < 0:
+            raise UsageError(
+                f"the clock stepped back: step {self.num_steps + 1} would have taken {wall_s:.6f} s. Use a monotonic "
+                "clock such as time.perf_counter."
+            )
+        self.num_steps += 1
+        compiled, self._compiled = self._compiled, _graphs()
+        self._pending.append(
+            _Step(
+                self.num_steps,
+                wall_s,
+                self._away_s,
+                min(self._data_wait_s, wall_s),
+                skipped,
+                self.num_steps <= self.num_warmup_steps or compiled != self._compiled,
+                self._batches,
+                Arrival(self.device),
+                extra,
+            )
+        )
+        self._batches, self._away_s, self._data_wait_s, self._last_s = [], 0.0, 0.0, now_s
+        return self.log() if self.num_steps % self.log_every == 0 else None
+
+    def log(self) -> Window | None:
+        """Add up, over all ranks, the steps whose numbers have come since the last log.
+
+        All ranks must call this equally often, as `step` does.
+
+        Returns:
+            The window; None if there is no counted step in it.
+        """
+        if self._together is None:
+            return None
+        sums, workloads = _Sums(self._keys), []  # type: tuple[_Sums, list[Workload]]
+        while self._pending and self._pending[0].end.has_come():
+            self._extra = dict(self._pending[0].extra)
+            self._take(self._pending.popleft(), sums, workloads)
+        workload = Workload.total(workloads)
+        sums.add_count(self.cost_model.count(workload, recompute=self.recompute))
+        for name, value in _quantities(workload).items():
+            sums.totals[name] += value
+        try:
+            every = self._together.exchange([_memory(self.device), *sums.numbers()])
+        except RankLostError as error:
+            warnings.warn(str(error), stacklevel=2)
+            every = [[_memory(self.device), *sums.numbers()]]
+        ranks = [_Sums(self._keys, numbers) for _, *numbers in every]
+        self._run = [a + b for a, b in zip(self._run or [_Sums(self._keys)] * len(ranks), ranks, strict=False)]
+        self._largest = max(self._largest, *(memory for memory, *_ in every))
+        window = self._describe(ranks, self._largest)
+        if window is not None and self._on_window is not None:
+            self._on_window(window)
+        return window
+
+    def close(self) -> Window | None:
+        """Wait for the device once and return the run: all counted steps of all ranks.
+
+        Raises:
+            UsageError: no step was counted.
+        """
+        for step in self._pending:
+            step.end.wait()
+        self.log()
+        run = self._describe(self._run, self._largest) if self._run else None
+        if run is None:
+            raise UsageError(
+                f"there is nothing to sum up: of {self.num_steps} steps, all were warm-up or compiled something. Run "
+                "more steps, or lower num_warmup_steps."
+            )
+        for warning in run.warnings:
+            warnings.warn(warning, stacklevel=2)
+        return run
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        if kind is None and self.num_steps:
+            self.close()
+
+    def _take(self, step: _Step, sums: _Sums, workloads: list[Workload]) -> None:
+        """Move a step whose numbers have come into a window's sums."""
+        wall_s = step.wall_s
+        if step.end.timed and self._last_end is not None:
+            wall_s = max(step.end.seconds_since(self._last_end) - step.away_s, 0.0)
+        self._last_end = step.end
+        if step.left_out:
+            sums.totals["num_left_out"] += 1
+            return
+        workloads += [
+            batch if isinstance(batch, Workload) else workload_of(batch, self.cost_model) for batch, _ in step.batches
+        ]
+        sums.totals["wall_ns"] += round(wall_s * _NS)
+        sums.totals["data_wait_ns"] += round(min(step.data_wait_s, wall_s) * _NS)
+        sums.totals["num_steps"] += 1
+        sums.totals["num_skipped"] += step.skipped
+
+    def _describe(self, ranks: list[_Sums], memory: int) -> Window | None:
+        """Describe what all ranks did together; None if no step was counted."""
+        whole = sum(ranks[1:], ranks[0])
+        if not whole.totals["num_steps"]:
+            return None
+        walls = [rank.totals["wall_ns"] for rank in ranks]
+        slowest = max(range(len(ranks)), key=walls.__getitem__)
+        first = ranks[0].totals
+        return Window(
+            flops=whole.count(),
+            wall_s=walls[slowest] / _NS,
+            data_wait_s=ranks[slowest].totals["data_wait_ns"] / _NS,
+            peak=self.peak,
+            world_size=len(ranks),
+            step=self.num_steps - len(self._pending),
+            num_steps=first["num_steps"],
+            num_left_out=first["num_left_out"],
+            num_skipped=first["num_skipped"],
+            rank_flops=tuple(sum(sum(phase) for phase in rank.flops[:3]) for rank in ranks),
+            rank_wall_s=tuple(wall / _NS for wall in walls),
+            peak_memory_bytes=memory,
+            ceiling_flops_per_s=self.ceiling.flops_per_s if self.ceiling is not None else math.nan,
+            extra=self._extra,
+            **{name: whole.totals[name] for name in _COUNTED},
+        )
+
+
+def _device_of(model: Any) -> Any:
+    """Find the one device that a model computes on.
+
+    Raises:
+        UsageError: its parameters lie on several.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model lies on several devices, {', '.join(sorted(map(str, devices)))}: one peak cannot hold for it. "
+            "Meter the part on each device with a Meter of its own, from that part's cost model."
+        )
+    return next(iter(devices), None)
+
+
+def _ledger_of(model: Any) -> CostModel:
+    from headway.count import trace
+
+    return trace(model)
+
+
+def _peak_of(model: Any, device: Any) -> Peak:
+    """Look the peak of the model's device up; one without a number, and a warning, where it is unknown."""
+    from headway.devices import Peak, peak_for
+
+    if device is None:
+        raise UsageError("a cost model does not say on what device it runs: pass peak=headway.peak_for(device, dtype).")
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    try:
+        return peak_for(device, dtype)
+    except UnknownDeviceError as error:
+        warnings.warn(f"no MFU will be shown: {error}", stacklevel=3)
+        return Peak(str(device), math.nan, str(dtype).removeprefix("torch."), "unknown", "override")
+
+
+def _graphs() -> int:
+    """Count the graphs that torch.compile has made so far in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def _memory(device: Any) -> int:
+    """Read the largest memory allocated on an accelerator so far [bytes]; a host counter, nothing is waited for."""
+    if device is None or device.type != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)

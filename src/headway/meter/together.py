@@ -1,0 +1,63 @@
+"""Add up what the ranks of a run measured: one small exchange on the host when numbers are logged, none in between."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HALF = 62  # bits of the lower of the two words that hold a count: a window's FLOPs pass 2**63
+
+
+class RankLostError(HeadwayError):
+    """A rank did not answer in time when numbers were added up."""
+
+
+class Together:
+    """Exchanges lists of whole numbers between the ranks of a run, over gloo, so that no device is waited for.
+
+    Args:
+        timeout_s: how long the other ranks are waited for [s].
+
+    Every rank must make one, after `torch.distributed` has been set up, and exchange equally often.
+    """
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+        self.rank, self.size = 0, 1
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Give every rank the numbers of all ranks, in the order of the ranks; exact, whatever their size.
+
+        Raises:
+            RankLostError: a rank did not answer; it has died, or left the loop.
+        """
+        if self._group is None:
+            return [list(numbers)]
+        import torch
+        import torch.distributed as dist
+
+        words = [word for n in numbers for word in (n >> _HALF, n & ((1 << _HALF) - 1))]
+        mine = torch.tensor(words, dtype=torch.int64)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = dist.all_gather(every, mine, group=self._group, async_op=True)
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            self._group = None
+            raise RankLostError(
+                f"rank {self.rank} of {self.size} could not add its numbers up with the others: "
+                f"{str(error).splitlines()[0]}. A rank has died or left the loop; from here on this rank logs its own."
+            ) from error
+        pairs = [rank.tolist() for rank in every]
+        return [[(high << _HALF) + low for high, low in zip(row[::2], row[1::2], strict=True)] for row in pairs]

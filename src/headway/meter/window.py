@@ -1,0 +1,98 @@
+"""What a window of steps, or a whole run, made of the hardware, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from headway.meter.utilisation import Utilisation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window(Utilisation):
+    """Consecutive steps of all ranks together.
+
+    Attributes:
+        step: number of the last step in it, from 1.
+        num_steps: steps counted in it.
+        num_left_out: steps of it that were warm-up or compiled something, and are not counted.
+        num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
+            same.
+        segments: segments.
+        images: images.
+        videos: videos.
+        patches: vision patches, before merging.
+        audio_frames: feature frames of audio.
+        rank_flops: useful FLOPs of each rank.
+        rank_wall_s: wall time of each rank [s].
+        peak_memory_bytes: largest memory allocated on any rank since the run began [bytes]; 0 where unknown.
+        ceiling_flops_per_s: rate measured on one such device; NaN where it was not.
+        extra: the loop's own numbers (loss, learning rate): those of this rank's last step.
+    """
+
+    step: int
+    num_steps: int
+    num_left_out: int
+    num_skipped: int
+    segments: int
+    images: int
+    videos: int
+    patches: int
+    audio_frames: int
+    rank_flops: tuple[int, ...]
+    rank_wall_s: tuple[float, ...]
+    peak_memory_bytes: int = 0
+    ceiling_flops_per_s: float = math.nan
+    extra: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """Mean wall time of a step [s]."""
+        return self.wall_s / self.num_steps
+
+    @property
+    def mfu_of_ceiling(self) -> float:
+        """Useful FLOPs / (wall time x measured ceiling), a fraction; NaN without a ceiling."""
+        return self.flops_per_s / (self.ceiling_flops_per_s * self.world_size)
+
+    @property
+    def balance(self) -> float:
+        """Mean over maximum of the ranks' useful FLOPs: 1 when all carry the same, a fraction."""
+        return sum(self.rank_flops) / len(self.rank_flops) / max(self.rank_flops) if any(self.rank_flops) else 1.0
+
+    @property
+    def straggler_share(self) -> float:
+        """Least share of the time that ranks waited for the heaviest one, were all equally fast: 1 - balance."""
+        return 1 - self.balance
+
+    def as_record(self) -> dict[str, Any]:
+        """Flatten into JSON-ready values; seconds, counts and fractions, None for what is not known."""
+        record = Utilisation.as_record(self)  # slots rebuild the class, which a bare super() would miss
+        per_device = self.wall_s * self.world_size
+        record |= {
+            "step": self.step,
+            "num_steps": self.num_steps,
+            "num_left_out": self.num_left_out,
+            "num_skipped": self.num_skipped,
+            "step_s": self.step_s,
+            "flops_per_s": self.flops_per_s,
+            "flops_per_s_per_device": self.flops_per_s / self.world_size,
+            "tokens_per_s_per_device": self.tokens / per_device,
+            "slots_per_s_per_device": self.slots / per_device,
+            "segments": self.segments,
+            "images": self.images,
+            "videos": self.videos,
+            "patches": self.patches,
+            "audio_frames": self.audio_frames,
+            "images_per_s": self.images / self.wall_s,
+            "patches_per_s": self.patches / self.wall_s,
+            "mfu_of_ceiling": self.mfu_of_ceiling,
+            "balance": self.balance,
+            "straggler_share": self.straggler_share,
+            "slowest_rank_s": max(self.rank_wall_s) / self.num_steps,
+            "fastest_rank_s": min(self.rank_wall_s) / self.num_steps,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            **self.extra,
+        }
+        return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}

@@ -1,0 +1,273 @@
+"""The meter in real loops, on a clock that the test moves where time matters."""
+
+import socket
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headway.count import CostModel, Workload, trace
+from headway.count.tracing.build import model_class
+from headway.errors import UsageError
+from headway.meter import Meter
+from one_linear import COST_MODEL, PEAK, Clock
+from tiny_models import tiny_config
+
+# one linear layer of 3 x 5: 30 FLOPs per token and phase, the forward run again under checkpointing
+PER_TOKEN = 90
+
+
+def run(steps, *, clock=None, **options):
+    """Meter steps, each given as (seconds, workloads of its micro-batches); returns the meter and its windows."""
+    clock = clock or Clock()
+    windows = []
+    meter = Meter(COST_MODEL, peak=PEAK, on_window=windows.append, clock=clock, **options)
+    meter.start()
+    for seconds, workloads in steps:
+        for workload in workloads:
+            meter.count(workload)
+        clock.now_s += seconds
+        meter.step()
+    return meter, windows
+
+
+def test_a_window_is_total_flops_over_total_time():
+    meter, windows = run([(1.0, [Workload([10])]), (3.0, [Workload([20], slots=25)])] * 2, log_every=2)
+    assert [w.step for w in windows] == [2, 4]
+    first = windows[0]
+    assert (first.num_steps, first.tokens, first.slots, first.segments) == (2, 30, 35, 2)
+    assert first.flops.total == 30 * PER_TOKEN
+    assert first.mfu == pytest.approx(30 * PER_TOKEN / 4.0 / 1000)
+    assert first.step_s == 2.0
+    whole = meter.close()
+    assert (whole.num_steps, whole.flops.total, whole.wall_s) == (4, 60 * PER_TOKEN, 8.0)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_accumulation_does_not_change_a_steps_flops(accumulation):
+    micro_batches = [Workload([8 // accumulation] * 4)] * accumulation
+    _, (window,) = run([(1.0, micro_batches)], log_every=1)
+    assert window.flops.total == 32 * PER_TOKEN
+    assert window.num_steps == 1
+
+
+def test_warm_up_is_left_out_and_said():
+    meter, windows = run([(100.0, [Workload([10])])] + [(1.0, [Workload([10])])] * 3, log_every=4, num_warmup_steps=1)
+    assert (windows[0].num_steps, windows[0].num_left_out, windows[0].wall_s) == (3, 1, 3.0)
+    assert meter.close().tokens == 30
+    only_warm_up, _ = run([(1.0, [Workload([10])])], num_warmup_steps=1)
+    with pytest.raises(UsageError, match="of 1 steps, all were warm-up"):
+        only_warm_up.close()
+
+
+def test_steps_that_compile_are_left_out():
+    compiled = torch.compile(nn.Linear(3, 5), backend="eager", dynamic=False)
+    meter = Meter(COST_MODEL, peak=PEAK, log_every=4)
+    for tokens in (7, 7, 9, 9):
+        meter.count(Workload([tokens]))
+        compiled(torch.zeros(tokens, 3)).sum().backward()
+        window = meter.step()
+    assert (window.num_left_out, window.tokens) == (2, 16)
+
+
+def test_what_is_not_training_and_waits_for_data_are_told_apart():
+    clock = Clock()
+    meter = Meter(COST_MODEL, peak=PEAK, clock=clock, log_every=2)
+
+    def loader():
+        for _ in range(2):
+            clock.now_s += 0.25
+            yield Workload([10])
+
+    for workload in meter.batches(loader()):
+        meter.count(workload)
+        clock.now_s += 0.75
+        with meter.away():
+            clock.now_s += 60.0  # an evaluation
+        window = meter.step(loss=0.5)
+    assert (window.wall_s, window.data_wait_s, window.data_wait_share) == (2.0, 0.5, 0.25)
+    assert window.as_record()["loss"] == 0.5
+
+
+def test_a_skipped_update_was_computed_all_the_same():
+    meter = Meter(COST_MODEL, peak=PEAK, log_every=1)
+    meter.count(Workload([10]))
+    window = meter.step(skipped=True)
+    assert (window.num_steps, window.num_skipped, window.tokens) == (1, 1, 10)
+
+
+def test_recomputed_flops_enter_hfu_alone():
+    _, (window,) = run([(1.0, [Workload([10])])], log_every=1, recompute="full")
+    assert window.hfu == pytest.approx(window.mfu * 4 / 3)
+
+
+def test_a_real_model_is_traced_once_and_its_batches_are_read():
+    config = tiny_config("qwen3")
+    model = model_class(config)._from_config(config)
+    meter = Meter(model, peak=PEAK, log_every=1)
+    ids = torch.randint(7, 20, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    meter.count({"input_ids": ids, "attention_mask": mask})
+    model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    window = meter.step()
+    assert window.flops == trace(model).count(Workload([12, 9], slots=24))
+
+
+def test_nothing_is_read_from_tensors_of_the_model_or_the_device_between_logs():
+    """`.item()` and copies are what stalls an accelerator: on the CPU they show as dispatched operations."""
+
+    class Dispatched(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    meter = Meter(COST_MODEL, peak=PEAK, log_every=100)
+    batch = {"input_ids": torch.zeros(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    meter.start()
+    with Dispatched() as dispatched:
+        for _ in range(3):
+            meter.count(batch)
+            meter.step()
+    names = {func._overloadpacket.__name__ for func in dispatched.seen}
+    assert names <= {"detach", "alias"}, names
+
+
+def test_an_unknown_device_has_no_mfu_and_says_what_to_do():
+    with pytest.warns(UserWarning, match="no MFU will be shown.*HEADWAY_PEAK_FLOPS"):
+        meter = Meter(linear_on("meta"), log_every=1)
+    meter.count(Workload([1]))
+    record = meter.step().as_record()
+    assert record["mfu"] is None
+    assert record["tokens"] == 1
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 11)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids))
+
+
+def linear_on(device):
+    return Tokens().to(device)
+
+
+def test_a_model_on_two_devices_is_refused():
+    model = Tokens()
+    model.head.to("meta")
+    with pytest.raises(UsageError, match="lies on several devices, cpu, meta"):
+        Meter(model)
+
+
+def test_mistakes_are_named():
+    clock = Clock()
+    meter = Meter(COST_MODEL, peak=PEAK, clock=clock)
+    with pytest.raises(UsageError, match=r"step 1 ends without a batch: call count\(batch\)"):
+        meter.step()
+    meter.count(Workload([10]))
+    clock.now_s -= 5
+    with pytest.raises(UsageError, match="the clock stepped back"):
+        meter.step()
+    with pytest.raises(UsageError, match="log_every=0"):
+        Meter(COST_MODEL, peak=PEAK, log_every=0)
+    with pytest.raises(UsageError, match="a cost model does not say on what device"):
+        Meter(COST_MODEL)
+
+
+def test_a_loop_that_never_logs_still_has_its_run_at_the_end():
+    meter, windows = run([(1.0, [Workload([10])])] * 3, log_every=1000)
+    assert windows == []
+    assert meter.close().tokens == 30
+
+
+def test_an_mfu_above_one_is_warned_about_with_likely_causes():
+    meter, _ = run([(1e-3, [Workload([10])])], log_every=1000)
+    with pytest.warns(UserWarning, match="above 100 %.*Likely causes"):
+        meter.close()
+
+
+LOOP = """
+import sys, warnings
+from pathlib import Path
+import torch.distributed as dist
+from headway.count import Workload, storage
+from headway.devices import Peak
+from headway.meter import Meter
+
+rank, port, path, dies = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "dies"
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+meter = Meter(storage.load(Path(path)), peak=Peak("test", 1e9, "fp32", "test"), log_every=2, timeout_s=5)
+for step in range(4):
+    meter.count(Workload([10 * (rank + 1)]))
+    if dies and rank == 1 and step == 2:
+        import os
+        os._exit(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        window = meter.step()
+    for warning in caught:
+        print("warning", warning.message)
+    if window is not None:
+        print("window", window.step, window.world_size, window.flops.total, window.rank_flops, f"{window.balance:.3f}")
+"""
+
+
+def run_two(tmp_path, *, dies):
+    from headway.count import storage
+
+    path = tmp_path / "model.json"
+    storage.save(COST_MODEL, path)
+    script = tmp_path / "loop.py"
+    script.write_text(textwrap.dedent(LOOP))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(script)]
+    fate = "dies" if dies else "lives"
+    processes = [
+        subprocess.Popen([*command, str(rank), str(port), str(path), fate], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    return [process.communicate(timeout=60)[0] for process in processes], [process.returncode for process in processes]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_ranks_add_up_to_the_flop(tmp_path):
+    outputs, codes = run_two(tmp_path, dies=False)
+    assert codes == [0, 0]
+    # per window of two steps: 20 tokens on the first rank, 40 on the second
+    line = f"2 {60 * PER_TOKEN} ({20 * PER_TOKEN}, {40 * PER_TOKEN}) 0.750"
+    for output in outputs:
+        assert output.splitlines() == [f"window 2 {line}", f"window 4 {line}"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_rank_that_dies_does_not_hang_the_log(tmp_path):
+    outputs, codes = run_two(tmp_path, dies=True)
+    assert codes[1] == 3
+    assert "rank 0 of 2 could not add its numbers up" in outputs[0]
+    assert f"window 4 1 {20 * PER_TOKEN}" in outputs[0]
+
+
+def test_ledgers_of_no_steps_are_not_an_mfu():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Meter(COST_MODEL, peak=PEAK) as meter:
+            pass
+    assert meter.num_steps == 0
+    assert isinstance(meter.cost_model, CostModel)
