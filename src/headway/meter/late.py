@@ -42,26 +42,39 @@ class Arrival:
         return float(other._event.elapsed_time(self._event)) / 1e3
 
 
-def on_host(batch: Mapping[str, Any], names: tuple[str, ...]) -> tuple[dict[str, Any], Arrival]:
-    """Take the named tensors of a batch to the CPU without waiting for the device; shapes of all others stay readable.
+class Shape:
+    """What stays of a tensor whose values are not needed.
+
+    Args:
+        tensor: any; it is not kept alive.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self.shape = tuple(tensor.shape)
+        self.ndim = len(self.shape)
+
+
+def on_host(batch: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Mapping[str, Any], bool]:
+    """Take the named tensors of a batch to the CPU without waiting for the device; of all others the shape is kept.
 
     Args:
         batch: a forward's arguments.
         names: the tensors whose values are needed.
 
     Returns:
-        The batch with copies of those tensors that lie on an accelerator, and when the copies may be read.
+        What was taken, and whether copies are still under way; they have come when the device passes any later point.
+        A batch that lies on the CPU comes back as it is.
     """
-    copied = dict(batch)
-    device: Any = None
-    for name in names:
-        tensor = batch.get(name)
-        where = getattr(tensor, "device", None)
-        if tensor is None or where is None or where.type == "cpu":
-            continue
-        import torch
+    devices = {name: getattr(getattr(value, "device", None), "type", "cpu") for name, value in batch.items()}
+    if not any(device != "cpu" for device in devices.values()):
+        return batch, False
+    import torch
 
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=where.type == "cuda")
-        copied[name] = pinned.copy_(tensor.detach(), non_blocking=where.type == "cuda")
-        device = where
-    return copied, Arrival(device)
+    taken: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name not in names or devices[name] == "cpu":
+            taken[name] = value if name in names or not hasattr(value, "shape") else Shape(value)
+            continue
+        pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=devices[name] == "cuda")
+        taken[name] = pinned.copy_(value.detach(), non_blocking=devices[name] == "cuda")
+    return taken, "cuda" in devices.values()

@@ -27,7 +27,6 @@ _NS = 1_000_000_000
 _COUNTED = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames")
 _TOTALS = ("num_steps", "num_left_out", "num_skipped", "wall_ns", "data_wait_ns", *_COUNTED)
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
-_HERE = Arrival()  # what lies on the CPU has come
 
 
 def _quantities(workload: Workload) -> dict[str, int]:
@@ -53,7 +52,7 @@ class _Step:
     data_wait_s: float
     skipped: bool
     left_out: bool
-    batches: list[tuple[Any, Arrival]]
+    batches: list[tuple[Any, bool]]
     end: Arrival
     extra: Mapping[str, Any]
 
@@ -158,7 +157,7 @@ class Meter:
         self._largest = 0
         self._extra: dict[str, float] = {}
         self._compiled = _graphs()
-        self._batches: list[tuple[Any, Arrival]] = []
+        self._batches: list[tuple[Any, bool]] = []
         self._away_s = self._data_wait_s = 0.0
         self._last_s: float | None = None
         self._last_end: Arrival | None = None
@@ -183,21 +182,22 @@ class Meter:
             self._data_wait_s += self._clock() - asked_s
             yield batch
 
-    def count(self, batch: Any) -> None:
-        """Add what one micro-batch computes.
+    def count(self, batch: Any, *, forward_only: bool = False) -> None:
+        """Add what one forward of a step computes, and its backward.
 
         Args:
             batch: a `Workload`, or the forward's arguments by name (see `workload_of`).
+            forward_only: it has no backward, as that of a reference model. Its tokens are then not counted again.
 
         Raises:
             WorkloadError: the batch does not say what it computes.
         """
         self.start()
         if isinstance(batch, Workload):
-            self._batches.append((batch, _HERE))
+            self._batches.append((batch, forward_only))
             return
-        copied, arrival = on_host(batch, self._needed)
-        self._batches.append((copied if arrival.timed else workload_of(copied, self.cost_model), arrival))
+        copied, late = on_host(batch, self._needed)
+        self._batches.append((copied if late else workload_of(copied, self.cost_model), forward_only))
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -207,7 +207,11 @@ class Meter:
         try:
             yield
         finally:
-            self._away_s += self._clock() - begin_s
+            self.was_away(self._clock() - begin_s)
+
+    def was_away(self, seconds: float) -> None:
+        """Leave out so many seconds that have just passed and were not training [s]."""
+        self._away_s += seconds
 
     def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
         """End an optimizer step.
@@ -259,12 +263,14 @@ class Meter:
         """
         if self._together is None:
             return None
-        sums, workloads = _Sums(self._keys), []  # type: tuple[_Sums, list[Workload]]
+        sums = _Sums(self._keys)
+        workloads: dict[bool, list[Workload]] = {False: [], True: []}  # by forward_only
         while self._pending and self._pending[0].end.has_come():
             self._extra = dict(self._pending[0].extra)
             self._take(self._pending.popleft(), sums, workloads)
-        workload = Workload.total(workloads)
+        workload, forwards = Workload.total(workloads[False]), Workload.total(workloads[True])
         sums.add_count(self.cost_model.count(workload, recompute=self.recompute))
+        sums.add_count(self.cost_model.count(forwards, forward_only=True))
         for name, value in _quantities(workload).items():
             sums.totals[name] += value
         try:
@@ -307,7 +313,7 @@ class Meter:
         if kind is None and self.num_steps:
             self.close()
 
-    def _take(self, step: _Step, sums: _Sums, workloads: list[Workload]) -> None:
+    def _take(self, step: _Step, sums: _Sums, workloads: dict[bool, list[Workload]]) -> None:
         """Move a step whose numbers have come into a window's sums."""
         wall_s = step.wall_s
         if step.end.timed and self._last_end is not None:
@@ -316,9 +322,9 @@ class Meter:
         if step.left_out:
             sums.totals["num_left_out"] += 1
             return
-        workloads += [
-            batch if isinstance(batch, Workload) else workload_of(batch, self.cost_model) for batch, _ in step.batches
-        ]
+        for batch, forward_only in step.batches:
+            workload = batch if isinstance(batch, Workload) else workload_of(batch, self.cost_model)
+            workloads[forward_only].append(workload)
         sums.totals["wall_ns"] += round(wall_s * _NS)
         sums.totals["data_wait_ns"] += round(min(step.data_wait_s, wall_s) * _NS)
         sums.totals["num_steps"] += 1
