@@ -30,7 +30,8 @@ class ForwardCalls:
         self._handle: Any = None
 
     def __enter__(self) -> Self:
-        self._handle = self._model.register_forward_pre_hook(torch.compiler.disable(self._on_forward), with_kwargs=True)
+        uncompiled = torch.compiler.disable(self._on_forward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._handle = self._model.register_forward_pre_hook(uncompiled, with_kwargs=True)
         return self
 
     def __exit__(self, *exception: object) -> None:

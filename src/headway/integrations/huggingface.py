@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from headway.devices import Peak
     from headway.meter import Window
 
-LOGGED = ("mfu", "hfu", "tokens_per_s", "tokens_per_s_per_device", "padding_share", "data_wait_share", "balance")
+LOGGED = ("mfu", "hfu", "tokens_per_s", "tokens_per_s_per_device", "padding_share", "balance")
 
 
-class HeadwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers leaves it untyped
+class HeadwayCallback(TrainerCallback):
     """Measure a `transformers.Trainer` run: pass it as `Trainer(callbacks=[HeadwayCallback()])`.
 
     FLOPs are counted from the forwards that the Trainer really runs, with accumulation, packing and padding as they
@@ -70,9 +70,15 @@ class HeadwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers le
             callbacks.insert(flow[0] + 1 if flow else 0, self)  # after the one that says what a step is followed by
 
     def on_train_begin(
-        self, args: TrainingArguments, _state: TrainerState, _control: TrainerControl, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Trace the model and start the clock."""
+        del state, control
+        model = kwargs["model"]
         recompute = self._recompute or ("full" if args.gradient_checkpointing else "none")
         self.meter = Meter(
             self._cost_model if self._cost_model is not None else model,
@@ -88,8 +94,15 @@ class HeadwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers le
         """Go on with training."""
         self._away_since_s = None
 
-    def on_step_end(self, _args: TrainingArguments, _state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """End an optimizer step; what follows is training again unless the Trainer evaluates or saves."""
+        del args, state, kwargs
         assert self.meter is not None
         self.meter.step()
         if control.should_evaluate or control.should_save:
@@ -111,13 +124,14 @@ class HeadwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers le
 
     def on_log(
         self,
-        _args: TrainingArguments,
+        args: TrainingArguments,
         state: TrainerState,
-        _control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Add the window since the last log to what the Trainer logs of a step."""
+        del args, control
+        logs: dict[str, Any] | None = kwargs.get("logs")
         if self.meter is None or logs is None or "loss" not in logs:
             return  # an evaluation's log, or the summary at the end
         window = self.meter.log()
