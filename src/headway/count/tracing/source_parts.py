@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from headway.count.tracing.parts import Floats
     from headway.count.workload import Workload
 
-_SOURCES = (149, 311, 571, 229)  # primes; windows of the encoder are added from the second run on
+# primes that any table of positions holds; windows of the encoder are added from the second run on
+_SOURCES = (149, 311, 409, 229)
 _PAIRS = ("source_pairs:full", "pairs:cross", "source_pairs:relative", "source_offsets")
 
 
