@@ -21,12 +21,12 @@ def test_every_registered_task_has_architectures():
 
 
 def test_complete_ledgers_name_their_drivers_and_refusals_their_reason():
-    outcomes = {o.model_type: o for o in sweep([*COMPLETE, "blt"])}
+    outcomes = {o.model_type: o for o in sweep([*COMPLETE, "big_bird"])}
     assert {name: (outcomes[name].status, outcomes[name].detail) for name in COMPLETE} == {
         name: ("complete", drivers) for name, drivers in COMPLETE.items()
     }
-    assert outcomes["blt"].status == "refused"
-    assert outcomes["blt"].detail
+    assert outcomes["big_bird"].status == "refused"
+    assert "swaps modules of its own" in outcomes["big_bird"].detail
 
 
 def test_an_architecture_that_transformers_does_not_run_either_counts_neither_way():

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from headway.count.workload import Workload
 
 
+_PAIRS = ("pairs:", "source_pairs", "audio_pairs")  # what attention is named after where lengths would do as well
+
+
 @dataclass(frozen=True)
 class Fitted:
     """An operation explained: its driver, FLOPs per unit, and the factor from recorded units to the driver's.
@@ -73,10 +76,11 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
 
         def rank(match: tuple[str, Fraction]) -> tuple[bool, bool, int]:
             whole = (unit_flops * match[1]).denominator
-            return match[1] != 1, not (attends and "pairs" in match[0] and whole == 1), whole
+            return match[1] != 1, not (attends and match[0].startswith(_PAIRS) and whole == 1), whole
 
         driver, ratio = min(matches, key=rank)
-        if driver == "segments" and not first.fed:  # every run is one segment in one pack; weights know of packs only
+        # every run is one segment in one pack: weights know of packs only, one row of zeros is a segment's first state
+        if driver == "segments" and not first.fed and first.units > 1:
             driver = "packs"
         return [_fitted(first, driver, ratio, unit_flops)]
     if len(runs) > 3 and (terms := sum_of_drivers(units, known, squares=first.kind == "attention")):
