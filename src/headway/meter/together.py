@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,21 @@ class Together:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the group; from here on this rank's own numbers are all there are.
+
+        A process must not end before: gloo's threads let go of tensors when the interpreter may be gone, and abort.
+        """
+        atexit.unregister(self.close)
+        group, self._group = self._group, None
+        if group is None:
+            return
+        import torch.distributed as dist
+
+        if dist.is_initialized():  # the loop may have ended all groups, and this one with them
+            dist.destroy_process_group(group)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Give every rank the numbers of all ranks, in the order of the ranks; exact, whatever their size.
