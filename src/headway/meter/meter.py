@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import warnings
 from collections import deque
@@ -11,35 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from headway.count import CostModel, FlopCount, FlopRow, Workload
-from headway.errors import UnknownDeviceError, UsageError
+from headway.count import CostModel, Workload
+from headway.errors import RankLostError, UsageError
 from headway.meter.batches import needed, workload_of
 from headway.meter.late import Arrival, on_host
-from headway.meter.together import RankLostError, Together
+from headway.meter.sums import COUNTED, NS, Sums, quantities
+from headway.meter.surroundings import device_of, largest_memory, num_graphs, peak_of, trace_of
+from headway.meter.together import Together
 from headway.meter.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from headway.devices import Peak
-
-_NS = 1_000_000_000
-_COUNTED = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames")
-_TOTALS = ("num_steps", "num_left_out", "num_skipped", "wall_ns", "data_wait_ns", *_COUNTED)
-_PHASES = ("forward", "dgrad", "wgrad", "recompute")
-
-
-def _quantities(workload: Workload) -> dict[str, int]:
-    """Name the quantities of a workload that a window reports."""
-    return {
-        "tokens": workload.tokens,
-        "slots": workload.slots,
-        "segments": workload.num_segments,
-        "images": workload.num_images,
-        "videos": workload.num_videos,
-        "patches": workload.patches,
-        "audio_frames": int(workload.audio.sum()),
-    }
 
 
 @dataclass(slots=True)
@@ -55,42 +38,6 @@ class _Step:
     batches: list[tuple[Any, bool]]
     end: Arrival
     extra: Mapping[str, Any]
-
-
-class _Sums:
-    """What counted steps add up to, on one rank or on all of them, as whole numbers that can be exchanged exactly.
-
-    Args:
-        keys: component and driver of each row of FLOPs.
-    """
-
-    __slots__ = ("flops", "keys", "totals")
-
-    def __init__(self, keys: tuple[tuple[str, str], ...], numbers: Sequence[int] | None = None) -> None:
-        self.keys = keys
-        numbers = [0] * (len(_TOTALS) + len(_PHASES) * len(keys)) if numbers is None else numbers
-        self.totals = dict(zip(_TOTALS, numbers, strict=False))
-        rest = numbers[len(_TOTALS) :]
-        self.flops = [list(rest[i :: len(_PHASES)]) for i in range(len(_PHASES))]
-
-    def numbers(self) -> list[int]:
-        """List all numbers in one order."""
-        return [*self.totals.values(), *(n for row in zip(*self.flops, strict=True) for n in row)]
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(self.keys, [a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)])
-
-    def add_count(self, count: FlopCount) -> None:
-        """Add counted FLOPs."""
-        place = {key: i for i, key in enumerate(self.keys)}
-        for row in count.rows:
-            for phase, sums in zip(_PHASES, self.flops, strict=True):
-                sums[place[row.name, row.driver]] += getattr(row, phase)
-
-    def count(self) -> FlopCount:
-        """Return the FLOPs as a count."""
-        rows = zip(self.keys, *self.flops, strict=True)
-        return FlopCount(tuple(FlopRow(*key, *phases) for key, *phases in rows if any(phases)))
 
 
 class Meter:
@@ -138,9 +85,9 @@ class Meter:
                 f"log_every={log_every} and num_warmup_steps={num_warmup_steps}: a window has at least 1 step, and a "
                 "number of warm-up steps is 0 or more."
             )
-        self.device = None if isinstance(model, CostModel) else _device_of(model)
-        self.cost_model = model if isinstance(model, CostModel) else _ledger_of(model)
-        self.peak = peak if peak is not None else _peak_of(model, self.device)
+        self.device = None if isinstance(model, CostModel) else device_of(model)
+        self.cost_model = model if isinstance(model, CostModel) else trace_of(model)
+        self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
         self.recompute = recompute
@@ -153,10 +100,10 @@ class Meter:
         self._pending: deque[_Step] = deque()
         self._keys = tuple(dict.fromkeys((row.component, row.driver) for row in self.cost_model.rows))
         self._needed = needed(self.cost_model)
-        self._run: list[_Sums] = []
+        self._run: list[Sums] = []
         self._largest = 0
         self._extra: dict[str, float] = {}
-        self._compiled = _graphs()
+        self._compiled = num_graphs()
         self._batches: list[tuple[Any, bool]] = []
         self._away_s = self._data_wait_s = 0.0
         self._last_s: float | None = None
@@ -236,7 +183,7 @@ class Meter:
                 "clock such as time.perf_counter."
             )
         self.num_steps += 1
-        compiled, self._compiled = self._compiled, _graphs()
+        compiled, self._compiled = self._compiled, num_graphs()
         self._pending.append(
             _Step(
                 self.num_steps,
@@ -263,7 +210,7 @@ class Meter:
         """
         if self._together is None:
             return None
-        sums = _Sums(self._keys)
+        sums = Sums(self._keys)
         workloads: dict[bool, list[Workload]] = {False: [], True: []}  # by forward_only
         while self._pending and self._pending[0].end.has_come():
             self._extra = dict(self._pending[0].extra)
@@ -271,15 +218,15 @@ class Meter:
         workload, forwards = Workload.total(workloads[False]), Workload.total(workloads[True])
         sums.add_count(self.cost_model.count(workload, recompute=self.recompute))
         sums.add_count(self.cost_model.count(forwards, forward_only=True))
-        for name, value in _quantities(workload).items():
+        for name, value in quantities(workload).items():
             sums.totals[name] += value
         try:
-            every = self._together.exchange([_memory(self.device), *sums.numbers()])
+            every = self._together.exchange([largest_memory(self.device), *sums.numbers()])
         except RankLostError as error:
             warnings.warn(str(error), stacklevel=2)
-            every = [[_memory(self.device), *sums.numbers()]]
-        ranks = [_Sums(self._keys, numbers) for _, *numbers in every]
-        self._run = [a + b for a, b in zip(self._run or [_Sums(self._keys)] * len(ranks), ranks, strict=False)]
+            every = [[largest_memory(self.device), *sums.numbers()]]
+        ranks = [Sums(self._keys, numbers) for _, *numbers in every]
+        self._run = [a + b for a, b in zip(self._run or [Sums(self._keys)] * len(ranks), ranks, strict=False)]
         self._largest = max(self._largest, *(memory for memory, *_ in every))
         window = self._describe(ranks, self._largest)
         if window is not None and self._on_window is not None:
@@ -313,7 +260,7 @@ class Meter:
         if kind is None and self.num_steps:
             self.close()
 
-    def _take(self, step: _Step, sums: _Sums, workloads: dict[bool, list[Workload]]) -> None:
+    def _take(self, step: _Step, sums: Sums, workloads: dict[bool, list[Workload]]) -> None:
         """Move a step whose numbers have come into a window's sums."""
         wall_s = step.wall_s
         if step.end.timed and self._last_end is not None:
@@ -325,12 +272,12 @@ class Meter:
         for batch, forward_only in step.batches:
             workload = batch if isinstance(batch, Workload) else workload_of(batch, self.cost_model)
             workloads[forward_only].append(workload)
-        sums.totals["wall_ns"] += round(wall_s * _NS)
-        sums.totals["data_wait_ns"] += round(min(step.data_wait_s, wall_s) * _NS)
+        sums.totals["wall_ns"] += round(wall_s * NS)
+        sums.totals["data_wait_ns"] += round(min(step.data_wait_s, wall_s) * NS)
         sums.totals["num_steps"] += 1
         sums.totals["num_skipped"] += step.skipped
 
-    def _describe(self, ranks: list[_Sums], memory: int) -> Window | None:
+    def _describe(self, ranks: list[Sums], memory: int) -> Window | None:
         """Describe what all ranks did together; None if no step was counted."""
         whole = sum(ranks[1:], ranks[0])
         if not whole.totals["num_steps"]:
@@ -340,8 +287,8 @@ class Meter:
         first = ranks[0].totals
         return Window(
             flops=whole.count(),
-            wall_s=walls[slowest] / _NS,
-            data_wait_s=ranks[slowest].totals["data_wait_ns"] / _NS,
+            wall_s=walls[slowest] / NS,
+            data_wait_s=ranks[slowest].totals["data_wait_ns"] / NS,
             peak=self.peak,
             world_size=len(ranks),
             step=self.num_steps - len(self._pending),
@@ -349,59 +296,9 @@ class Meter:
             num_left_out=first["num_left_out"],
             num_skipped=first["num_skipped"],
             rank_flops=tuple(sum(sum(phase) for phase in rank.flops[:3]) for rank in ranks),
-            rank_wall_s=tuple(wall / _NS for wall in walls),
+            rank_wall_s=tuple(wall / NS for wall in walls),
             peak_memory_bytes=memory,
             ceiling_flops_per_s=self.ceiling.flops_per_s if self.ceiling is not None else math.nan,
             extra=self._extra,
-            **{name: whole.totals[name] for name in _COUNTED},
+            **{name: whole.totals[name] for name in COUNTED},
         )
-
-
-def _device_of(model: Any) -> Any:
-    """Find the one device that a model computes on.
-
-    Raises:
-        UsageError: its parameters lie on several.
-    """
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UsageError(
-            f"the model lies on several devices, {', '.join(sorted(map(str, devices)))}: one peak cannot hold for it. "
-            "Meter the part on each device with a Meter of its own, from that part's cost model."
-        )
-    return next(iter(devices), None)
-
-
-def _ledger_of(model: Any) -> CostModel:
-    from headway.count import trace
-
-    return trace(model)
-
-
-def _peak_of(model: Any, device: Any) -> Peak:
-    """Look the peak of the model's device up; one without a number, and a warning, where it is unknown."""
-    from headway.devices import Peak, peak_for
-
-    if device is None:
-        raise UsageError("a cost model does not say on what device it runs: pass peak=headway.peak_for(device, dtype).")
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    try:
-        return peak_for(device, dtype)
-    except UnknownDeviceError as error:
-        warnings.warn(f"no MFU will be shown: {error}", stacklevel=3)
-        return Peak(str(device), math.nan, str(dtype).removeprefix("torch."), "unknown", "override")
-
-
-def _graphs() -> int:
-    """Count the graphs that torch.compile has made so far in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
-def _memory(device: Any) -> int:
-    """Read the largest memory allocated on an accelerator so far [bytes]; a host counter, nothing is waited for."""
-    if device is None or device.type != "cuda":
-        return 0
-    import torch
-
-    return torch.cuda.max_memory_allocated(device)
