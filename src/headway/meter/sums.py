@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
 NS = 1_000_000_000
 COUNTED = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames")
-_TOTALS = ("num_steps", "num_left_out", "num_skipped", "wall_ns", "data_wait_ns", *COUNTED)
+_TOTALS = (
+    "num_steps",
+    "num_left_out",
+    "num_skipped",
+    "num_batches",
+    "wall_ns",
+    "data_wait_ns",
+    "energy_mj",
+    "num_without_energy",  # windows of ranks that cannot tell their energy
+    *COUNTED,
+)
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 
 
