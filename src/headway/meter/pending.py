@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
 from headway.meter.batches import workload_of
-from headway.meter.sums import NS, Sums, quantities
+from headway.meter.sums import NS, Sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,9 +115,12 @@ class PendingSteps:
 
     def _count(self) -> None:
         """Turn the workloads so far into FLOPs."""
-        trained, forwards = Workload.total(self._workloads[False]), Workload.total(self._workloads[True])
-        self._sums.add_count(self._cost_model.count(trained, recompute=self._recompute))
-        self._sums.add_count(self._cost_model.count(forwards, forward_only=True))
-        for name, value in quantities(trained).items():
-            self._sums.totals[name] += value
+        for forward_only, workloads in self._workloads.items():
+            if not workloads:
+                continue
+            workload = Workload.total(workloads)
+            recompute = "none" if forward_only else self._recompute
+            self._sums.add_count(self._cost_model.count(workload, recompute=recompute, forward_only=forward_only))
+            if not forward_only:
+                self._sums.add_quantities(workload)
         self._workloads = {False: [], True: []}

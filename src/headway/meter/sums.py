@@ -27,19 +27,6 @@ _TOTALS = (
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 
 
-def quantities(workload: Workload) -> dict[str, int]:
-    """Name the quantities of a workload that a window reports."""
-    return {
-        "tokens": workload.tokens,
-        "slots": workload.slots,
-        "segments": workload.num_segments,
-        "images": workload.num_images,
-        "videos": workload.num_videos,
-        "patches": workload.patches,
-        "audio_frames": int(workload.audio.sum()),
-    }
-
-
 class Sums:
     """What counted steps add up to, on one rank or on all of them, as whole numbers that can be exchanged exactly.
 
@@ -69,6 +56,16 @@ class Sums:
         for row in count.rows:
             for phase, sums in zip(_PHASES, self.flops, strict=True):
                 sums[place[row.name, row.driver]] += getattr(row, phase)
+
+    def add_quantities(self, workload: Workload) -> None:
+        """Add the tokens, images and other quantities of a workload."""
+        self.totals["tokens"] += workload.tokens
+        self.totals["slots"] += workload.slots
+        self.totals["segments"] += workload.num_segments
+        self.totals["images"] += workload.num_images
+        self.totals["videos"] += workload.num_videos
+        self.totals["patches"] += workload.patches
+        self.totals["audio_frames"] += int(workload.audio.sum())
 
     def count(self) -> FlopCount:
         """Return the FLOPs as a count."""
