@@ -1,0 +1,209 @@
+"""What the forwards of a model cost, whatever it takes: traced once per model, or once per shape of its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headway.count import CostModel, FlopCount, Workload, trace
+from headway.count.tracing.classify import checkpointable_blocks
+from headway.count.tracing.unwrap import whole
+from headway.errors import UsageError
+from headway.meter.batches import needed, workload_of
+from headway.meter.late import Arrival, on_host
+from headway.meter.surroundings import device_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_IDS = ("input_ids", "inputs_embeds")
+_ONE = Workload([1])  # an example of arguments is billed as one segment
+
+
+@dataclass(slots=True)
+class Call:
+    """One forward of a model, as it was noted down.
+
+    Attributes:
+        ledger: of the model.
+        given: its workload, or its arguments where they are read later.
+        dtype: of autocast while it ran; None without.
+    """
+
+    ledger: Ledger
+    given: Any
+    dtype: torch.dtype | None = None
+
+    def arrived(self) -> Call:
+        """Wait until what is read later has come from the device."""
+        if not isinstance(self.given, Workload) and self.ledger.device is not None:
+            Arrival(self.ledger.device).wait()
+        return self
+
+
+class Ledger:
+    """Count what the forwards of one model cost.
+
+    A model that takes `input_ids` has one cost model, and its batches are read as `headway.meter.workload_of` reads
+    them. Of any other, each new shape of arguments is traced by itself: its integers must not steer what it costs.
+
+    Args:
+        model: as the loop calls it, wrapped and compiled or not.
+
+    Raises:
+        UsageError: it lies on several devices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.device: torch.device | None = device_of(model)
+        self.names = _names(model)
+        self.takes_tokens = "input_ids" in inspect.signature(whole(model).forward).parameters
+        self._trained: tuple[bool, ...] = ()
+        self._traces: dict[Any, CostModel] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which a ledger does not keep alive.
+
+        Raises:
+            UsageError: it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise UsageError("the model that was profiled is gone, and its forwards cannot be counted. Keep it.")
+        return model
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the weights; None of a model that has none of floats."""
+        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
+
+    def refresh(self) -> None:
+        """Forget what was traced if other parameters are trained now than were then."""
+        trained = tuple(p.requires_grad for p in self.model.parameters())
+        if trained != self._trained:
+            self._trained, self._traces = trained, {}
+
+    def cost_model(self, given: Any = None) -> CostModel:
+        """Return the cost model that a forward is counted with, traced if it is the first of its kind.
+
+        Args:
+            given: its arguments by name; not needed where the model takes tokens.
+
+        Raises:
+            TraceError: an operation cannot be explained.
+        """
+        key = None if self.takes_tokens else _shapes(given)
+        if key not in self._traces:
+            self._traces[key] = trace(self.model, inputs=None if self.takes_tokens else _on_cpu(given))
+        return self._traces[key]
+
+    def traced(self) -> Iterable[CostModel]:
+        """Return what has been traced so far."""
+        return self._traces.values()
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Note one forward down, without waiting for the device."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        dtype = None
+        if self.device is not None and torch.is_autocast_enabled(self.device.type):
+            dtype = torch.get_autocast_dtype(self.device.type)
+        if not self.takes_tokens:
+            return Call(self, _without_data(given), dtype)
+        _refuse_past(given)
+        copied, late = on_host(given, needed(self.cost_model()))
+        return Call(self, copied if late else workload_of(copied, self.cost_model()), dtype)
+
+    def count(self, call: Call, *, recompute: str = "none", forward_only: bool = False) -> tuple[FlopCount, Workload]:
+        """Count a forward that was noted down, and its backward; its copies have come.
+
+        Returns:
+            The FLOPs, and the workload; that of a model without tokens is empty.
+        """
+        cost_model = self.cost_model(call.given)
+        if not self.takes_tokens:
+            return cost_model.count(_ONE, recompute=recompute, forward_only=forward_only), Workload()
+        workload = call.given if isinstance(call.given, Workload) else workload_of(call.given, cost_model)
+        return cost_model.count(workload, recompute=recompute, forward_only=forward_only), workload
+
+    def recompute(self) -> str:
+        """Read off the model which blocks activation checkpointing runs again, as transformers switches it on.
+
+        Raises:
+            UsageError: a choice of blocks is run again to their ends, which no term of `CostModel.count` says.
+        """
+        model = whole(self.model)
+        blocks = [model.get_submodule(path) for path in sorted(checkpointable_blocks(model))]
+        on = [block for block in blocks if getattr(block, "gradient_checkpointing", False)]
+        if not on:
+            return "none"
+        functions = [getattr(block, "_gradient_checkpointing_func", None) for block in on]
+        to_the_end = any(getattr(f, "keywords", {}).get("use_reentrant", False) for f in functions)
+        if len(on) == len(blocks):
+            return "reentrant" if to_the_end else "full"
+        if to_the_end:
+            raise UsageError(
+                f"{len(on)} of {len(blocks)} blocks are checkpointed with use_reentrant=True, and what that runs again "
+                "cannot be said. Checkpoint with use_reentrant=False, or pass recompute= (see `CostModel.count`)."
+            )
+        return ",".join(path for path, module in model.named_modules() if module in on)
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Name the positional arguments of a model's forward; a wrapper's are those of what it wraps."""
+    for module in (model, whole(model)):
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if names:
+            return names
+    return []
+
+
+def _shapes(value: Any) -> Any:
+    """Reduce arguments to what their cost depends on: shapes of tensors, and whatever else is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.is_floating_point())
+    if isinstance(value, dict):
+        return tuple((name, _shapes(part)) for name, part in value.items())
+    return tuple(map(_shapes, value)) if isinstance(value, tuple | list) else repr(value)
+
+
+def _without_data(value: Any) -> Any:
+    """Keep of floats their shape alone, so that no activation stays alive; masks are told by their values."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("meta") if value.is_floating_point() else value.detach()
+    if isinstance(value, dict):
+        return {name: _without_data(part) for name, part in value.items()}
+    return type(value)(map(_without_data, value)) if type(value) in (tuple, list) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    """Take integers to the CPU; floats have no data."""
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else value.cpu()
+    if isinstance(value, dict):
+        return {name: _on_cpu(part) for name, part in value.items()}
+    return type(value)(map(_on_cpu, value)) if type(value) in (tuple, list) else value
+
+
+def _refuse_past(given: Mapping[str, Any]) -> None:
+    """Refuse a forward that goes on from cached keys and values: its batch does not say how many.
+
+    Raises:
+        UsageError: it does.
+    """
+    cache = given.get("past_key_values")
+    ids = next((given[name] for name in _IDS if given.get(name) is not None), None)
+    if cache is None or ids is None or not hasattr(cache, "get_seq_length"):
+        return
+    if cache.get_seq_length() > ids.shape[1]:
+        raise UsageError(
+            "the model was called with past_key_values, as generation does: the keys that it reads are not in the "
+            "batch. Leave generation out of the block, or count it with Workload(..., past=...)."
+        )
