@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headway.devices import Peak, copy_ceiling, device_at, peak_for
 from headway.devices.names import OVERRIDE_VARIABLE, matches
 from headway.devices.probe import report
+from headway.devices.table import FILE_VARIABLE
 from headway.errors import UnknownDeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class GPUSpec:
                 f"{self.name} has no peak for {dtype!r}; stated are {', '.join(self.stated_flops_per_s) or 'none'}. "
                 "State it in stated_flops_per_s [FLOP/s], or use get_gpu_spec() on a known device."
             )
-        return peak_for(self.device, torch.float32 if dtype == "fp32" else dtype)
+        return _peak(self.device, torch.float32 if dtype == "fp32" else dtype, _surroundings())
 
     def peak_tflops(self, dtype: str = "fp16") -> float:
         """Find the dense peak for a dtype [TFLOP/s]; raises as `peak` does."""
@@ -100,10 +102,26 @@ def get_gpu_spec(device: torch.device | str | None = None) -> GPUSpec:
         UnknownDeviceError: an accelerator that is not in the table, without a peak stated for it.
     """
     device = default_device() if device is None else torch.device(device)
+    return _spec(device, _surroundings())
+
+
+@cache
+def _spec(device: torch.device, _surroundings: tuple[Any, ...]) -> GPUSpec:
     reported = report(device)
     if device.type != "cpu" and OVERRIDE_VARIABLE not in os.environ:
         matches(reported)
     return GPUSpec(reported.name, device)
+
+
+@cache
+def _peak(device: torch.device, dtype: str | torch.dtype, _surroundings: tuple[Any, ...]) -> Peak:
+    return peak_for(device, dtype)
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """List what a looked-up peak depends on besides the device."""
+    settings = os.environ.get(OVERRIDE_VARIABLE), os.environ.get(FILE_VARIABLE)
+    return (*settings, torch.get_float32_matmul_precision(), torch.get_num_threads())
 
 
 def default_device() -> torch.device:

@@ -13,7 +13,7 @@ from torch import nn
 from headway.count import CostModel, FlopCount, Workload, trace
 from headway.count.tracing.classify import checkpointable_blocks
 from headway.count.tracing.unwrap import whole
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
 from headway.meter.batches import needed, workload_of
 from headway.meter.late import Arrival, on_host
 from headway.meter.surroundings import device_of
@@ -31,7 +31,8 @@ class Call:
 
     Attributes:
         ledger: of the model.
-        given: its workload, or its arguments where they are read later.
+        given: its workload; its arguments, where they are read later; or what is wrong with them. None where it is not
+            to be counted.
         dtype: of autocast while it ran; None without.
     """
 
@@ -64,6 +65,8 @@ class Ledger:
         self.device: torch.device | None = device_of(model)
         self.names = _names(model)
         self.takes_tokens = "input_ids" in inspect.signature(whole(model).forward).parameters
+        self.follows_backwards = False  # outside blocks too
+        self.num_backwards = 0  # signs of a backward that were seen; one may give several
         self._trained: tuple[bool, ...] = ()
         self._traces: dict[Any, CostModel] = {}
 
@@ -109,23 +112,31 @@ class Ledger:
         return self._traces.values()
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Note one forward down, without waiting for the device."""
+        """Note one forward down, without waiting for the device; what is wrong with it is said when it is counted."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         dtype = None
         if self.device is not None and torch.is_autocast_enabled(self.device.type):
             dtype = torch.get_autocast_dtype(self.device.type)
         if not self.takes_tokens:
             return Call(self, _without_data(given), dtype)
-        _refuse_past(given)
-        copied, late = on_host(given, needed(self.cost_model()))
-        return Call(self, copied if late else workload_of(copied, self.cost_model()), dtype)
+        try:
+            _refuse_past(given)
+            copied, late = on_host(given, needed(self.cost_model()))
+            return Call(self, copied if late else workload_of(copied, self.cost_model()), dtype)
+        except HeadwayError as error:  # a loop is not broken by being watched
+            return Call(self, error, dtype)
 
     def count(self, call: Call, *, recompute: str = "none", forward_only: bool = False) -> tuple[FlopCount, Workload]:
         """Count a forward that was noted down, and its backward; its copies have come.
 
         Returns:
             The FLOPs, and the workload; that of a model without tokens is empty.
+
+        Raises:
+            HeadwayError: the forward cannot be counted.
         """
+        if isinstance(call.given, HeadwayError):
+            raise call.given
         cost_model = self.cost_model(call.given)
         if not self.takes_tokens:
             return cost_model.count(_ONE, recompute=recompute, forward_only=forward_only), Workload()

@@ -21,7 +21,7 @@ from headway.integrations.watching import ledger_of
 from headway.meter import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -49,7 +49,7 @@ class track:  # noqa: N801 - it is called as a function is, like contextlib's cl
         hfu_flop_count: FLOPs with recomputation, stated; read off the model's checkpointing when None.
         num_tokens: tokens of the block, stated; those of the batches when None.
         dtype: dtype of the matrix products, "bf16", "fp16", "fp32", "tf32", "fp8", "fp4" or "int8". That of autocast,
-            or else of the weights, when None; "fp16" for a number.
+            or else of the weights, when None; "fp16" for a number and a cost model.
         num_gpus: devices that share the FLOPs of the block. What a profile or a model counts is this process's, so
             it is 1 under DDP and FSDP.
         device: that runs the block; the model's, or the accelerator at hand, when None.
@@ -95,9 +95,12 @@ class track:  # noqa: N801 - it is called as a function is, like contextlib's cl
                 f"backward_factor={backward_factor!r} must be at least 2, as a backward costs twice a forward, and "
                 "leaves no room for recompute=: give one of them."
             )
-        self._source = _source(flop_count, recompute, counts_batches=batch is not None)
+        needs_model = {"batch": batch, "recompute": recompute, "backward_factor": backward_factor}
+        self._source = _source(
+            flop_count, recompute, [name for name, value in needs_model.items() if value is not None]
+        )
         own = self._source
-        if own.spec is not None and ({dtype, spec, device} != {None} or num_gpus != 1):
+        if own.spec is not None and (num_gpus != 1 or any(x is not None for x in (dtype, spec, device))):
             raise UsageError("a Meter has its own peak: leave dtype, spec, device and num_gpus out.")
         self._device = torch.device(device) if device is not None else own.device or default_device()
         self._spec = spec or own.spec or get_gpu_spec(self._device)
@@ -150,7 +153,7 @@ class _Source:
     counts_recompute: bool = True
 
 
-def _source(tracked: Any, recompute: str | None, *, counts_batches: bool) -> _Source:
+def _source(tracked: Any, recompute: str | None, given: Sequence[str]) -> _Source:
     """Find where the FLOPs come from.
 
     Raises:
@@ -159,7 +162,7 @@ def _source(tracked: Any, recompute: str | None, *, counts_batches: bool) -> _So
     if isinstance(tracked, nn.Module):
         tracked = ProfiledFlops(0, (ledger_of(tracked),))
     if isinstance(tracked, ProfiledFlops):
-        return _of_ledgers(tracked, recompute, counts_batches=counts_batches)
+        return _of_ledgers(tracked, recompute, counts_batches="batch" in given)
     if isinstance(tracked, Meter):
         if recompute is not None:
             raise UsageError("a Meter has its own recomputation: leave recompute out.")
@@ -175,10 +178,10 @@ def _source(tracked: Any, recompute: str | None, *, counts_batches: bool) -> _So
             "of FLOPs."
         )
     check_number(tracked, "flop_count", "FLOPs")
-    if recompute is not None or counts_batches:
+    if given:
         raise UsageError(
-            "track() got a bare number of FLOPs, which batch= and recompute= cannot change: track a model, a profile "
-            "of one, or a cost model."
+            f"track() got a bare number of FLOPs, for which {' and '.join(given)} cannot take effect: track a model, a "
+            "profile of one, or a cost model."
         )
     return _Source(partial(StatedBlock, tracked), _PAGE_DTYPE, counts_recompute=False)
 

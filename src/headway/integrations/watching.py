@@ -56,10 +56,11 @@ def ledger_of(model: nn.Module) -> Ledger:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    watches = [watch for watch in _open if any(ledger is _ledgers.get(module) for ledger in watch.ledgers)]
-    if not watches:
+    ledger = _ledgers.get(module)
+    watches = [watch for watch in _open if any(ledger is own for own in watch.ledgers)]
+    if ledger is None or not (watches or ledger.follows_backwards):
         return
-    call = _ledgers[module].note(args, kwargs)
+    call = ledger.note(args, kwargs) if watches else Call(ledger, None)
     for watch in watches:
         watch.forwards.append(call)
     for tensor in _tensors(output):
@@ -69,7 +70,8 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _before_backward(call: Call, _gradient: torch.Tensor) -> None:
     """Note that the backward of a forward begins; each of its outputs says so."""
-    for watch in _open:
+    call.ledger.num_backwards += 1
+    for watch in _open if call.given is not None else ():
         if any(ledger is call.ledger for ledger in watch.ledgers) and all(call is not own for own in watch.backwards):
             watch.backwards.append(call)
 
