@@ -26,7 +26,7 @@ aten = torch.ops.aten
 OnDispatch = Callable[[Any, tuple[Any, ...], Any], Any]
 # (operation, arguments, result) -> which pairs stay in the result, where it may be scores or a bias
 OnResult = Callable[[Any, tuple[Any, ...], Any], Any]
-# pairs that no mask has hidden: booleans (queries, keys); None for all of them, "unclear" where nobody can say
+# pairs that no mask has hidden: booleans (..., queries, keys); None for all of them, "unclear" where nobody can say
 Stays = torch.Tensor | Literal["unclear"] | None
 _on_dispatch: OnDispatch | None = None
 _on_result: OnResult | None = None
@@ -388,7 +388,8 @@ def _overwritten(
         known = _constant(func, copied, kwargs, tensor.meta)
     stays = None if known is not None or _on_result is None else _on_result(func._overloadpacket, args, tensor)
     if tensor.base is not None and stays is not None:
-        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[-2:] == tensor.shape[-2:]
+        sizes = slice(-2 if not isinstance(stays, torch.Tensor) or stays.dim() == 2 else None, None)
+        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[sizes] == tensor.shape[sizes]
         tensor.base.stays = stays if whole else "unclear"
     tensor.stays = stays
     if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:

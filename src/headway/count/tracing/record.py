@@ -7,6 +7,7 @@ what the operands' pasts predict, or the trace fails.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -214,14 +215,14 @@ class Recorder:
                 "be followed: it differs by head, or is made of floats whose data is not known. Let it call its "
                 "library's attention function or F.scaled_dot_product_attention, under a boolean mask."
             )
-        queries, keys = ended.shape[-2:]
         mask = ended.stays
-        pairs = queries * keys if mask is None else int(torch.count_nonzero(mask))
+        scored = math.prod(ended.shape[-2:]) if mask is None else mask.numel()
+        pairs = scored if mask is None else int(torch.count_nonzero(mask))
         if not pairs:
             raise TraceError(f"module {self.module} masks all of its attention scores.")
-        driver = "" if mask is None else scores.name(mask)
+        driver = "" if mask is None or mask.dim() > 2 else scores.name(mask)
         for product in (operation, *operation.scored):
-            product.count_pairs(pairs, queries * keys)
+            product.count_pairs(pairs, scored)
             product.driver, product.by_hand = driver, normalised
 
     def _on_backward(self, node: Any, func: Any, flops: int | None) -> None:
