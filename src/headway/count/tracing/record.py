@@ -212,7 +212,7 @@ class Recorder:
         if isinstance(ended.stays, str):
             raise TraceError(
                 f"module {self.module or '(the model)'} multiplies attention scores by hand, under a mask that cannot "
-                "be followed: it differs by head, or is made of floats whose data is not known. Let it call its "
+                "be followed: it is made of floats whose data is not known. Let it call its "
                 "library's attention function or F.scaled_dot_product_attention, under a boolean mask."
             )
         mask = ended.stays
