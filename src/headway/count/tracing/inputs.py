@@ -17,7 +17,7 @@ from torch import nn
 
 from headway.count.tracing import build
 from headway.count.tracing.audio_parts import AudioFeatures, AudioWaves
-from headway.count.tracing.encoder_parts import SourceFrames
+from headway.count.tracing.encoder_parts import PageFrames, SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
     Frames,
@@ -52,7 +52,15 @@ _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 _STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 
 # arguments that any text model takes, and that reach no other module than its tokens do
-_EVERYWHERE = ("attention_mask", "inputs_embeds", "labels", "past_key_values", "logits_to_keep")
+_EVERYWHERE = (
+    "attention_mask",
+    "decoder_attention_mask",
+    "inputs_embeds",
+    "decoder_inputs_embeds",
+    "labels",
+    "past_key_values",
+    "logits_to_keep",
+)
 _TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
 
 PARTS: tuple[type[Part], ...] = (
@@ -60,6 +68,7 @@ PARTS: tuple[type[Part], ...] = (
     SourceFeatures,
     SourceWaves,
     Grids,
+    PageFrames,
     SourceFrames,
     TiledFrames,
     ReadFrames,
@@ -94,8 +103,8 @@ class Inputs:
         if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
             raise TraceError(
                 f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many there "
-                "are, and what it costs, is the data's choice. Give one example, patch_lengths among its arguments, with "
-                "trace(model, inputs=...)."
+                "are, and what it costs, is the data's choice. Give one example of its arguments, patch_lengths among "
+                "them, with trace(model, inputs=...)."
             )
         self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
         self.parts: list[Part] = []
@@ -271,6 +280,8 @@ def without_arguments(made: Inputs | GivenInputs | ExampleInputs, workload: Work
     if not isinstance(made, Inputs):
         return ["whatever is not given"]
     given = {*made.arguments(workload), *_EVERYWHERE}
+    if "decoder_input_ids" in given:  # what an encoder would give, which itself runs
+        given.add("encoder_outputs")
     return [name for name, p in made.accepted.items() if name not in given and _TENSOR.search(str(p.annotation))]
 
 
