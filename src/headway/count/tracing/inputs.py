@@ -262,8 +262,16 @@ def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | Ex
 
 
 def states_for(model: nn.Module, made: Inputs | GivenInputs | ExampleInputs) -> dict[str, torch.Tensor]:
-    """Make the states of another model that a forward takes and nothing gives yet; empty where it takes none."""
-    if not isinstance(made, Inputs) or "decoder_input_ids" in made.accepted:
+    """Make what a forward takes for modules that otherwise rest, and nothing gives yet; empty where it takes none.
+
+    That is the states of another model, or which of an encoder's tokens see all the others.
+    """
+    if not isinstance(made, Inputs):
+        return {}
+    if "global_attention_mask" in made.accepted:
+        ids = made.arguments(made.workloads()[0])["input_ids"]
+        return {"global_attention_mask": (torch.arange(ids.shape[1]) == 0).long()[None]}
+    if "decoder_input_ids" in made.accepted:
         return {}
     config = getattr(model, "config", None)
     width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None)
