@@ -85,11 +85,18 @@ class Inputs:
         model: a phantom twin, or a real model.
 
     Raises:
-        TraceError: its forward takes no `input_ids`, or images in a form that no part knows.
+        TraceError: its forward takes no `input_ids`, or images in a form that no part knows; or its data decides how
+            much it computes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.accepted = inspect.signature(model.forward).parameters
+        if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
+            raise TraceError(
+                f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many there "
+                "are, and what it costs, is the data's choice. Give one example, patch_lengths among its arguments, with "
+                "trace(model, inputs=...)."
+            )
         self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
         self.parts: list[Part] = []
         for kind in PARTS:
