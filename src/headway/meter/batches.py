@@ -58,15 +58,29 @@ def workload_of(batch: Mapping[str, Any], cost_model: CostModel | None = None) -
     >>> workload_of({"input_ids": np.zeros((2, 4), int), "attention_mask": np.array([[1, 1, 1, 0], [1, 1, 1, 1]])})
     Workload(2 segments, 7 tokens, 8 slots)
     """
-    if isinstance(given := batch.get("workload"), Workload):
-        return given
     reads_encoder = cost_model is not None and "source" in cost_model.towers
+    if isinstance(given := batch.get("workload"), Workload):
+        if not reads_encoder:  # whose ids are the encoder's
+            _check_slots(given, batch)
+        return given
     grids = {name: batch[key] for name, key in _GRIDS.items() if batch.get(key) is not None}
     if "images" not in grids and batch.get("pixel_values") is not None:
         grids["images"] = _frames(batch["pixel_values"], cost_model)
     if reads_encoder:
         return _decoded(batch, grids)
     return _segments(batch, _shape(batch), grids)
+
+
+def _check_slots(given: Workload, batch: Mapping[str, Any]) -> None:
+    """Refuse a workload that bills other tokens than the batch beside it holds."""
+    if not any(batch.get(key) is not None for key in _IDS):
+        return
+    rows, slots = _shape(batch)
+    if given.slots != rows * slots:
+        raise WorkloadError(
+            f"the batch's workload bills {given.slots} slots, but its tensors hold {rows} x {slots} = {rows * slots}. "
+            "Build the workload from this very batch, or leave it out and the batch is read instead."
+        )
 
 
 _GRIDS = {"images": "image_grid_thw", "videos": "video_grid_thw"}

@@ -13,21 +13,18 @@ if TYPE_CHECKING:
 
 NS = 1_000_000_000
 COUNTED = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames")
-_TOTALS = ("num_steps", "num_left_out", "num_skipped", "wall_ns", "data_wait_ns", *COUNTED)
+_TOTALS = (
+    "num_steps",
+    "num_left_out",
+    "num_skipped",
+    "num_batches",
+    "wall_ns",
+    "data_wait_ns",
+    "energy_mj",
+    "num_without_energy",  # windows of ranks that cannot tell their energy
+    *COUNTED,
+)
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
-
-
-def quantities(workload: Workload) -> dict[str, int]:
-    """Name the quantities of a workload that a window reports."""
-    return {
-        "tokens": workload.tokens,
-        "slots": workload.slots,
-        "segments": workload.num_segments,
-        "images": workload.num_images,
-        "videos": workload.num_videos,
-        "patches": workload.patches,
-        "audio_frames": int(workload.audio.sum()),
-    }
 
 
 class Sums:
@@ -59,6 +56,16 @@ class Sums:
         for row in count.rows:
             for phase, sums in zip(_PHASES, self.flops, strict=True):
                 sums[place[row.name, row.driver]] += getattr(row, phase)
+
+    def add_quantities(self, workload: Workload) -> None:
+        """Add the tokens, images and other quantities of a workload."""
+        self.totals["tokens"] += workload.tokens
+        self.totals["slots"] += workload.slots
+        self.totals["segments"] += workload.num_segments
+        self.totals["images"] += workload.num_images
+        self.totals["videos"] += workload.num_videos
+        self.totals["patches"] += workload.patches
+        self.totals["audio_frames"] += int(workload.audio.sum())
 
     def count(self) -> FlopCount:
         """Return the FLOPs as a count."""

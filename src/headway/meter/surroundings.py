@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import UnknownDeviceError, UsageError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from headway.count import CostModel
     from headway.devices import Peak
+    from headway.meter.goodput import Goodput
 
 
 def device_of(model: Any) -> Any:
@@ -50,7 +53,49 @@ def peak_of(model: Any, device: Any) -> Peak:
         return Peak(str(device), math.nan, str(dtype).removeprefix("torch."), "unknown", "override")
 
 
-def num_graphs() -> int:
+class Compilation:
+    """Notices when torch.compile compiles in this process."""
+
+    def __init__(self) -> None:
+        self._num_graphs = _num_graphs()
+        self._goodput: Goodput | None = None
+        self._span: AbstractContextManager[None] | None = None
+
+    def happened(self) -> bool:
+        """Say whether a graph has been made since the last call."""
+        before, self._num_graphs = self._num_graphs, _num_graphs()
+        return self._num_graphs != before
+
+    def charge(self, goodput: Goodput) -> None:
+        """From now on, charge the time that compiling takes to a run's `compile` bucket."""
+        from torch._dynamo.callback import callback_handler
+
+        self._goodput = goodput
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+
+    def let_go(self) -> None:
+        """Charge no more."""
+        if self._goodput is None:
+            return
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.remove_start_callback(self._begin)
+        callback_handler.remove_end_callback(self._end)
+        self._goodput = None
+
+    def _begin(self, _what: Any) -> None:
+        assert self._goodput is not None
+        self._span = self._goodput.bucket("compile")
+        self._span.__enter__()
+
+    def _end(self, _what: Any) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
+
+
+def _num_graphs() -> int:
     """Count the graphs that torch.compile has made so far in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
