@@ -100,8 +100,8 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str, Any]) -> Workload:
     rows, slots = shape
-    real, padded = _boundaries(batch)
-    if real.size > 1:
+    padded, real = _boundaries(batch)
+    if padded.size > 1:
         if padded[-1] > rows * slots:
             raise WorkloadError(
                 f"the boundaries end at {padded[-1]}, but the batch holds {rows} x {slots} slots: other tokens would "
@@ -119,18 +119,14 @@ def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str,
     return Workload([slots] * rows, **grids)
 
 
-def _boundaries(batch: Mapping[str, Any]) -> tuple[Ints, Ints]:
-    """Read where the segments of a pack end, without and with each one's padding; both empty where nothing says it."""
+def _boundaries(batch: Mapping[str, Any]) -> tuple[Ints, Ints | None]:
+    """Read the boundaries of a pack's segments, and those of their real tokens where the batch tells them apart."""
     given = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), ())
     padded = boundaries_of(given, batch.get("cu_seqlens_argmin"), "cu_seqlens")
     if batch.get("cu_seqlens_unpadded") is None:
-        return padded, padded
-    real = boundaries_of(
-        batch["cu_seqlens_unpadded"], batch.get("cu_seqlens_unpadded_argmin"), "cu_seqlens_unpadded"
-    )
-    if padded.size < 2:
-        return real, real
-    return real, padded
+        return padded, None
+    real = boundaries_of(batch["cu_seqlens_unpadded"], batch.get("cu_seqlens_unpadded_argmin"), "cu_seqlens_unpadded")
+    return (padded, real) if padded.size > 1 else (real, None)
 
 
 def _fits(positions: Any, shape: tuple[int, int]) -> bool:
