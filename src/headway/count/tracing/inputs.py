@@ -287,9 +287,7 @@ def as_phantoms(value: Any) -> Any:
         if _is_mask(value):
             return value.detach().to("cpu", torch.bfloat16)
         return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
-    if isinstance(value, dict):
-        return {name: as_phantoms(part) for name, part in value.items()}
-    return type(value)(as_phantoms(part) for part in value) if isinstance(value, tuple | list) else value
+    return _rebuilt(value, as_phantoms)
 
 
 def _is_mask(floats: torch.Tensor) -> bool:
@@ -306,9 +304,16 @@ def on_device(value: Any, device: torch.device) -> Any:
     """Move the tensors among arguments to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
+    return _rebuilt(value, lambda part: on_device(part, device))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the parts of a dictionary, a list, a tuple or a named one; anything else stays."""
     if isinstance(value, dict):
-        return {name: on_device(part, device) for name, part in value.items()}
-    return type(value)(on_device(part, device) for part in value) if isinstance(value, tuple | list) else value
+        return {name: change(part) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    return type(value)(map(change, value)) if isinstance(value, tuple | list) else value
 
 
 def _next_prime(n: int) -> int:
