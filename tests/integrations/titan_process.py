@@ -6,7 +6,6 @@ device. Everything that trains and logs is torchtitan's.
 Run as `titan_process.py SETTINGS`, a JSON object; prints what happened as JSON.
 """
 
-import contextlib
 import dataclasses
 import importlib.machinery
 import json
@@ -46,7 +45,8 @@ def stand_in_for_a_gpu():
 class Rows(torch.utils.data.IterableDataset):
     """The documents laid end to end in rows of 16 slots, over and over; ranks take turns."""
 
-    def __init__(self, rank, world):
+    def __init__(self, rank, world, *, has_pixels):
+        self.has_pixels = has_pixels
         tokens = [token for n in DOCUMENTS for token in [7] * (n - 1) + [END]]
         self.rows = torch.tensor(tokens).reshape(-1, SLOTS)
         self.mine = slice(rank, None, world)
@@ -54,10 +54,10 @@ class Rows(torch.utils.data.IterableDataset):
     def __iter__(self):
         while True:
             for row in self.rows[self.mine]:
-                yield {"input": row}, row
+                yield {"input": row, **({"pixels": row} if self.has_pixels else {})}, row
 
 
-def spec_of(settings):
+def spec_of(settings, validations):
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.validate import BaseValidator
     from torchtitan.protocols.train_spec import get_train_spec
@@ -67,6 +67,7 @@ def spec_of(settings):
             self.job_config, self.processor = job_config, metrics_processor
 
         def validate(self, model_parts, step):
+            validations.append(time.perf_counter())
             model_parts[0].eval()
             with torch.no_grad():
                 model_parts[0](torch.full((2, SLOTS), 7))
@@ -75,13 +76,14 @@ def spec_of(settings):
             model_parts[0].train()
 
     def build_dataloader(dp_world_size, dp_rank, job_config, **_):
+        rows = Rows(dp_rank, dp_world_size, has_pixels=settings.get("has_pixels", False))
         batch_size = job_config.training.local_batch_size
-        return ParallelAwareDataloader(Rows(dp_rank, dp_world_size), dp_rank, dp_world_size, batch_size=batch_size)
+        return ParallelAwareDataloader(rows, dp_rank, dp_world_size, batch_size=batch_size)
 
-    plain = get_train_spec("llama3")
-    tiny = dataclasses.replace(
-        plain.model_args["debugmodel"], dim=32, n_layers=3, n_heads=4, vocab_size=64, **settings.get("model", {})
-    )
+    family = settings.get("family", "llama3")
+    plain = get_train_spec(family)
+    sizes = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": 64} if family == "llama3" else {}
+    tiny = dataclasses.replace(plain.model_args["debugmodel"], **sizes, **settings.get("model", {}))
     return dataclasses.replace(
         plain,
         model_args={"tiny": tiny},
@@ -89,6 +91,13 @@ def spec_of(settings):
         build_tokenizer_fn=lambda _: types.SimpleNamespace(eos_id=END),
         build_validator_fn=Validator,
     )
+
+
+def one_slot_short(inputs, labels):
+    """Read a batch wrongly, as a function that was written for another dataloader would."""
+    from headway import Workload
+
+    return Workload([labels.numel() - 1])
 
 
 def config_of(settings):
@@ -117,16 +126,25 @@ def main(settings):
     from headway.devices import Peak
     from headway.integrations import with_headway
 
+    if settings.get("model"):  # flex attention has a backward on GPUs only, unless it runs as plain operations
+        from torch.nn.attention import flex_attention
+
+        torch.compiler.set_stance("force_eager")
+        flex_attention._validate_device = lambda *_: None
     init_logger()
-    windows = []
+    windows, validations = [], []
     peak = Peak("test", 1e12, "bf16", "made up for a test")
-    register_train_spec("measured", with_headway(spec_of(settings), peak=peak, on_window=windows.append))
+    options = {"workload_of": one_slot_short} if settings.get("misread") else {}
+    register_train_spec(
+        "measured", with_headway(spec_of(settings, validations), peak=peak, on_window=windows.append, **options)
+    )
     trainer = Trainer(config_of(settings))
-    with contextlib.redirect_stdout(sys.stderr):
-        trainer.train()
-        trainer.close()
+    began_s = time.perf_counter()
+    trainer.train()
+    trainer.close()
     torch.distributed.destroy_process_group()
     result = {
+        "until_last_validation_s": max(validations, default=began_s) - began_s,
         "accumulation": trainer.gradient_accumulation_steps,
         "windows": [
             {
@@ -143,7 +161,7 @@ def main(settings):
             for w in windows
         ],
     }
-    print(json.dumps(result))
+    sys.stdout.write(f"\n{json.dumps(result)}")
 
 
 if __name__ == "__main__":
