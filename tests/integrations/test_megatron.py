@@ -25,7 +25,7 @@ from headway.integrations import FlopsAccumulator
 from headway.meter import Meter
 from one_linear import Clock
 
-PEAK = Peak("test device", 1e18, "fp32", "made up for a test")
+PEAK = Peak("test device", 1e30, "fp32", "made up for a test")
 # FLOPs of forward and both gradients: 18 per token, 12 per causal pair, 30 per patch, 6 per pair of patches of a frame
 ROWS = {"tokens": 6, "pairs:causal": 4, "patches": 10, "patch_pairs:frame": 2}
 COST_MODEL = CostModel(
