@@ -383,3 +383,11 @@ def test_ledgers_of_no_steps_are_not_an_mfu():
             pass
     assert meter.num_steps == 0
     assert isinstance(meter.cost_model, CostModel)
+
+
+def test_a_rank_that_shares_a_batch_counts_nothing_of_its_own():
+    meter = Meter(COST_MODEL, peak=PEAK, log_every=2)
+    meter.count(Workload([10]))
+    meter.step()
+    meter.count(Workload())
+    assert meter.step().flops.total == 10 * PER_TOKEN

@@ -87,8 +87,8 @@ class Inputs:
         if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
             raise TraceError(
                 f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many "
-                "there are, and what it costs, is the data's choice. Give one example, patch_lengths among its "
-                "arguments, with trace(model, inputs=...)."
+                "there are, and what it costs, is the data's choice. Give one example, patch_lengths with it, "
+                "with trace(model, inputs=...)."
             )
         self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
         self.parts: list[Part] = []
