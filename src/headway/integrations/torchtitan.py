@@ -149,7 +149,6 @@ class _Hook:
             recompute=recompute or "none",
             on_window=self._on_window,
         )
-        self.meter.device = device
         processor.log = partial(self._log, processor.log)
         processor.close = partial(self._close, processor.close)
         return processor
@@ -233,7 +232,7 @@ class _Hook:
             except UsageError as error:  # a short run may have no counted step, which is no reason to fail it
                 logger.warning(f"headway: {error}")
             else:
-                if run is not None and self._on_window is not None:
+                if self._on_window is not None:
                     self._on_window(run)
         close()
 

@@ -20,6 +20,7 @@ from headway.meter.sinks import Sinks
 from headway.meter.sums import COUNTED, NS, Sums
 from headway.meter.surroundings import (
     Compilation,
+    device_here,
     device_of,
     largest_memory,
     peak_of,
@@ -95,7 +96,7 @@ class Meter:
                 f"log_every={log_every}, smooth_over={smooth_over}, num_warmup_steps={num_warmup_steps}: a window has "
                 "at least 1 step, is smoothed over at least 1 window, and a number of warm-up steps is 0 or more."
             )
-        self.device = None if isinstance(model, CostModel) else device_of(model)
+        self.device = device_here() if isinstance(model, CostModel) else device_of(model)
         self.cost_model = model if isinstance(model, CostModel) else trace_of(model)
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
