@@ -136,11 +136,15 @@ class HeadwayCallback(TrainerCallback):
         window = self.meter.log()
         if window is None:
             return
-        record = window.as_record()
-        found = {f"{self._prefix}/{name}": record[name] for name in self._names if record[name] is not None}
+        found = self.logged(window)
         logs.update(found)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(found)  # the Trainer copied the dictionary before it called us
+
+    def logged(self, window: Window) -> dict[str, Any]:
+        """Choose what the Trainer logs of a window, by name; what is not known is left out."""
+        record = window.as_record()
+        return {f"{self._prefix}/{name}": record[name] for name in self._names if record[name] is not None}
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Sum the run up in `run`."""

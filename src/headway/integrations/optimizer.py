@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from headway.errors import UsageError
 from headway.integrations.profiling import ProfiledFlops, profile_flops
-from headway.integrations.tracking import track
+from headway.integrations.tracking import check_backward_factor, track
 from headway.integrations.watching import ledger_of
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ _ATTRIBUTES = ("defaults", "param_groups", "state", "grad_scale", "found_inf")  
 class MFUOptimizerWrapper(Optimizer):
     """Wrap an optimizer to measure blocks of its training loop with `track_step`.
 
-    Everything else goes to the optimizer inside: its state, groups and hooks are the same objects, so that learning-rate
-    schedulers, `torch.amp.GradScaler`, checkpoints and Accelerate see no difference.
+    Everything else goes to the optimizer inside: its state, groups and hooks are the same objects, so that
+    learning-rate schedulers, `torch.amp.GradScaler`, checkpoints and Accelerate see no difference.
 
     Gradients are the loop's. The one thing done to them is what `track_step` is documented for: at its entry, gradients
-    that a step has used already are cleared, as loops without a `zero_grad` of their own rely on. Gradients that no
+    which a step has used already are cleared, as loops without a `zero_grad` of their own rely on. Gradients that no
     step has used, which a loop accumulates, stay. A step that a gradient scaler skips has used them too.
 
     Args:
@@ -85,8 +85,6 @@ class MFUOptimizerWrapper(Optimizer):
         # Optimizer's own constructor would make groups and state of its own.
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: wrap the optimizer that steps.")
-        if backward_factor is not None and hfu_backward_factor is not None:
-            raise UsageError("backward_factor and hfu_backward_factor are the same: give one of them.")
         self.optimizer = optimizer
         self._model = model
         self._sample = sample_batch
@@ -97,7 +95,7 @@ class MFUOptimizerWrapper(Optimizer):
         self._options: dict[str, Any] = {
             "dtype": dtype,
             "num_gpus": num_gpus,
-            "backward_factor": backward_factor if backward_factor is not None else hfu_backward_factor,
+            "backward_factor": check_backward_factor(backward_factor, hfu_backward_factor),
             "device": device,
         }
         track(model, **self._options)  # what is wrong with them is said now

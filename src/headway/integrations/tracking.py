@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -90,11 +91,8 @@ class track:  # noqa: N801 - it is called as a function is, like contextlib's cl
             if value is not None:
                 check_number(value, name, name.partition("_")[2])
         check_devices(num_gpus)
-        if backward_factor is not None and (recompute is not None or not backward_factor >= _PLAIN_BACKWARD):
-            raise UsageError(
-                f"backward_factor={backward_factor!r} must be at least 2, as a backward costs twice a forward, and "
-                "leaves no room for recompute=: give one of them."
-            )
+        if check_backward_factor(backward_factor) is not None and recompute is not None:
+            raise UsageError("backward_factor and recompute both say what is recomputed: give one of them.")
         needs_model = {"batch": batch, "recompute": recompute, "backward_factor": backward_factor}
         self._source = _source(
             flop_count, recompute, [name for name, value in needs_model.items() if value is not None]
@@ -139,6 +137,26 @@ class track:  # noqa: N801 - it is called as a function is, like contextlib's cl
                 return function(*args, **kwargs)
 
         return tracked
+
+
+def check_backward_factor(*given: float | None) -> float | None:
+    """Check a backward factor that may be given under several names.
+
+    Returns:
+        The one that is given, or None.
+
+    Raises:
+        UsageError: it is below 2, or given more than once.
+    """
+    factors = [factor for factor in given if factor is not None]
+    if len(factors) > 1:
+        raise UsageError("backward_factor and hfu_backward_factor are the same: give one of them.")
+    if factors and not _PLAIN_BACKWARD <= factors[0] < math.inf:
+        raise UsageError(
+            f"backward_factor={factors[0]!r} must be at least 2: a backward costs twice a forward, and recomputation "
+            "comes on top. Leave it out, and recomputation is read off the model."
+        )
+    return factors[0] if factors else None
 
 
 @dataclass(frozen=True, slots=True)
