@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.devices import Peak, copy_ceiling, device_at, peak_for
+from headway.devices.lookup import dtype_label
 from headway.devices.names import OVERRIDE_VARIABLE, matches
 from headway.devices.probe import report
 from headway.devices.table import FILE_VARIABLE
@@ -49,12 +50,12 @@ class GPUSpec:
         Raises:
             UnknownDeviceError: nobody stated a peak for this dtype, and none is known or can be measured.
         """
-        if dtype in self.stated_flops_per_s:
-            rate = self.stated_flops_per_s[str(dtype)]
-            return Peak(self.name, rate, str(dtype), "stated in a GPUSpec", "override")
+        label = dtype if isinstance(dtype, str) else dtype_label(dtype, self.device or torch.device("cpu"))
+        if label in self.stated_flops_per_s:
+            return Peak(self.name, self.stated_flops_per_s[label], label, "stated in a GPUSpec", "override")
         if self.device is None:
             raise UnknownDeviceError(
-                f"{self.name} has no peak for {dtype!r}; stated are {', '.join(self.stated_flops_per_s) or 'none'}. "
+                f"{self.name} has no peak for {label!r}; stated are {', '.join(self.stated_flops_per_s) or 'none'}. "
                 "State it in stated_flops_per_s [FLOP/s], or use get_gpu_spec() on a known device."
             )
         return _peak(self.device, torch.float32 if dtype == "fp32" else dtype, _surroundings())
