@@ -9,7 +9,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 SETUP := .venv/.headway-set-up
-SOURCES := src tests benchmarks
+SOURCES := src tests benchmarks examples
 
 .PHONY: demo check test sweep format lint types fast-tests
 

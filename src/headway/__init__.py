@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from headway.integrations.profiling import (
         FlopProfile,
         flash_attn_flops,
-        param_bytes,
         profile_flops,
         profile_flops_with_hfu,
     )
     from headway.integrations.results import UtilizationResult
+    from headway.integrations.setups import param_bytes
     from headway.integrations.tracking import track
     from headway.meter import Meter, StepMeter, StepUtilisation, Window
 
@@ -49,7 +49,7 @@ _HOME = {
     "compute_mfu": "headway.integrations.gpu_spec",
     "flash_attn_flops": "headway.integrations.profiling",
     "get_gpu_spec": "headway.integrations.gpu_spec",
-    "param_bytes": "headway.integrations.profiling",
+    "param_bytes": "headway.integrations.setups",
     "profile_flops": "headway.integrations.profiling",
     "profile_flops_with_hfu": "headway.integrations.profiling",
     "track": "headway.integrations.tracking",

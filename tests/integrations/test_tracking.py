@@ -116,12 +116,12 @@ def test_what_checkpointing_runs_again_is_in_hfu_alone():
 
 def test_a_choice_of_checkpointed_blocks_is_read_off_the_model():
     model = gpt2()
-    assert ledger_of(model).recompute() == "none"
+    assert ledger_of(model).setup.read().recompute() == "none"
     model.activation_checkpointing_enable()
     model.transformer.h[0].gradient_checkpointing = False
-    assert ledger_of(model).recompute() == "transformer.h.1"
+    assert ledger_of(model).setup.read().recompute() == "transformer.h.1"
     model.activation_checkpointing_enable({"use_reentrant": True})
-    assert ledger_of(model).recompute() == "reentrant"
+    assert ledger_of(model).setup.read().recompute() == "reentrant"
 
 
 # dynamo looks at the gradient of whatever it traces, and hides the warning only where warnings are no errors
@@ -244,12 +244,22 @@ def test_a_model_is_not_kept_alive_nor_hooked_twice():
     with track(twin, spec=SPEC) as result:
         run(twin, batch)
     assert result.flops == step_flops(LENGTHS)
+    results = []
+    for trained in (True, False):
+        model.requires_grad_(trained)
+        model.lm_head.requires_grad_(True)  # and the embedding, which is the head
+        with track(flops, spec=SPEC, dtype="fp32") as late:
+            run(model, batch)
+        results.append(late)
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
-    with pytest.raises(UsageError, match="is gone"), track(flops, spec=SPEC, dtype="fp32"):
-        pass
+    with pytest.raises(UsageError, match="is gone"):
+        track(flops, spec=SPEC)
+    assert results[0].flops == step_flops(LENGTHS)  # as it was set up then
+    assert results[1].flops < step_flops(LENGTHS)
+    assert results[1].flop_count.dgrad == results[0].flop_count.dgrad  # the embedding lies below everything
 
 
 def test_a_watched_model_can_be_saved_whole(tmp_path):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from headway.integrations.ledgers import Call, Ledger
+    from headway.integrations.setups import Setup
     from headway.meter import Meter, Window
 
 
@@ -78,6 +79,7 @@ class WatchedBlock(Block):
         self._watch = Watch(ledgers)
         self._added = added
         self._recompute = recompute
+        self._setups: dict[Ledger, Setup] = {}
 
     def __enter__(self) -> Self:
         for ledger in self._watch.ledgers:
@@ -88,6 +90,7 @@ class WatchedBlock(Block):
 
     def __exit__(self, *exception: object) -> None:
         self._watch.__exit__()
+        self._setups = {ledger: ledger.setup.read() for ledger in self._watch.ledgers}
 
     def counted(self) -> Counted:
         """Count the forwards and backwards that ran.
@@ -97,14 +100,12 @@ class WatchedBlock(Block):
         """
         watch = self._watch
         if not watch.forwards and not watch.backwards:
-            names = ", ".join(type(ledger.model).__name__ for ledger in watch.ledgers)
+            names = ", ".join(ledger.name for ledger in watch.ledgers)
             raise UsageError(
                 f"no forward of {names} ran in the block, so its FLOPs are not known. If torch.compile had compiled "
                 "the model before it was profiled or tracked, pass what torch.compile returned; of CUDA graphs and "
                 "other models pass the FLOPs as a plain number, int(flops), or the batch, track(model, batch=batch)."
             )
-        for ledger in watch.ledgers:
-            ledger.refresh()
         parts, workloads = [], []
         for call in watch.forwards:
             has_backward = any(call is own for own in watch.backwards)
@@ -125,8 +126,8 @@ class WatchedBlock(Block):
         )
 
     def _count(self, call: Call, *, forward_only: bool) -> tuple[FlopCount, Workload]:
-        recompute = self._recompute if self._recompute is not None else call.ledger.recompute()
-        return call.ledger.count(call, recompute=recompute, forward_only=forward_only)
+        setup = self._setups[call.ledger]
+        return call.ledger.count(call, setup, recompute=self._recompute, forward_only=forward_only)
 
 
 class ListedBlock(Block):

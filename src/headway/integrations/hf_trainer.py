@@ -14,10 +14,10 @@ from headway.devices.table import DTYPES
 from headway.errors import UnknownDeviceError, UsageError
 from headway.integrations.gpu_spec import check_devices, get_gpu_spec
 from headway.integrations.huggingface import HeadwayCallback
-from headway.integrations.ledgers import Ledger
-from headway.integrations.profiling import param_bytes
+from headway.integrations.setups import SetupReader, param_bytes
 from headway.integrations.tracking import check_backward_factor
 from headway.meter.batches import workload_of
+from headway.meter.surroundings import device_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,10 +83,9 @@ class MFUCallback(HeadwayCallback):
     ) -> None:
         """Look the device up, trace the model and start the clock."""
         model = kwargs["model"]
-        ledger = Ledger(model)
         dtype = self._dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
-        self._peak = self._find_peak(self._device or ledger.device, dtype)
-        self._recompute = ledger.recompute()
+        self._peak = self._find_peak(self._device or device_of(model), dtype)
+        self._recompute = SetupReader(model).read().recompute()
         self._step_bytes = _PASSES * param_bytes(model)
         super().on_train_begin(args, state, control, **kwargs)
         if self._sample is not None and self.meter is not None:

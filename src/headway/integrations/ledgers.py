@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from headway.count import CostModel, FlopCount, Workload, trace
-from headway.count.tracing.classify import checkpointable_blocks
 from headway.count.tracing.unwrap import whole
 from headway.errors import HeadwayError, UsageError
+from headway.integrations.setups import Setup, SetupReader, param_bytes
 from headway.meter.batches import needed, workload_of
 from headway.meter.late import Arrival, on_host
 from headway.meter.surroundings import device_of
@@ -67,8 +67,11 @@ class Ledger:
         self.takes_tokens = "input_ids" in inspect.signature(whole(model).forward).parameters
         self.follows_backwards = False  # outside blocks too
         self.num_backwards = 0  # signs of a backward that were seen; one may give several
-        self._trained: tuple[bool, ...] = ()
+        self.name = type(model).__name__
+        self.setup = SetupReader(model)
+        self._param_bytes = param_bytes(model)
         self._traces: dict[Any, CostModel] = {}
+        self._applied: dict[tuple[Any, tuple[bool, ...]], CostModel] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -87,25 +90,31 @@ class Ledger:
         """Dtype of the weights; None of a model that has none of floats."""
         return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
 
-    def refresh(self) -> None:
-        """Forget what was traced if other parameters are trained now than were then."""
-        trained = tuple(p.requires_grad for p in self.model.parameters())
-        if trained != self._trained:
-            self._trained, self._traces = trained, {}
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of the weights, as last seen."""
+        model = self._model()
+        if model is not None:
+            self._param_bytes = param_bytes(model)
+        return self._param_bytes
 
-    def cost_model(self, given: Any = None) -> CostModel:
+    def cost_model(self, given: Any = None, setup: Setup | None = None) -> CostModel:
         """Return the cost model that a forward is counted with, traced if it is the first of its kind.
 
         Args:
             given: its arguments by name; not needed where the model takes tokens.
+            setup: says what is trained; read off the model when None.
 
         Raises:
             TraceError: an operation cannot be explained.
         """
         key = None if self.takes_tokens else _shapes(given)
-        if key not in self._traces:
-            self._traces[key] = trace(self.model, inputs=None if self.takes_tokens else _on_cpu(given))
-        return self._traces[key]
+        setup = setup if setup is not None else self.setup.read()
+        if (key, setup.trained) not in self._applied:
+            if key not in self._traces:
+                self._traces[key] = trace(self.model, inputs=None if self.takes_tokens else _on_cpu(given))
+            self._applied[key, setup.trained] = setup.applied_to(self._traces[key])
+        return self._applied[key, setup.trained]
 
     def traced(self) -> Iterable[CostModel]:
         """Return what has been traced so far."""
@@ -121,13 +130,22 @@ class Ledger:
             return Call(self, _without_data(given), dtype)
         try:
             _refuse_past(given)
-            copied, late = on_host(given, needed(self.cost_model()))
-            return Call(self, copied if late else workload_of(copied, self.cost_model()), dtype)
+            model = self._traces[None]  # whoever watches has had it traced
+            copied, late = on_host(given, needed(model))
+            return Call(self, copied if late else workload_of(copied, model), dtype)
         except HeadwayError as error:  # a loop is not broken by being watched
             return Call(self, error, dtype)
 
-    def count(self, call: Call, *, recompute: str = "none", forward_only: bool = False) -> tuple[FlopCount, Workload]:
+    def count(
+        self, call: Call, setup: Setup, *, recompute: str | None = None, forward_only: bool = False
+    ) -> tuple[FlopCount, Workload]:
         """Count a forward that was noted down, and its backward; its copies have come.
+
+        Args:
+            call: the forward.
+            setup: of the model while it ran.
+            recompute: as for `CostModel.count`; what the setup says when None.
+            forward_only: leave the backward out.
 
         Returns:
             The FLOPs, and the workload; that of a model without tokens is empty.
@@ -137,33 +155,12 @@ class Ledger:
         """
         if isinstance(call.given, HeadwayError):
             raise call.given
-        cost_model = self.cost_model(call.given)
+        again = "none" if forward_only else setup.recompute() if recompute is None else recompute
+        model = self.cost_model(call.given, setup)
         if not self.takes_tokens:
-            return cost_model.count(_ONE, recompute=recompute, forward_only=forward_only), Workload()
-        workload = call.given if isinstance(call.given, Workload) else workload_of(call.given, cost_model)
-        return cost_model.count(workload, recompute=recompute, forward_only=forward_only), workload
-
-    def recompute(self) -> str:
-        """Read off the model which blocks activation checkpointing runs again, as transformers switches it on.
-
-        Raises:
-            UsageError: a choice of blocks is run again to their ends, which no term of `CostModel.count` says.
-        """
-        model = whole(self.model)
-        blocks = [model.get_submodule(path) for path in sorted(checkpointable_blocks(model))]
-        on = [block for block in blocks if getattr(block, "gradient_checkpointing", False)]
-        if not on:
-            return "none"
-        functions = [getattr(block, "_gradient_checkpointing_func", None) for block in on]
-        to_the_end = any(getattr(f, "keywords", {}).get("use_reentrant", False) for f in functions)
-        if len(on) == len(blocks):
-            return "reentrant" if to_the_end else "full"
-        if to_the_end:
-            raise UsageError(
-                f"{len(on)} of {len(blocks)} blocks are checkpointed with use_reentrant=True, and what that runs again "
-                "cannot be said. Checkpoint with use_reentrant=False, or pass recompute= (see `CostModel.count`)."
-            )
-        return ",".join(path for path, module in model.named_modules() if module in on)
+            return model.count(_ONE, recompute=again, forward_only=forward_only), Workload()
+        workload = call.given if isinstance(call.given, Workload) else workload_of(call.given, model)
+        return model.count(workload, recompute=again, forward_only=forward_only), workload
 
 
 def _names(model: nn.Module) -> list[str]:

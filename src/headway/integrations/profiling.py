@@ -161,10 +161,12 @@ def profile_flops_with_hfu(
         TraceError, WorkloadError, UsageError: as for `profile_flops`.
     """
     ledger = ledger_of(model)
-    ledger.refresh()
+    ledger.setup.look_again()
+    setup = ledger.setup.read()
+    if ledger.takes_tokens:
+        ledger.cost_model()
     call = ledger.note(args or (), kwargs or {}).arrived()
-    recompute = ledger.recompute() if with_backward else "none"
-    count, _ = ledger.count(call, recompute=recompute, forward_only=not with_backward)
+    count, _ = ledger.count(call, setup, forward_only=not with_backward)
     own = (ledger,)
     return FlopProfile(ProfiledFlops(count.total, own), ProfiledFlops(count.total + count.recompute, own))
 
@@ -212,17 +214,3 @@ def flash_attn_flops(
     pairs = sequences * (causal_pairs if causal else full_pairs)([seq_len])
     per_pair = 4 * num_heads * head_dim
     return AttentionFlops(pairs * per_pair * (3 if with_backward else 1), per_pair)
-
-
-def param_bytes(model: nn.Module, *, trainable_only: bool = False) -> int:
-    """Count the bytes of a model's parameters; tied ones once.
-
-    Args:
-        model: any module; of a sharded one the whole's.
-        trainable_only: leave frozen parameters out.
-
-    >>> from torch import nn
-    >>> param_bytes(nn.Linear(8, 4))
-    144
-    """
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not trainable_only)

@@ -16,7 +16,6 @@ from headway.errors import UsageError
 from headway.integrations.blocks import Block, ListedBlock, StatedBlock, WatchedBlock
 from headway.integrations.gpu_spec import GPUSpec, check_devices, check_number, default_device, get_gpu_spec
 from headway.integrations.profiling import ProfiledFlops
-from headway.integrations.profiling import param_bytes as bytes_of
 from headway.integrations.results import Clock, UtilizationResult
 from headway.integrations.watching import ledger_of
 from headway.meter import Meter
@@ -213,8 +212,8 @@ def _of_ledgers(profile: ProfiledFlops, recompute: str | None, *, counts_batches
                 "batch= says what one model that takes input_ids computes, and nothing else: leave it out, and the "
                 "forwards in the block are counted."
             )
-        again = recompute if recompute is not None else first.recompute()
+        again = recompute if recompute is not None else first.setup.read().recompute()
         make = partial(ListedBlock, first.cost_model(), again)
     return _Source(
-        make, first.dtype or _PAGE_DTYPE, first.device, lambda: sum(bytes_of(ledger.model) for ledger in ledgers)
+        make, first.dtype or _PAGE_DTYPE, first.device, lambda: sum(ledger.param_bytes for ledger in ledgers)
     )
