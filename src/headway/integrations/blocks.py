@@ -83,8 +83,7 @@ class WatchedBlock(Block):
 
     def __enter__(self) -> Self:
         for ledger in self._watch.ledgers:
-            if ledger.takes_tokens:
-                ledger.cost_model()  # traced before the block's time begins
+            ledger.prepare()  # before the block's time begins
         self._watch.__enter__()
         return self
 

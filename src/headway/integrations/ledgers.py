@@ -98,6 +98,15 @@ class Ledger:
             self._param_bytes = param_bytes(model)
         return self._param_bytes
 
+    def prepare(self) -> None:
+        """Trace the model ahead of its first forward, where that says nothing new.
+
+        Raises:
+            TraceError: an operation cannot be explained.
+        """
+        if self.takes_tokens and not self._traces:
+            self.cost_model()
+
     def cost_model(self, given: Any = None, setup: Setup | None = None) -> CostModel:
         """Return the cost model that a forward is counted with, traced if it is the first of its kind.
 

@@ -109,8 +109,7 @@ class MFUOptimizerWrapper(Optimizer):
         """
         if self._sample is not None:
             return profile_flops(self._model, kwargs=self._sample)
-        if self._ledger.takes_tokens:
-            self._ledger.cost_model()
+        self._ledger.prepare()
         return None
 
     @contextmanager

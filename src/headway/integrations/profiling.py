@@ -163,8 +163,7 @@ def profile_flops_with_hfu(
     ledger = ledger_of(model)
     ledger.setup.look_again()
     setup = ledger.setup.read()
-    if ledger.takes_tokens:
-        ledger.cost_model()
+    ledger.prepare()
     call = ledger.note(args or (), kwargs or {}).arrived()
     count, _ = ledger.count(call, setup, forward_only=not with_backward)
     own = (ledger,)

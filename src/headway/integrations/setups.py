@@ -73,17 +73,17 @@ class SetupReader:
         if model is None:
             return
         inner = whole(model)
-        self._parameters = [weakref.ref(parameter) for parameter in inner.parameters()]
+        self._parameters: list[Any] = [weakref.ref(parameter) for parameter in inner.parameters()]
         paths = checkpointable_blocks(inner)
         self._blocks = [(path, weakref.ref(module)) for path, module in inner.named_modules() if path in paths]
         self._last = self._read()
 
     def read(self) -> Setup:
         """Return how the model is set up now."""
-        if any(parameter() is None for parameter in self._parameters):  # sharding puts others in their places
-            self.look_again()
-        else:
+        try:
             self._last = self._read()
+        except AttributeError:  # one is gone: sharding puts others in their places
+            self.look_again()
         return self._last
 
     def _read(self) -> Setup:
@@ -93,8 +93,8 @@ class SetupReader:
             if getattr(module, "gradient_checkpointing", False):
                 on.append((path, getattr(module, "_gradient_checkpointing_func", None)))
         return Setup(
-            tuple(bool(getattr(parameter(), "requires_grad", False)) for parameter in self._parameters),
-            tuple(path for path, _ in on),
+            tuple([parameter().requires_grad for parameter in self._parameters]),
+            tuple([path for path, _ in on]),
             len(self._blocks),
             any(getattr(function, "keywords", {}).get("use_reentrant", False) for _, function in on),
         )
