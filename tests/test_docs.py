@@ -14,6 +14,7 @@ PAGES = [
     "devices.md",
     "goodput.md",
     "metering.md",
+    "mfu-tracker.md",
     "tracing.md",
     "trackers.md",
     "what-the-numbers-mean.md",
