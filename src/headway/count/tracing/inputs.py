@@ -286,6 +286,11 @@ def backward_from(output: Any) -> None:
         if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
             value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
         if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if not isinstance(value, Phantom):
+                raise TraceError(
+                    "the model's forward computes on real tensors when it is traced: something laid over it leads back "
+                    "to the original model. Trace the model before it is altered, and pass that cost model on."
+                )
             value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             return
         if isinstance(value, dict):
