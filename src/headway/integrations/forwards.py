@@ -7,10 +7,34 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from headway.errors import WorkloadError
+from headway.meter import Meter
+from headway.meter.surroundings import device_of, peak_of
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import nn
 
-    from headway.meter import Meter
+    from headway.count import CostModel, Workload
+    from headway.devices import Peak
+
+
+def meter_of(model: nn.Module, cost_model: CostModel | None = None, peak: Peak | None = None, **options: Any) -> Meter:
+    """Make the meter of a loop that trains a model, with what is known of it before.
+
+    Args:
+        model: the model, on the device that it is trained on.
+        cost_model: of the model; traced where it is None.
+        peak: looked up from the model's device and dtype where it is None.
+        options: what else `Meter` takes.
+    """
+    if cost_model is None:
+        return Meter(model, peak=peak, **options)
+    device = device_of(model)
+    meter = Meter(cost_model, peak=peak if peak is not None else peak_of(model, device), **options)
+    meter.device = device  # its clock is read, and batches that lie on it
+    return meter
 
 
 class ForwardCalls:
@@ -21,11 +45,28 @@ class ForwardCalls:
     Args:
         model: the innermost model, without wrappers such as DDP.
         meter: of the loop.
+        cost_model: of the model, one of the meter's `others`; or a function that says before each forward which it is.
+            None is the meter's own.
+        trained: the model whose mode tells training from evaluation; `model` itself where it is None. A reference
+            model is in evaluation mode all the time.
+        workload: makes a workload from the forward's arguments by name; None where they say it by themselves, as
+            transformers' do (see `workload_of`).
     """
 
-    def __init__(self, model: nn.Module, meter: Meter) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        meter: Meter,
+        *,
+        cost_model: CostModel | Callable[[], CostModel | None] | None = None,
+        trained: nn.Module | None = None,
+        workload: Callable[[Mapping[str, Any]], Workload] | None = None,
+    ) -> None:
         self._model = model
         self._meter = meter
+        self._cost_model = cost_model
+        self._trained = trained if trained is not None else model
+        self._workload = workload
         self._names = list(inspect.signature(model.forward).parameters)
         self._handle: Any = None
 
@@ -37,7 +78,18 @@ class ForwardCalls:
     def __exit__(self, *exception: object) -> None:
         self._handle.remove()
 
-    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training:
-            given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-            self._meter.count(given, forward_only=not torch.is_grad_enabled())
+    def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._trained.training:
+            return
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if (past := given.get("past_key_values")) is not None and past.get_seq_length():
+            raise WorkloadError(
+                f"{type(self._model).__name__} goes on from cached keys and values within a training step: it "
+                "generates, which is not counted from its forwards. Count such a step yourself: Meter.count with a "
+                "Workload whose `past` says how much was cached."
+            )
+        self._meter.count(
+            given if self._workload is None else self._workload(given),
+            forward_only=not torch.is_grad_enabled(),
+            cost_model=self._cost_model() if callable(self._cost_model) else self._cost_model,
+        )

@@ -63,6 +63,7 @@ class Meter:
             and what `leave` is told.
         smooth_over: windows, the last one included, over which a window's `smoothed` numbers go.
         packing_length: tokens that a micro-batch has room for, to see how full they are.
+        others: cost models of what else the steps run, such as DPO's reference; `count` is told which of them.
         timeout_s: how long other ranks are waited for when a window is logged [s].
         clock: monotonic clock [s].
 
@@ -87,6 +88,7 @@ class Meter:
         goodput: Goodput | None = None,
         smooth_over: int = 1,
         packing_length: int | None = None,
+        others: Sequence[CostModel] = (),
         timeout_s: float = 60.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -111,15 +113,16 @@ class Meter:
         self._timeout_s = timeout_s
         self._log_to = log_to
         self._sinks: Sinks | None = None
-        self._pending = PendingSteps(self.cost_model, recompute, Arrival())
-        self._needed = needed(self.cost_model)
+        self._models = (self.cost_model, *others)
+        self._pending = PendingSteps(self._models, recompute, Arrival())
+        self._needed = tuple({name for cost_model in self._models for name in needed(cost_model)})
         self._run: list[Sums] = []
         self._recent: deque[list[Sums]] = deque(maxlen=smooth_over)
         self._memory = 0
         self._energy = WindowEnergy(None)
         self._has_warned = False
         self._compilation = Compilation()
-        self._batches: list[tuple[Any, bool]] = []
+        self._batches: list[tuple[Any, bool, int]] = []
         self._away_s = self._data_wait_s = 0.0
         self._last_s: float | None = None
         self._left_s: float | None = None
@@ -135,7 +138,7 @@ class Meter:
         if self.goodput is not None:
             self.goodput.switch("step")
             self._compilation.charge(self.goodput)
-        self._pending = PendingSteps(self.cost_model, self.recompute, Arrival(self.device))
+        self._pending = PendingSteps(self._models, self.recompute, Arrival(self.device))
         self._last_s = self._clock()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -156,22 +159,33 @@ class Meter:
                 self._data_wait_s += self._clock() - asked_s
             yield batch
 
-    def count(self, batch: Any, *, forward_only: bool = False) -> None:
+    def count(self, batch: Any, *, forward_only: bool = False, cost_model: CostModel | None = None) -> None:
         """Add what one forward of a step computes, and its backward.
 
         Args:
             batch: a `Workload`, or the forward's arguments by name (see `workload_of`).
             forward_only: it has no backward, as that of a reference model. Its tokens are then not counted again.
+            cost_model: one of `others` where it is not the trained model's; its tokens are not counted again either.
 
         Raises:
+            UsageError: the cost model is not one of `others`.
             WorkloadError: the batch does not say what it computes.
         """
         self.start()
+        which = 0 if cost_model is None else self._place_of(cost_model)
         if isinstance(batch, Workload):
-            self._batches.append((batch, forward_only))
+            self._batches.append((batch, forward_only, which))
             return
         copied, late = on_host(batch, self._needed)
-        self._batches.append((copied if late else workload_of(copied, self.cost_model), forward_only))
+        self._batches.append((copied if late else workload_of(copied, self._models[which]), forward_only, which))
+
+    def _place_of(self, cost_model: CostModel) -> int:
+        for place, known in enumerate(self._models):
+            if known is cost_model:
+                return place
+        raise UsageError(
+            f"this meter does not know the cost model {cost_model.name}: pass it to Meter as others=[...]."
+        )
 
     def leave(self, bucket: Bucket = "evaluation") -> None:
         """Leave the time from now until `back` out of the steps': it is not training.
