@@ -16,6 +16,16 @@ settings.register_profile("headway", deadline=None, derandomize=True, max_exampl
 settings.load_profile("headway")
 
 
+@pytest.fixture
+def fresh_accelerator():
+    """Let a test make an Accelerator with settings of its own: a process has one state for all of them."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def pytest_collection_modifyitems(items):
     """Skip what needs a CUDA device where there is none."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,19 @@ def test_a_skipped_update_was_computed_all_the_same():
     meter.count(Workload([10]))
     window = meter.step(skipped=True)
     assert (window.num_steps, window.num_skipped, window.tokens) == (1, 1, 10)
+
+
+def test_other_models_of_a_step_cost_what_they_cost_and_their_tokens_are_not_counted_again():
+    reference = replace(COST_MODEL, name="reference", rows=(replace(COST_MODEL.rows[0], forward=7),))
+    meter = Meter(COST_MODEL, peak=PEAK, log_every=1, others=[reference])
+    meter.count(Workload([10]))
+    meter.count(Workload([10]), forward_only=True)
+    meter.count(Workload([10]), forward_only=True, cost_model=reference)
+    window = meter.step()
+    assert window.flops.forward == 10 * (30 + 30 + 7)
+    assert (window.flops.total, window.tokens, window.num_batches) == (10 * (PER_TOKEN + 30 + 7), 10, 1)
+    with pytest.raises(UsageError, match="does not know the cost model one-linear: pass it to Meter in `others`"):
+        meter.count(Workload([10]), cost_model=replace(COST_MODEL))
 
 
 def test_recomputed_flops_enter_hfu_alone():

@@ -1,17 +1,19 @@
-"""The meter in other people's loops: Hugging Face's Trainer and what builds on it."""
+"""The meter in other people's loops: Hugging Face's Trainer and TRL's, Accelerate, Lightning."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.integrations.accelerate import AccelerateMeter
     from headway.integrations.huggingface import HeadwayCallback
 
-__all__ = ["HeadwayCallback"]
+__all__ = ["AccelerateMeter", "HeadwayCallback"]
+
+_HOMES = {"AccelerateMeter": "accelerate", "HeadwayCallback": "huggingface"}
 
 
 def __getattr__(name: str) -> Any:
     """Import an integration when it is asked for: each needs the library that it joins."""
-    if name == "HeadwayCallback":
-        from headway.integrations.huggingface import HeadwayCallback
-
-        return HeadwayCallback
-    raise AttributeError(f"headway.integrations has no {name!r}; it offers {', '.join(__all__)}")
+    if name not in _HOMES:
+        raise AttributeError(f"headway.integrations has no {name!r}; it offers {', '.join(__all__)}")
+    return getattr(import_module(f"headway.integrations.{_HOMES[name]}"), name)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from headway.errors import WorkloadError
-from headway.meter import Meter
-from headway.meter.surroundings import device_of, peak_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,24 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from headway.count import CostModel, Workload
-    from headway.devices import Peak
-
-
-def meter_of(model: nn.Module, cost_model: CostModel | None = None, peak: Peak | None = None, **options: Any) -> Meter:
-    """Make the meter of a loop that trains a model, with what is known of it before.
-
-    Args:
-        model: the model, on the device that it is trained on.
-        cost_model: of the model; traced where it is None.
-        peak: looked up from the model's device and dtype where it is None.
-        options: what else `Meter` takes.
-    """
-    if cost_model is None:
-        return Meter(model, peak=peak, **options)
-    device = device_of(model)
-    meter = Meter(cost_model, peak=peak if peak is not None else peak_of(model, device), **options)
-    meter.device = device  # its clock is read, and batches that lie on it
-    return meter
+    from headway.meter import Meter
 
 
 class ForwardCalls:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
 from headway.errors import UsageError
-from headway.integrations.forwards import meter_of
 from headway.integrations.logged import LOGGED, logged
 from headway.integrations.references import References
+from headway.meter import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from headway.count import CostModel, Workload
     from headway.devices import Peak
-    from headway.meter import Meter, Window
+    from headway.meter import Window
 
 
 class HeadwayCallback(TrainerCallback):
@@ -76,9 +76,9 @@ class HeadwayCallback(TrainerCallback):
         trainer, model = _trainer(), kwargs["model"]
         self._move_up(trainer.callback_handler.callbacks)
         references = References(trainer, model)
-        self.meter = meter_of(
+        self.meter = Meter(
             model,
-            self._cost_model,
+            cost_model=self._cost_model,
             log_every=sys.maxsize,  # windows end where the Trainer logs
             recompute=self._recompute or ("full" if args.gradient_checkpointing else "none"),
             others=references.cost_models,

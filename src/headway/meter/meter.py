@@ -50,6 +50,7 @@ class Meter:
 
     Args:
         model: the model that is trained (its ledger is traced once, on shapes), or its `CostModel`.
+        cost_model: of the model, where it is known already: nothing is traced then.
         peak: what one device can do; looked up from the model's device and dtype when None. Where it is unknown there
             is no MFU, and one warning says so.
         log_every: steps between two windows.
@@ -78,6 +79,7 @@ class Meter:
         self,
         model: Any,
         *,
+        cost_model: CostModel | None = None,
         peak: Peak | None = None,
         log_every: int = 10,
         num_warmup_steps: int = 0,
@@ -98,7 +100,8 @@ class Meter:
                 "at least 1 step, is smoothed over at least 1 window, and a number of warm-up steps is 0 or more."
             )
         self.device = None if isinstance(model, CostModel) else device_of(model)
-        self.cost_model = model if isinstance(model, CostModel) else trace_of(model)
+        given = model if isinstance(model, CostModel) else cost_model
+        self.cost_model = given if given is not None else trace_of(model)
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
