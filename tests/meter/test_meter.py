@@ -114,7 +114,7 @@ def test_other_models_of_a_step_cost_what_they_cost_and_their_tokens_are_not_cou
     window = meter.step()
     assert window.flops.forward == 10 * (30 + 30 + 7)
     assert (window.flops.total, window.tokens, window.num_batches) == (10 * (PER_TOKEN + 30 + 7), 10, 1)
-    with pytest.raises(UsageError, match="does not know the cost model one-linear: pass it to Meter in `others`"):
+    with pytest.raises(UsageError, match="does not know the cost model one-linear: pass it to Meter as others"):
         meter.count(Workload([10]), cost_model=replace(COST_MODEL))
 
 

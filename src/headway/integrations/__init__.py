@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headway.integrations.accelerate import AccelerateMeter
     from headway.integrations.huggingface import HeadwayCallback
+    from headway.integrations.lightning import HeadwayMonitor
 
-__all__ = ["AccelerateMeter", "HeadwayCallback"]
+__all__ = ["AccelerateMeter", "HeadwayCallback", "HeadwayMonitor"]
 
-_HOMES = {"AccelerateMeter": "accelerate", "HeadwayCallback": "huggingface"}
+_HOMES = {"AccelerateMeter": "accelerate", "HeadwayCallback": "huggingface", "HeadwayMonitor": "lightning"}
 
 
 def __getattr__(name: str) -> Any:

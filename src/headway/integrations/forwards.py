@@ -32,6 +32,9 @@ class ForwardCalls:
             model is in evaluation mode all the time.
         workload: makes a workload from the forward's arguments by name; None where they say it by themselves, as
             transformers' do (see `workload_of`).
+
+    Attributes:
+        num_calls: forwards counted so far.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class ForwardCalls:
         self._workload = workload
         self._names = list(inspect.signature(model.forward).parameters)
         self._handle: Any = None
+        self.num_calls = 0
 
     def __enter__(self) -> Self:
         uncompiled = torch.compiler.disable(self._on_forward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -69,6 +73,7 @@ class ForwardCalls:
                 "generates, which is not counted from its forwards. Count such a step yourself: Meter.count with a "
                 "Workload whose `past` says how much was cached."
             )
+        self.num_calls += 1
         self._meter.count(
             given if self._workload is None else self._workload(given),
             forward_only=not torch.is_grad_enabled(),
