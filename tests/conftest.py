@@ -1,6 +1,7 @@
 """What every test starts from: one thread per process, no network, no settings of the user's shell."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side on few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,10 +21,11 @@ settings.load_profile("headway")
 def fresh_accelerator():
     """Let a test make an Accelerator with settings of its own: a process has one state for all of them."""
     yield
-    from accelerate.state import AcceleratorState, GradientState
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def pytest_collection_modifyitems(items):
