@@ -14,6 +14,7 @@ PAGES = [
     "devices.md",
     "goodput.md",
     "integrations.md",
+    "metering.md",
     "tracing.md",
     "trackers.md",
     "what-the-numbers-mean.md",

@@ -290,6 +290,28 @@ _IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "granite_docling": (
+        "GraniteDoclingConfig",
+        {
+            "text_config": dict(**_TEXT, vocab_size=160, pad_token_id=0),
+            "vision_config": dict(
+                _TOWER, image_size=8 * PATCH, out_hidden_size=32, scale_factor=4, deepstack_visual_indexes=[0]
+            ),
+            "density_router_hidden_size": 20,
+            "pad_token_id": 0,
+            "image_token_id": 3,
+        },
+    ),
+    "minicpm_ocr": (
+        "MiniCPMOcrConfig",
+        {
+            "text_config": _LLAMA,
+            "vision_config": dict(_TOWER, image_size=8 * PATCH),
+            "insert_layer_id": 0,
+            "image_token_id": 3,
+            "video_token_id": 4,
+        },
+    ),
 }
 IMAGE_FAMILIES = tuple(_IMAGE_FAMILIES)
 

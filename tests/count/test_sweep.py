@@ -1,8 +1,11 @@
 """The sweep on a sample of transformers' architectures, and its page."""
 
 import pytest
+from transformers import DeepseekV2Config, ProphetNetConfig
 
-from headway.count.tracing.sweep import Outcome, architectures, main, render, sweep
+from headway.count import trace
+from headway.count.tracing.build import with_layers
+from headway.count.tracing.sweep import Outcome, _runs, architectures, main, render, sweep
 
 COMPLETE = {
     "llama": "pairs:causal, tokens",
@@ -29,10 +32,39 @@ def test_complete_ledgers_name_their_drivers_and_refusals_their_reason():
     assert "swaps modules of its own" in outcomes["big_bird"].detail
 
 
+def test_a_model_that_shares_layers_or_keys_is_swept_with_all_its_layers():
+    outcomes = sweep(["zamba", "gemma3n_text"])
+    assert {o.model_type: (o.status, o.detail) for o in outcomes} == {
+        "zamba": ("complete", "pairs:causal, tokens"),
+        "gemma3n_text": ("complete", "pairs:causal, pairs:sliding:512, tokens"),
+    }
+
+
+def test_patches_that_the_data_cuts_are_refused_by_name():
+    (outcome,) = sweep(["blt"])
+    assert outcome.status == "refused"
+    assert "cuts its text into patches by the entropy" in outcome.detail
+
+
+def test_depths_are_cut_by_the_fields_that_a_configuration_has():
+    config = with_layers(ProphetNetConfig(), 2)
+    assert (config.num_encoder_layers, config.num_decoder_layers) == (2, 2)
+
+
 def test_an_architecture_that_transformers_does_not_run_either_counts_neither_way():
-    (outcome,) = sweep(["deepseek_v2"])  # its default configuration does not say how many experts a token visits
-    assert outcome.status == "not built"
-    assert "topk()" in outcome.detail
+    # deepseek_v2 does not say how many experts a token visits; the other's heads are of an odd size, 2048 // 28
+    text, speech = sweep(["deepseek_v2", "qwen3_omni_moe_thinker"])
+    assert text.status == speech.status == "not built"
+    assert "topk()" in text.detail
+    assert "length 74" in speech.detail
+
+
+def test_an_error_of_the_same_kind_at_another_place_excuses_nothing():
+    config = DeepseekV2Config(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2)
+    with pytest.raises(TypeError, match="topk") as failure:
+        trace(config)
+    assert not _runs(config, failure.value)
+    assert _runs(config, TypeError("topk(): argument 'k' must be int, not NoneType"))
 
 
 def test_the_page_counts_what_transformers_could_build():

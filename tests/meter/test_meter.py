@@ -159,6 +159,26 @@ def test_nothing_is_read_from_tensors_of_the_model_or_the_device_between_logs():
     assert names <= {"detach", "alias"}, names
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_never_waited_for_between_logs():
+    model = linear_on("cuda")
+    meter = Meter(model, peak=PEAK, log_every=100)
+    ids = torch.zeros(2, 9, dtype=torch.long, device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    meter.start()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            meter.count({"input_ids": ids, "attention_mask": mask})
+            model(ids).sum().backward()
+            meter.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert meter.close().tokens == 5 * 13
+
+
 def test_an_unknown_device_has_no_mfu_and_says_what_to_do():
     with pytest.warns(UserWarning, match="no MFU will be shown.*HEADWAY_PEAK_FLOPS"):
         meter = Meter(linear_on("meta"), log_every=1)
@@ -370,6 +390,17 @@ def test_compiling_has_a_bucket_of_its_own(tmp_path):
     assert (window.num_steps, window.wall_s) == (1, 1.0)
 
 
+def test_a_closed_meter_keeps_its_run_and_takes_no_more():
+    with Meter(COST_MODEL, peak=PEAK, log_every=1) as meter:
+        meter.count(Workload([10]))
+        meter.step()
+        run_ = meter.close()
+    assert meter.close() is run_
+    assert run_.tokens == 10
+    with pytest.raises(UsageError, match="the meter is closed"):
+        meter.count(Workload([10]))
+
+
 def test_ledgers_of_no_steps_are_not_an_mfu():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -377,3 +408,11 @@ def test_ledgers_of_no_steps_are_not_an_mfu():
             pass
     assert meter.num_steps == 0
     assert isinstance(meter.cost_model, CostModel)
+
+
+def test_a_rank_that_shares_a_batch_counts_nothing_of_its_own():
+    meter = Meter(COST_MODEL, peak=PEAK, log_every=2)
+    meter.count(Workload([10]))
+    meter.step()
+    meter.count(Workload())
+    assert meter.step().flops.total == 10 * PER_TOKEN

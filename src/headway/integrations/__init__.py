@@ -1,4 +1,4 @@
-"""The meter in other people's loops: Hugging Face's Trainer and TRL's, Accelerate, Lightning."""
+"""The meter in other people's loops: Hugging Face's and TRL's trainers, Accelerate, Lightning, torchtitan, Megatron."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,14 +7,22 @@ if TYPE_CHECKING:
     from headway.integrations.accelerate import AccelerateMeter
     from headway.integrations.huggingface import HeadwayCallback
     from headway.integrations.lightning import HeadwayMonitor
+    from headway.integrations.megatron import FlopsAccumulator
+    from headway.integrations.torchtitan import with_headway
 
-__all__ = ["AccelerateMeter", "HeadwayCallback", "HeadwayMonitor"]
+_HOME = {
+    "AccelerateMeter": "headway.integrations.accelerate",
+    "FlopsAccumulator": "headway.integrations.megatron",
+    "HeadwayCallback": "headway.integrations.huggingface",
+    "HeadwayMonitor": "headway.integrations.lightning",
+    "with_headway": "headway.integrations.torchtitan",
+}
 
-_HOMES = {"AccelerateMeter": "accelerate", "HeadwayCallback": "huggingface", "HeadwayMonitor": "lightning"}
+__all__ = ["AccelerateMeter", "FlopsAccumulator", "HeadwayCallback", "HeadwayMonitor", "with_headway"]
 
 
 def __getattr__(name: str) -> Any:
     """Import an integration when it is asked for: each needs the library that it joins."""
-    if name not in _HOMES:
-        raise AttributeError(f"headway.integrations has no {name!r}; it offers {', '.join(__all__)}")
-    return getattr(import_module(f"headway.integrations.{_HOMES[name]}"), name)
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"headway.integrations has no {name!r}; it offers {', '.join(__all__)}")

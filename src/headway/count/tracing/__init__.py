@@ -14,14 +14,16 @@ from torch import nn
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
+from headway.count.tracing.experts import merge_experts
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for, states_for, without_arguments
+from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.loops import alike, check_loops, merged
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
 from headway.count.tracing.seams import Seams
 from headway.count.tracing.strides import shortened
 from headway.count.tracing.unwrap import plain_checkpoints
+from headway.count.tracing.ways import other_ways, without_arguments
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -86,29 +88,49 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
+    resting = classify.resting(model, shares)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     source, idle = _source(model), classify.idle_modules(model, operations, parameters)
-    if idle and (states := states_for(model, made)):  # modules that only read another model's states rest without them
-        reading = _run(model, made.arguments(workloads[0]) | states, backward=False)
-        still = classify.idle_modules(model, reading.operations, parameters)
-        idle, rest = [path for path in idle if path in still], idle
-        source |= {"without": ", ".join(states)} if idle != rest else {}
-    if (
-        idle and build.configs(model) and not without_arguments(made, workloads[0])
-    ):  # no forward reaches them: a decoder of images, say
-        source |= {"unused": ", ".join(idle)}
-        idle = []
+    if idle:
+        idle, notes = _elsewhere(model, made, workloads[0], first, parameters, idle)
+        source |= notes
     return CostModel(
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
         tuple(
-            Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares), home, p in trainable)
+            Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares, resting), home, p in trainable)
             for p, home in zip(parameters, homes, strict=True)
         ),
         source,
         tuple(f"{path} (it never ran)" for path in idle),
     )
+
+
+def _elsewhere(
+    model: nn.Module,
+    made: Any,
+    workload: Workload,
+    ran: Sequence[Operation],
+    parameters: Sequence[str],
+    idle: list[str],
+) -> tuple[list[str], dict[str, str]]:
+    """Look for idle modules on other ways through a model.
+
+    Returns:
+        Modules that stay unexplained; and notes for the ledger's source: `without` names arguments whose own modules
+        are left out of it, `unused` modules that no argument reaches: a decoder of images, say.
+    """
+    ran, tried, without = [*ran], [], []
+    for names, arguments in other_ways(model, made, workload):
+        ran += _run(model, arguments, backward=False).operations
+        tried += names
+        idle, before = classify.idle_modules(model, ran, parameters), idle
+        without += names if idle != before else []
+    notes = {"without": ", ".join(without)} if without else {}
+    if idle and build.configs(model) and not without_arguments(made, workload, tried):
+        return [], notes | {"unused": ", ".join(idle)}
+    return idle, notes
 
 
 def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
@@ -164,6 +186,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
             f"{type(model).__name__} swaps modules of its own while it runs, by how long its input is: its cost "
             "depends on what it ran before. Fix its attention type in its configuration."
         )
+    merge_experts(model, recorder)
     return recorder
 
 

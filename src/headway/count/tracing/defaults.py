@@ -14,7 +14,7 @@ from headway.count.tracing import build
 if TYPE_CHECKING:
     from torch import nn
 
-_SPECIAL = ("_token_id", "_token_index")
+SPECIAL = ("_token_id", "_token_index")
 _MEDIA = ("image", "video", "audio")
 
 
@@ -26,6 +26,7 @@ def fit_defaults(config: Any) -> None:
     """
     _fit_widths(config)
     _fit_pictures(config)
+    _fit_audio(config)
     _fit_tokens(config)
 
 
@@ -66,6 +67,17 @@ def _fit_widths(config: Any) -> None:
         vision.vision_output_dim = vision.projector_output_dim
 
 
+def _fit_audio(config: Any) -> None:
+    """Let an audio tower give features of the text's width, and its projector take what the tower gives."""
+    tower: Any = getattr(config, "audio_config", None)
+    if hasattr(tower, "output_dim") and "text_config" in vars(config):
+        tower.output_dim = config.get_text_config().hidden_size
+    projector: Any = getattr(config, "projector_config", None)
+    encoder: Any = getattr(config, "encoder_config", None)
+    if hasattr(projector, "encoder_hidden_size") and hasattr(encoder, "hidden_dim"):
+        projector.encoder_hidden_size = encoder.hidden_dim
+
+
 def _fit_pictures(config: Any) -> None:
     """Let a picture have as many patches along a side as its projector can share out."""
     for part in build.subconfigs(config):
@@ -89,7 +101,7 @@ def _fit_tokens(config: Any) -> None:
     if not isinstance(getattr(text, "vocab_size", None), int):
         return
     most = -1
-    for number, name in enumerate(n for n in list(vars(config)) if n.startswith(_MEDIA) and n.endswith(_SPECIAL)):
+    for number, name in enumerate(n for n in list(vars(config)) if n.startswith(_MEDIA) and n.endswith(SPECIAL)):
         if getattr(config, name) is None:
             setattr(config, name, 8 + number)
         most = max(most, getattr(config, name))

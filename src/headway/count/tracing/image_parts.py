@@ -6,6 +6,7 @@ driven by the number of frames. How many text positions an image takes is asked 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -194,7 +195,21 @@ class VideoFrames(Frames):
 
 
 class NestedFrames(Frames):
-    """Images [texts, images of a text, channels, height, width], with a mask of what is real (Idefics-2, SmolVLM)."""
+    """Images [texts, images of a text, channels, height, width], with a mask of what is real (Idefics-2, SmolVLM).
+
+    Some may take a finer way to the text instead, with more tokens for each (Granite-Docling).
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.routes = [name for name in ("tile_fine_mask",) if name in self.accepted]
+        self.route: dict[str, Any] = {}
+
+    def along(self, route: str) -> Self:
+        """Copy the part so that all tiles of its text take the route."""
+        other = copy.copy(self)
+        other.route, other._positions = {route: torch.ones(1, dtype=torch.bool)}, {}
+        return other
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
@@ -208,7 +223,7 @@ class NestedFrames(Frames):
         frames = self.frames(grids, floats, 1)
         whole = not {"tile_fine_mask", "actions"}.isdisjoint(self.accepted)  # whole tiles, or cameras, are masked
         masked = frames.shape[:2] if whole else (*frames.shape[:2], *frames.shape[3:])
-        return {"pixel_values": frames, "pixel_attention_mask": torch.ones(masked, dtype=torch.bool)}
+        return {"pixel_values": frames, "pixel_attention_mask": torch.ones(masked, dtype=torch.bool), **self.route}
 
 
 class RobotFrames(NestedFrames):

@@ -6,9 +6,9 @@ user gives a function from workloads to arguments, or an example.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from headway.count.tracing import build
 from headway.count.tracing.audio_parts import AudioFeatures, AudioWaves
-from headway.count.tracing.encoder_parts import SourceFrames
+from headway.count.tracing.encoder_parts import PageFrames, SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
     Frames,
@@ -40,7 +40,7 @@ from headway.count.workload import Workload
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
 _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
@@ -48,18 +48,12 @@ _PRIME_GAP = 60  # the next prime is nearer than that, as far as segments reach
 _LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
 
 
-# arguments that hand a decoder the states of another model; left out, its cross attention rests
-_STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
-
-# arguments that any text model takes, and that reach no other module than its tokens do
-_EVERYWHERE = ("attention_mask", "inputs_embeds", "labels", "past_key_values", "logits_to_keep")
-_TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
-
 PARTS: tuple[type[Part], ...] = (
     SourceIds,
     SourceFeatures,
     SourceWaves,
     Grids,
+    PageFrames,
     SourceFrames,
     TiledFrames,
     ReadFrames,
@@ -85,11 +79,18 @@ class Inputs:
         model: a phantom twin, or a real model.
 
     Raises:
-        TraceError: its forward takes no `input_ids`, or images in a form that no part knows.
+        TraceError: its forward takes no `input_ids`, or images in a form that no part knows; or its data decides how
+            much it computes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.accepted = inspect.signature(model.forward).parameters
+        if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
+            raise TraceError(
+                f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many "
+                "there are, and what it costs, is the data's choice. Give one example, patch_lengths with it, "
+                "with trace(model, inputs=...)."
+            )
         self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
         self.parts: list[Part] = []
         for kind in PARTS:
@@ -129,6 +130,14 @@ class Inputs:
         return [
             Workload([_next_prime(length + (extra if run else 0))], **plans[run]) for run, length in enumerate(lengths)
         ]
+
+    def routed(self) -> Iterator[tuple[str, Inputs]]:
+        """Name each argument that sends images another way through the model, with inputs that take it."""
+        for place, part in enumerate(self.parts):
+            for name in part.routes:
+                other = copy.copy(self)
+                other.parts = [*self.parts[:place], part.along(name), *self.parts[place + 1 :]]
+                yield name, other
 
     def positions(self, workload: Workload) -> int:
         """Count the text positions that the towers' inputs take."""
@@ -245,28 +254,6 @@ def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | Ex
     return GivenInputs(given) if callable(given) else ExampleInputs(given)
 
 
-def states_for(model: nn.Module, made: Inputs | GivenInputs | ExampleInputs) -> dict[str, torch.Tensor]:
-    """Make the states of another model that a forward takes and nothing gives yet; empty where it takes none."""
-    if not isinstance(made, Inputs) or "decoder_input_ids" in made.accepted:
-        return {}
-    config = getattr(model, "config", None)
-    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None)
-    shape = (1, _LENGTHS[1], width or 1)
-    names = [name for name in _STATES if name in made.accepted and name not in (part.takes for part in made.parts)]
-    return {name: Phantom(torch.empty(shape, device="meta", dtype=torch.bfloat16), fed=True) for name in names}
-
-
-def without_arguments(made: Inputs | GivenInputs | ExampleInputs, workload: Workload) -> list[str]:
-    """Name the tensors that a forward takes for something of its own and that nothing gives.
-
-    What no forward can reach costs no step anything.
-    """
-    if not isinstance(made, Inputs):
-        return ["whatever is not given"]
-    given = {*made.arguments(workload), *_EVERYWHERE}
-    return [name for name, p in made.accepted.items() if name not in given and _TENSOR.search(str(p.annotation))]
-
-
 def call(model: nn.Module, arguments: Any) -> Any:
     """Run a model on arguments by name (a dictionary), by position (a tuple or list), or on a single one."""
     if isinstance(arguments, dict):
@@ -306,9 +293,7 @@ def as_phantoms(value: Any) -> Any:
         if _is_mask(value):
             return value.detach().to("cpu", torch.bfloat16)
         return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
-    if isinstance(value, dict):
-        return {name: as_phantoms(part) for name, part in value.items()}
-    return type(value)(as_phantoms(part) for part in value) if isinstance(value, tuple | list) else value
+    return _rebuilt(value, as_phantoms)
 
 
 def _is_mask(floats: torch.Tensor) -> bool:
@@ -325,9 +310,16 @@ def on_device(value: Any, device: torch.device) -> Any:
     """Move the tensors among arguments to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
+    return _rebuilt(value, lambda part: on_device(part, device))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the parts of a dictionary, a list, a tuple or a named one; anything else stays."""
     if isinstance(value, dict):
-        return {name: on_device(part, device) for name, part in value.items()}
-    return type(value)(on_device(part, device) for part in value) if isinstance(value, tuple | list) else value
+        return {name: change(part) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    return type(value)(map(change, value)) if isinstance(value, tuple | list) else value
 
 
 def _next_prime(n: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from headway.errors import TraceError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -24,16 +26,22 @@ class Part(ABC):
         takes: the forward argument that carries them, such as `pixel_values`.
         drivers: what its tower's costs may be proportional to.
         strided: drivers that count what the tower's convolutions make of its frames, up to the slash.
+        routes: arguments that send the inputs another way through the model.
     """
 
     takes: ClassVar[str]
     drivers: Sequence[str]
     strided: Sequence[str] = ()
+    routes: Sequence[str] = ()
 
     @classmethod
     @abstractmethod
     def of(cls, model: Any) -> Part | None:
         """Read the part from a model's signature and configuration; None where the model takes no such input."""
+
+    def along(self, route: str) -> Part:
+        """Copy the part so that it gives one of its routes' arguments."""
+        raise TraceError(f"{type(self).__name__} has no other way named {route}.")
 
     @abstractmethod
     def sizes(self, run: int) -> dict[str, Any]:

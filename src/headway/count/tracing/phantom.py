@@ -26,7 +26,7 @@ aten = torch.ops.aten
 OnDispatch = Callable[[Any, tuple[Any, ...], Any], Any]
 # (operation, arguments, result) -> which pairs stay in the result, where it may be scores or a bias
 OnResult = Callable[[Any, tuple[Any, ...], Any], Any]
-# pairs that no mask has hidden: booleans (queries, keys); None for all of them, "unclear" where nobody can say
+# pairs that no mask has hidden: booleans (..., queries, keys); None for all of them, "unclear" where nobody can say
 Stays = torch.Tensor | Literal["unclear"] | None
 _on_dispatch: OnDispatch | None = None
 _on_result: OnResult | None = None
@@ -47,6 +47,7 @@ class Phantom(torch.Tensor):
     scores: Any
     stays: Stays
     writes: int
+    picked: bool
 
     @staticmethod
     def __new__(cls: type[Phantom], meta: torch.Tensor, *_past: Any, **_more: Any) -> Phantom:
@@ -69,6 +70,7 @@ class Phantom(torch.Tensor):
         self.stays = None
         self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
         self.writes = 0  # in-place operations on it or on its views
+        self.picked = False  # rows that an index picked, or a view of such
         self._known: tuple[torch.Tensor, int] | None = None
 
     @property
@@ -238,6 +240,15 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     return real
 
 
+_PICKING = {aten.index, aten.index_select, aten.gather}  # operations that pick rows
+_SAME = {aten.clone, aten._to_copy, aten._unsafe_view}  # operations after which rows are still those
+
+
+def _picked(packet: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether a result holds rows that an index picked, or is a view or copy of such."""
+    return packet in _PICKING or (packet in _SAME and args[0].picked)
+
+
 def _known(value: Any) -> Any:
     return value.known if isinstance(value, Phantom) else value
 
@@ -283,6 +294,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if value.is_floating_point() or value.is_complex():
             made = Phantom(value, sources, fed, base)
             made.known = known
+            made.picked = _picked(packet, args) if view_of is None else view_of.picked
             if product is None:
                 made.scores = scores.get(value.numel())
                 if packet is aten.sum and phantoms[0].scores is not None and value.dim() > 1:
@@ -376,7 +388,8 @@ def _overwritten(
         known = _constant(func, copied, kwargs, tensor.meta)
     stays = None if known is not None or _on_result is None else _on_result(func._overloadpacket, args, tensor)
     if tensor.base is not None and stays is not None:
-        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[-2:] == tensor.shape[-2:]
+        sizes = slice(-2 if not isinstance(stays, torch.Tensor) or stays.dim() == 2 else None, None)
+        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[sizes] == tensor.shape[sizes]
         tensor.base.stays = stays if whole else "unclear"
     tensor.stays = stays
     if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:

@@ -3,19 +3,19 @@
     python -m headway.count.tracing.sweep docs/architectures.md       all of them: half an hour on 2 cores
     python -m headway.count.tracing.sweep --only llama,qwen3_vl -     some, to the terminal
 
-Each architecture is built from its configuration class's own defaults, at full width with at most four layers a tower;
-it needs no weights. One that transformers cannot build or run from its own defaults counts neither for nor against
-us.
+Each architecture is built from its configuration class's own defaults, at full width with at most four layers a tower,
+or with all of them where fewer cannot be; it needs no weights. One that transformers cannot build or run from its own
+defaults counts neither for nor against us.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import signal
 import sys
 import time
+import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from headway.count.conventions.verl import LISTED_TYPES
-from headway.count.tracing import audio_defaults, build, defaults, trace
+from headway.count.tracing import build, defaults, trace
 from headway.count.tracing.inputs import Inputs
-from headway.count.workload import Workload
 from headway.errors import HeadwayError, TraceError
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ TASKS = {
     "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 }
 _SMALL = {"vocab_size": 4096, "intermediate_size": 512, "moe_intermediate_size": 64}  # of a real model, at most
+_FIRST_SPECIAL = 4000  # of the numbers that special tokens get in a small vocabulary
 _MOST_REAL = 1_500_000_000  # parameters of a real model: 6 GB
 _LIMIT_S = 120  # for one architecture; the slowest that end take about 30 s
 
@@ -82,19 +82,18 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
         return Outcome(task, model_type, status, reason)
 
     try:
-        config = build.with_layers(CONFIG_MAPPING[model_type](), LAYERS)
-        config.architectures = [class_name]
-        defaults.fit_defaults(config)
-        defaults.fit_sections(config, build.twin_of_config(config))
-        audio_defaults.fit_audio(config)
-        build.twin_of_config(config)
+        whole = CONFIG_MAPPING[model_type]()
+        try:
+            config = _fitted(build.with_layers(whole, LAYERS), class_name)
+        except Exception:  # noqa: BLE001  # some cannot do with fewer layers: they share keys, or share layers
+            config = _fitted(whole, class_name)
     except Exception as error:  # noqa: BLE001  # any failure of foreign code is a result here
         return failed("not built", error)
     try:
         with _limit(_LIMIT_S):
             cost = trace(config)
     except Exception as error:  # noqa: BLE001  # as above
-        runs = isinstance(error, HeadwayError) or _runs(config, type(error))
+        runs = isinstance(error, HeadwayError) or _runs(config, error)
         return failed("refused" if runs else "not built", error)
     if cost.unknown:
         return Outcome(task, model_type, "refused", f"not counted: {', '.join(cost.unknown)}")
@@ -102,25 +101,49 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
     return Outcome(task, model_type, "complete", ", ".join(drivers))
 
 
-def _runs(config: Any, kind: type[Exception]) -> bool:
-    """Say whether transformers itself runs a model on real token ids, where a trace failed with a foreign error.
+def _fitted(config: Any, class_name: str) -> Any:
+    """Bring the parts of a default configuration to fit each other; fails where transformers cannot build it."""
+    config.architectures = [class_name]
+    defaults.fit_defaults(config)
+    defaults.fit_sections(config, build.twin_of_config(config))
+    build.twin_of_config(config)
+    return config
 
-    Only for models of text alone, whose inputs cannot be at fault; only the same kind of error counts against them.
+
+def _runs(config: Any, failure: Exception) -> bool:
+    """Say whether transformers itself runs a model on real tensors, where a trace failed with a foreign error.
+
+    Only the same kind of error, raised at the same place in transformers, counts against them.
     """
-    config = copy.deepcopy(config)
-    for name, most in _SMALL.items():
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, min(getattr(config, name), most))
     try:
-        kept = build.model_class(config)
+        config = _small(config)
         if sum(p.numel() for p in build.twin_of_config(config).parameters()) > _MOST_REAL:
             return True
-        model = kept._from_config(config, dtype=torch.float32)
-        if not {"pixel_values", "input_features"} & inspect.signature(model.forward).parameters.keys():
-            model(**Inputs(model).arguments(Workload([131]), torch.device("cpu")))
+        model = build.model_class(config)._from_config(config, dtype=torch.float32)
+        made = Inputs(model)
+        model(**made.arguments(made.workloads()[0], torch.device("cpu")))
     except Exception as error:  # noqa: BLE001  # any failure of foreign code is a result here
-        return type(error) is not kind
+        return type(error) is not type(failure) or _place(error) != _place(failure)
     return True
+
+
+def _small(config: Any) -> Any:
+    """Copy a configuration with smaller layers and vocabularies, and numbers of special tokens that these hold."""
+    config = copy.deepcopy(config)
+    numbers: dict[int, int] = {}
+    for part in build.subconfigs(config):
+        for name, value in list(vars(part).items()):
+            if type(value) is int and name in _SMALL:
+                setattr(part, name, min(value, _SMALL[name]))
+            elif type(value) is int and name.endswith(defaults.SPECIAL) and value >= _SMALL["vocab_size"]:
+                setattr(part, name, numbers.setdefault(value, _FIRST_SPECIAL + len(numbers)))
+    return config
+
+
+def _place(error: Exception) -> tuple[str, int] | None:
+    """Return the innermost file and line of transformers that an error passed; None if it passed none."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    return next((frame for frame in reversed(frames) if "/transformers/" in frame[0]), None)
 
 
 @contextmanager
