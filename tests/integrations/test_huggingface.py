@@ -124,7 +124,7 @@ def test_a_resumed_run_measures_its_own_steps_and_logs_under_the_steps_of_the_wh
 
 
 class Slow(TrainerCallback):
-    """An evaluation and a checkpoint that take very long, by the clock that the meter reads."""
+    """An evaluation that takes very long, by the clock that the meter reads."""
 
     def __init__(self, clock):
         self._clock = clock
@@ -132,18 +132,32 @@ class Slow(TrainerCallback):
     def on_prediction_step(self, *_, **__):
         self._clock.now_s += 1000.0
 
-    def on_save(self, *_, **__):
-        self._clock.now_s += 1e6  # after our callback, when steps go on
-
     def on_step_begin(self, *_, **__):
         self._clock.now_s += 1.0
 
 
-def test_an_evaluation_takes_no_time_of_the_steps(tmp_path):
+# 32 samples in fours are epochs of 8 steps
+@pytest.mark.parametrize(("options", "evaluations"), [({}, 2), ({"eval_strategy": "epoch", "max_steps": 16}, 2)])
+def test_an_evaluation_takes_no_time_of_the_steps(tmp_path, options, evaluations):
     clock = Clock()
     callback = HeadwayCallback(peak=PEAK, clock=clock)
-    train(tmp_path, [callback, Slow(clock)], save_strategy="no")
-    assert clock.now_s == 100.0 + 6 * 1.0 + 2 * 1000.0
+    train(tmp_path, [callback, Slow(clock)], save_strategy="no", **options)
+    steps = callback.run.num_steps
+    assert clock.now_s == 100.0 + steps * 1.0 + evaluations * 1000.0
+    assert callback.run.wall_s == steps
+
+
+def test_a_checkpoint_takes_no_time_of_the_steps(tmp_path, monkeypatch):
+    clock, save_model = Clock(), Trainer.save_model
+
+    def save_slowly(trainer, *args, **kwargs):
+        clock.now_s += 1000.0
+        save_model(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "save_model", save_slowly)
+    callback = HeadwayCallback(peak=PEAK, clock=clock)
+    train(tmp_path, [callback, Slow(clock)])  # with two evaluations, each before a checkpoint
+    assert clock.now_s == 100.0 + 6 * 1.0 + 4 * 1000.0
     assert callback.run.wall_s == 6.0
 
 

@@ -5,13 +5,14 @@ told, and gives back the run's window. A new integration is a function and a lin
 """
 
 import pytest
+import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from headway import Workload, trace
-from headway.integrations import HeadwayCallback
+from headway.integrations import FlopsAccumulator, HeadwayCallback
 from headway.meter import Meter
 from one_step import (
     LENGTHS,
@@ -49,6 +50,16 @@ def plain(_path, accumulation):
     return meter.close()
 
 
+def megatron(_path, accumulation):
+    meter = Meter(tiny(), peak=PEAK)
+    accumulator, size = FlopsAccumulator(meter), len(LENGTHS) // accumulation
+    for first in range(0, len(LENGTHS), size):
+        boundaries = torch.tensor([0, *LENGTHS[first : first + size]]).cumsum(0)
+        accumulator.accumulate(torch.zeros(1, int(boundaries[-1])), cu_seqlens=boundaries)
+    accumulator.step()
+    return meter.close()
+
+
 def accelerate(_path, accumulation):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     return run_accelerate(accelerator, batches(accumulation))
@@ -81,7 +92,7 @@ def lightning_trainer(path, accumulation):
     return run_lightning(batches(accumulation), accumulation, default_root_dir=path)
 
 
-WAYS = [plain, accelerate, transformers_trainer, trl_sft, trl_sft_padding_free, lightning_trainer]
+WAYS = [plain, megatron, accelerate, transformers_trainer, trl_sft, trl_sft_padding_free, lightning_trainer]
 
 
 @pytest.fixture(scope="module")

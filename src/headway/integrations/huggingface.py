@@ -63,6 +63,7 @@ class HeadwayCallback(TrainerCallback):
         self._workload = workload
         self._options = {"peak": peak, "num_warmup_steps": num_warmup_steps, **meter_options}
         self._calls: ExitStack | None = None
+        self._accelerator: Any = None
 
     def on_train_begin(
         self,
@@ -75,6 +76,7 @@ class HeadwayCallback(TrainerCallback):
         del state, control
         trainer, model = _trainer(), kwargs["model"]
         self._move_up(trainer.callback_handler.callbacks)
+        self._accelerator = trainer.accelerator
         references = References(trainer, model)
         self.meter = Meter(
             model,
@@ -103,10 +105,20 @@ class HeadwayCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """End an optimizer step; what follows is training again unless the Trainer evaluates or saves."""
-        del args, state, kwargs
         assert self.meter is not None
-        self.meter.step()
-        if control.should_evaluate or control.should_save:
+        self.meter.step(skipped=self._accelerator.optimizer_step_was_skipped)
+        self.on_epoch_end(args, state, control, **kwargs)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Leave training if the Trainer is to evaluate or save now."""
+        del args, state, kwargs
+        if self.meter is not None and (control.should_evaluate or control.should_save):
             self.meter.leave("evaluation" if control.should_evaluate else "checkpoint")
 
     def on_evaluate(
