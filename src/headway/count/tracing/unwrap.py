@@ -167,7 +167,8 @@ def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
         copied = types.MethodType(_rebound(thing.__func__, memo), _rebound(thing.__self__, memo))
     elif isinstance(thing, functools.partial):
         bound = [_rebound(argument, memo) for argument in thing.args]
-        copied = functools.partial(_rebound(thing.func, memo), *bound, **thing.keywords)
+        named = {name: _rebound(argument, memo) for name, argument in thing.keywords.items()}
+        copied = functools.partial(_rebound(thing.func, memo), *bound, **named)
     elif isinstance(thing, types.FunctionType) and thing.__closure__ is not None:
         cells = tuple(types.CellType() for _ in thing.__closure__)
         copied = types.FunctionType(thing.__code__, thing.__globals__, thing.__name__, thing.__defaults__, cells)
