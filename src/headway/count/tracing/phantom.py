@@ -198,7 +198,9 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _pack(*args)
     if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:
         halved = [a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args]
-        return func(*halved).to(args[0].dtype)  # the real kernels take any floats, that on shapes one kind alone
+        return func(*halved, **{name: _meta(value) for name, value in kwargs.items()}).to(
+            args[0].dtype
+        )  # the real kernels take any floats, that on shapes one kind alone
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
         key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
