@@ -206,3 +206,17 @@ def test_images_in_an_encoders_source_count_what_pytorch_dispatches():
     squares |= dict.fromkeys(("pairs:sliding:8", "pairs:causal"), work.tokens**2)
     step = real_step(model.train(), made.arguments(work, torch.device("cpu")))
     assert step == expected_step(cost, work, squares)
+
+
+def test_a_page_after_its_words_counts_what_pytorch_dispatches():
+    config = transformers.UdopConfig(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+                                     image_size=64, max_2d_position_embeddings=32)  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.UdopForConditionalGeneration._from_config(config, dtype=torch.float32)
+    cost = trace(model)
+    work = Workload([23], images=[(1, 4, 4)], sources=[37 + 16])  # words, and places of patches
+    arguments = Inputs(model).arguments(work, torch.device("cpu"))
+    assert arguments["input_ids"].shape == (1, 37)
+    forward, backward = real_step(model.train(), arguments)
+    assert (forward, backward) == expected_step(cost, work, {"pairs:causal": 23**2})
+    assert forward["encoder.embed_patches.proj"] == 16 * 2 * 3 * 16**2 * 32

@@ -16,7 +16,7 @@ import sys
 import pytest
 import torch
 
-from headway import Workload
+from headway import Workload, load_cost_model
 from headway.count import CostModel, storage
 from headway.count.cost_model import Gradient, Parameter, Row
 from headway.devices import Peak
@@ -25,7 +25,7 @@ from headway.integrations import FlopsAccumulator
 from headway.meter import Meter
 from one_linear import Clock
 
-PEAK = Peak("test device", 1e18, "fp32", "made up for a test")
+PEAK = Peak("test device", 1e30, "fp32", "made up for a test")
 # FLOPs of forward and both gradients: 18 per token, 12 per causal pair, 30 per patch, 6 per pair of patches of a frame
 ROWS = {"tokens": 6, "pairs:causal": 4, "patches": 10, "patch_pairs:frame": 2}
 COST_MODEL = CostModel(
@@ -161,6 +161,16 @@ def test_9_a_pack_of_32_samples_has_a_32nd_of_the_attention_of_one():
     assert one.flops.total == flops(8192, 8192 * 8193 // 2)
     # squares differ by 32 exactly; with the diagonal that every token attends to, by 8193 / 257 = 31.88
     assert (one.flops.total - 18 * 8192) * 257 == (pack.flops.total - 18 * 8192) * 8193
+
+
+def test_a_pack_of_qwen3_8b_costs_what_its_configuration_says():
+    meter = Meter(load_cost_model("qwen3-8b"), peak=PEAK, log_every=1)
+    measured = FlopsAccumulator(meter)
+    measured.accumulate(tokens_of(1, 4096), cu_seqlens=boundaries(1024, 2048, 4096, tail=(-1,)), cu_seqlens_argmin=4)
+    # 36 layers of width 4096: 32 and 8 heads of 128, a feed-forward of 12288, a vocabulary of 151936
+    per_token = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288) + 4096 * 151936
+    pairs = causal(1024, 1024, 2048)
+    assert measured.step().flops.total == 3 * (2 * per_token * 4096 + 36 * 4 * 4096 * pairs)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

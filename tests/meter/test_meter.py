@@ -376,6 +376,17 @@ def test_compiling_has_a_bucket_of_its_own(tmp_path):
     assert (window.num_steps, window.wall_s) == (1, 1.0)
 
 
+def test_a_closed_meter_keeps_its_run_and_takes_no_more():
+    with Meter(COST_MODEL, peak=PEAK, log_every=1) as meter:
+        meter.count(Workload([10]))
+        meter.step()
+        run_ = meter.close()
+    assert meter.close() is run_
+    assert run_.tokens == 10
+    with pytest.raises(UsageError, match="the meter is closed"):
+        meter.count(Workload([10]))
+
+
 def test_ledgers_of_no_steps_are_not_an_mfu():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

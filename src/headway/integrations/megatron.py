@@ -45,8 +45,6 @@ class FlopsAccumulator:
         self.billed = billed
         self.context_parallel_size = context_parallel_size
         self._evaluates = False
-        if meter.device is None:
-            meter.device = _accelerator()  # a cost model alone does not say where the copies come from
 
     def accumulate(
         self,
@@ -119,10 +117,3 @@ class FlopsAccumulator:
                 yield
         finally:
             self._evaluates = False
-
-
-def _accelerator() -> Any:
-    """Find the CUDA device that this process computes on; None without one."""
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None

@@ -14,7 +14,7 @@ import torch
 from torchtitan.components.metrics import build_metrics_processor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
+from torchtitan.tools.utils import device_module, device_type
 
 from headway.count import CostModel, Workload, trace
 from headway.errors import HeadwayError, TraceError, UsageError, WorkloadError
@@ -141,7 +141,7 @@ class _Hook:
         self._knows_recompute = recompute is not None
         if recompute is None:
             logger.warning("headway: no HFU is logged, for what this activation checkpointing recomputes is not known.")
-        device = torch.device(device_type)
+        device = torch.device(device_type, device_module.current_device())
         self.meter = Meter(
             cost_model,
             peak=self._peak or peak_of(model.to(_dtype(job_config, parallel_dims)), device),
@@ -149,7 +149,6 @@ class _Hook:
             recompute=recompute or "none",
             on_window=self._on_window,
         )
-        self.meter.device = device
         processor.log = partial(self._log, processor.log)
         processor.close = partial(self._close, processor.close)
         return processor
@@ -233,7 +232,7 @@ class _Hook:
             except UsageError as error:  # a short run may have no counted step, which is no reason to fail it
                 logger.warning(f"headway: {error}")
             else:
-                if run is not None and self._on_window is not None:
+                if self._on_window is not None:
                     self._on_window(run)
         close()
 

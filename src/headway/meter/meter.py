@@ -20,6 +20,7 @@ from headway.meter.sinks import Sinks
 from headway.meter.sums import COUNTED, NS, Sums
 from headway.meter.surroundings import (
     Compilation,
+    device_here,
     device_of,
     largest_memory,
     peak_of,
@@ -95,7 +96,7 @@ class Meter:
                 f"log_every={log_every}, smooth_over={smooth_over}, num_warmup_steps={num_warmup_steps}: a window has "
                 "at least 1 step, is smoothed over at least 1 window, and a number of warm-up steps is 0 or more."
             )
-        self.device = None if isinstance(model, CostModel) else device_of(model)
+        self.device = device_here() if isinstance(model, CostModel) else device_of(model)
         self.cost_model = model if isinstance(model, CostModel) else trace_of(model)
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
@@ -114,6 +115,7 @@ class Meter:
         self._pending = PendingSteps(self.cost_model, recompute, Arrival())
         self._needed = needed(self.cost_model)
         self._run: list[Sums] = []
+        self._whole: Window | None = None
         self._recent: deque[list[Sums]] = deque(maxlen=smooth_over)
         self._memory = 0
         self._energy = WindowEnergy(None)
@@ -126,6 +128,8 @@ class Meter:
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself."""
+        if self._whole is not None:
+            raise UsageError("the meter is closed, and its run summed up: make a new Meter for another run.")
         if self._last_s is not None:
             return
         self._together = Together(self._timeout_s)
@@ -272,12 +276,14 @@ class Meter:
             self._on_window(window)
         return window
 
-    def close(self) -> Window | None:
-        """Wait for the device once and return the run: all counted steps of all ranks.
+    def close(self) -> Window:
+        """Wait for the device once and return the run: all counted steps of all ranks. The meter is then done.
 
         Raises:
             UsageError: no step was counted.
         """
+        if self._whole is not None:
+            return self._whole
         self.back()
         self._pending.wait()
         self.log()
@@ -289,6 +295,7 @@ class Meter:
                 "more steps, or lower num_warmup_steps."
             )
         self._warn(run)
+        self._whole = run
         return run
 
     def __enter__(self) -> Self:

@@ -7,14 +7,22 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from headway.count import CostModel
 from headway.errors import UnknownDeviceError, UsageError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from headway.count import CostModel
     from headway.devices import Peak
     from headway.meter.goodput import Goodput
+
+
+def device_here() -> Any:
+    """Find the CUDA device that this process computes on; None without one, or before torch is loaded."""
+    torch = sys.modules.get("torch")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if torch is not None and torch.cuda.is_available() else None
+    )
 
 
 def device_of(model: Any) -> Any:
@@ -43,7 +51,7 @@ def peak_of(model: Any, device: Any) -> Peak:
     """Look the peak of the model's device up; one without a number, and a warning, where it is unknown."""
     from headway.devices import Peak, peak_for
 
-    if device is None:
+    if isinstance(model, CostModel):
         raise UsageError("a cost model does not say on what device it runs: pass peak=headway.peak_for(device, dtype).")
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     try:

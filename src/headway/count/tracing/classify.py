@@ -227,13 +227,17 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
 
 
 def checkpointable_blocks(model: nn.Module) -> set[str]:
-    """Find the blocks that activation checkpointing wraps: transformers' own choice, else the items of module lists."""
+    """Find the blocks that activation checkpointing wraps: transformers' own choice, else the items of module lists.
+
+    A dictionary whose keys are numbers is a list too, as torchtitan's layers are.
+    """
     chosen = [
         path
         for path, module in model.named_modules()
         if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
     ]
     if not chosen:
-        lists: list[tuple[str, Any]] = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-        chosen = [f"{path}.{i}" if path else str(i) for path, items in lists for i in range(len(items))]
+        lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+        keys = [(path, key) for path, items in lists for key, _ in items.named_children() if key.isdigit()]
+        chosen = [f"{path}.{key}" if path else key for path, key in keys]
     return {path for path in chosen if not inside(_parent(path), [c for c in chosen if c != path])}

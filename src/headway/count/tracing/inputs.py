@@ -17,7 +17,7 @@ from torch import nn
 
 from headway.count.tracing import build
 from headway.count.tracing.audio_parts import AudioFeatures, AudioWaves
-from headway.count.tracing.encoder_parts import SourceFrames
+from headway.count.tracing.encoder_parts import PageFrames, SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
     Frames,
@@ -53,6 +53,7 @@ PARTS: tuple[type[Part], ...] = (
     SourceFeatures,
     SourceWaves,
     Grids,
+    PageFrames,
     SourceFrames,
     TiledFrames,
     ReadFrames,

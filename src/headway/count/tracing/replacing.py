@@ -1,4 +1,4 @@
-"""Put other functions in the place of those that run recurrences or experts, while a model is traced or watched."""
+"""Put other functions in the place of those that run recurrences, experts or windows, while a model is watched."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import nn
 
 from headway.count.tracing.experts import METHODS as EXPERTS
 from headway.count.tracing.kernels import FUNCTIONS, METHODS
+from headway.count.tracing.windows import METHODS as WINDOWS
+from headway.count.tracing.windows import unpadded_settings
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ _WRITTEN_OUT = ("causal_conv1d_fn", "mamba_inner_fn", "mamba2_split_conv1d_scan_
 
 @contextmanager
 def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Record every recurrence of `model` with `recorder`; run short convolutions in PyTorch, experts as they are meant.
+    """Record every recurrence of `model` with `recorder`; run convolutions in PyTorch, experts and windows as meant.
 
     Raises:
         TraceError: a Triton kernel is launched: one that is not known here would meet tensors without data.
@@ -41,7 +43,8 @@ def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             changes.append((held, name, written_out))
         elif home.startswith("causal_conv1d"):
             changes.append((held, name, _short_convolution))
-    changes += _methods(model, EXPERTS, lambda _original, stand_in: partial(stand_in, recorder))
+    changes += _methods(model, EXPERTS | WINDOWS, lambda _original, stand_in: partial(stand_in, recorder))
+    changes += unpadded_settings(model)
     with _changed(changes), _refused_triton(recorder):
         yield
 
