@@ -196,11 +196,8 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation's meta kernel, or recall what it gave for the same shapes."""
     if func._overloadpacket is aten._pack_padded_sequence:
         return _pack(*args)
-    if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:
-        halved = [a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args]
-        return func(*halved, **{name: _meta(value) for name, value in kwargs.items()}).to(
-            args[0].dtype
-        )  # the real kernels take any floats, that on shapes one kind alone
+    if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # all that it takes on shapes
+        return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
         key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
