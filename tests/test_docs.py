@@ -15,6 +15,7 @@ PAGES = [
     "goodput.md",
     "integrations.md",
     "metering.md",
+    "mbu.md",
     "tracing.md",
     "trackers.md",
     "what-the-numbers-mean.md",

@@ -69,9 +69,9 @@ class ForwardCalls:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if (past := given.get("past_key_values")) is not None and past.get_seq_length():
             raise WorkloadError(
-                f"{type(self._model).__name__} goes on from cached keys and values while it trains: it generates, which "
-                "is not counted from its forwards. If that is no part of training, switch the model to eval() for it; "
-                "else count the step yourself: Meter.count with a Workload whose `past` says how much was cached."
+                f"{type(self._model).__name__} goes on from cached keys and values while it trains: it generates, and "
+                "that is not counted from its forwards. If it is no part of training, switch the model to eval() for "
+                "it; else count the step yourself: Meter.count with a Workload whose `past` says how much was cached."
             )
         self.num_calls += 1
         self._meter.count(

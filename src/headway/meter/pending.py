@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from headway.count import CostModel
     from headway.meter.late import Arrival
+    from headway.meter.traffic import Traffic
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
@@ -51,13 +52,18 @@ class PendingSteps:
         cost_models: cost rows of the model that is trained, and of the others that its steps run.
         recompute: as `CostModel.count` takes it.
         start: where the first step begins in the device's queue.
+        traffic: what this rank must move; None where it is not asked for.
     """
 
-    def __init__(self, cost_models: Sequence[CostModel], recompute: str, start: Arrival) -> None:
+    def __init__(
+        self, cost_models: Sequence[CostModel], recompute: str, start: Arrival, traffic: Traffic | None = None
+    ) -> None:
         self.extra: dict[str, Any] = {}
         self._cost_models = cost_models
         self._recompute = recompute
         self._last_end = start
+        self._traffic = traffic
+        self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
         self._keys = tuple(dict.fromkeys((row.component, row.driver) for model in cost_models for row in model.rows))
         self._steps: deque[Step] = deque()
         # by whether without a backward, and by which of the models
@@ -113,6 +119,8 @@ class PendingSteps:
         totals["data_wait_ns"] += round(min(step.data_wait_s, wall_s) * NS)
         totals["num_steps"] += 1
         totals["num_skipped"] += step.skipped
+        self._updates[0] += 1
+        self._updates[1] += step.skipped
 
     def _count(self) -> None:
         """Turn the workloads so far into FLOPs."""
@@ -123,4 +131,19 @@ class PendingSteps:
             self._sums.add_count(count)
             if not forward_only and not which:
                 self._sums.add_quantities(workload)
+        if self._traffic is not None and self._updates[0]:
+            self._sums.totals["bytes_moved"] += self._moved(self._traffic)
         self._workloads.clear()
+        self._updates = [0, 0]
+
+    def _moved(self, traffic: Traffic) -> int:
+        """Count the bytes that the trained model's part of the steps so far moved at least."""
+        trained, (steps, skipped) = self._workloads[False, 0], self._updates
+        return traffic.bytes_of(
+            Workload.total(trained),
+            num_batches=max(len(trained), steps),
+            num_with_towers=sum(bool(len(w.grids) or len(w.audio)) for w in trained),
+            num_steps=steps,
+            num_skipped=skipped,
+            num_forward_only=len(self._workloads[True, 0]),
+        ).total

@@ -262,7 +262,16 @@ def call(model: nn.Module, arguments: Any) -> Any:
 
 
 def backward_from(output: Any) -> None:
-    """Run backward from the sum of the logits, else of the first floats, or list of them, that an output holds.
+    """Run backward from the sum of what `floats_of` finds in an output.
+
+    Raises:
+        TraceError: the output holds no tensor of floats.
+    """
+    floats_of(output).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def floats_of(output: Any) -> torch.Tensor:
+    """Return the logits, else the first floats, or list of them, that an output holds.
 
     Raises:
         TraceError: the output holds no tensor of floats.
@@ -278,8 +287,7 @@ def backward_from(output: Any) -> None:
                     "the model's forward computes on real tensors when it is traced: something laid over it leads back "
                     "to the original model. Trace the model before it is altered, and pass that cost model on."
                 )
-            value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            return
+            return value
         if isinstance(value, dict):
             value = list(value.values())
         if isinstance(value, tuple | list):
