@@ -58,23 +58,24 @@ def trainer_arguments(folder, batch_size, accumulation):
 
 
 class Lit(lightning.pytorch.LightningModule):
-    def __init__(self):
+    def __init__(self, optimizer):
         super().__init__()
         self.model = tiny()
+        self.optimizer = optimizer
 
     def training_step(self, batch, _index):
         return self.model(**batch).loss
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.model.parameters(), lr=0.01)
+        return self.optimizer(self.model.parameters(), lr=0.01)
 
 
-def run_lightning(batches, accumulation, **options):
+def run_lightning(batches, accumulation, *, monitor=None, optimizer=torch.optim.SGD, **options):
     """Run an epoch of Lightning's Trainer; returns the metered run."""
-    monitor = HeadwayMonitor(peak=PEAK)
+    monitor = monitor or HeadwayMonitor(peak=PEAK)
     trainer = lightning.pytorch.Trainer(
         callbacks=[monitor], accumulate_grad_batches=accumulation, max_epochs=1, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
-    trainer.fit(Lit(), batches)
+    trainer.fit(Lit(optimizer), batches)
     return monitor.run

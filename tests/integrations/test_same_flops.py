@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from headway import Workload, trace
-from headway.integrations import FlopsAccumulator, HeadwayCallback
+from headway.integrations import FlopsAccumulator, HeadwayCallback, HeadwayMonitor
 from headway.meter import Meter
 from one_step import (
     LENGTHS,
@@ -115,3 +115,27 @@ def test_a_step_costs_the_same_through_every_integration(tmp_path, way, accumula
     assert run.flops == ledger
     assert (run.num_steps, run.tokens, run.segments) == (1, sum(LENGTHS), len(LENGTHS))
     assert run.num_batches == accumulation
+
+
+def plain_bytes(accumulation):
+    model = tiny()
+    meter = Meter(model, peak=PEAK, optimizer=torch.optim.AdamW(model.parameters()), memory_bytes_per_s=1e9)
+    for batch in batches(accumulation):
+        meter.count(batch)
+    meter.step()
+    return meter.close()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_moves_the_same_bytes_through_trainers_that_know_their_optimizer(tmp_path, accumulation):
+    options = {"peak": PEAK, "memory_bytes_per_s": 1e9}
+    callback = HeadwayCallback(names=("mbu",), **options)
+    given = TrainingArguments(**arguments(tmp_path, accumulation), logging_steps=1, optim="adamw_torch")
+    Trainer(tiny(), given, train_dataset=ROWS, data_collator=collate, callbacks=[callback]).train()
+    monitor = HeadwayMonitor("model", names=("mbu",), **options)
+    run_lightning(batches(accumulation), accumulation, monitor=monitor, optimizer=torch.optim.AdamW)
+    expected = plain_bytes(accumulation)
+    assert expected.bytes_moved > 0
+    for run in (callback.run, monitor.run):
+        assert run.bytes_moved == expected.bytes_moved
+        assert run.mbu == pytest.approx(expected.bytes_moved / run.wall_s / 1e9)

@@ -35,7 +35,7 @@ class HeadwayCallback(TrainerCallback):
         cost_model: of the model; traced when training begins where it is None.
         peak: as for `Meter`.
         prefix: of the names in the log: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.as_record()` that are logged.
+        names: keys of `Window.as_record()` that are logged. With "mbu" among them the model is traced once more.
         num_warmup_steps: first steps to leave out.
         recompute: as for `Meter`; taken from the Trainer's `gradient_checkpointing` where it is None.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
@@ -84,6 +84,7 @@ class HeadwayCallback(TrainerCallback):
             log_every=sys.maxsize,  # windows end where the Trainer logs
             recompute=self._recompute or ("full" if args.gradient_checkpointing else "none"),
             others=references.cost_models,
+            optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
             **self._options,
         )
         if self._calls is not None:

@@ -39,7 +39,7 @@ class HeadwayMonitor(Callback):
         model: path of the module within the LightningModule, such as "model" or "net.backbone", "" for the
             LightningModule itself; where it is None, the only module with parameters that it holds.
         prefix: of the names in the loggers: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.as_record()` that are logged.
+        names: keys of `Window.as_record()` that are logged. With "mbu" among them the model is traced once more.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
         meter_options: what else `Meter` takes, such as `cost_model`, `peak` or `goodput`.
 
@@ -72,7 +72,8 @@ class HeadwayMonitor(Callback):
         """Trace the model and start the clock."""
         path = _only_module(pl_module) if self._path is None else self._path
         model = pl_module.get_submodule(path)
-        self.meter = meter = Meter(model, **self._options)
+        optimizers = trainer.optimizers if "mbu" in self._names else None
+        self.meter = meter = Meter(model, **{"optimizer": optimizers, **self._options})
         self._calls = ForwardCalls(model, meter, workload=self._workload).__enter__()
         self._num_updates, self._num_calls = trainer.global_step, 0
         save = trainer.save_checkpoint
