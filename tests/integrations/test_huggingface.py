@@ -1,5 +1,7 @@
 """The callback in real Trainer runs: the FLOPs of the forwards that it really ran, in its own log."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from headway.count.tracing.build import model_class
 from headway.devices import Peak
 from headway.errors import UsageError
 from headway.integrations import HeadwayCallback
+from headway.meter import Goodput
 from one_linear import Clock
 from tiny_models import tiny_config
 from tracker_files import leave_settings_out, read_events, read_mlflow, wandb_history
@@ -42,7 +45,7 @@ def tiny():
     return model_class(config)._from_config(config)
 
 
-def train(path, callbacks, *, resume=None, **options):
+def train(path, callbacks, *, resume=None, samples=list, **options):
     """Run six steps of four samples, with an evaluation and a checkpoint every third, unless the options differ."""
     features = [{"input_ids": [7] * n, "labels": [7] * n, "mask": [1] * n} for n in LENGTHS]
     arguments = TrainingArguments(
@@ -57,7 +60,7 @@ def train(path, callbacks, *, resume=None, **options):
     trainer = Trainer(
         tiny(),
         arguments,
-        train_dataset=features,
+        train_dataset=samples(features),
         eval_dataset=features[:4],
         data_collator=collate,
         callbacks=callbacks,
@@ -159,6 +162,25 @@ def test_a_checkpoint_takes_no_time_of_the_steps(tmp_path, monkeypatch):
     train(tmp_path, [callback, Slow(clock)])  # with two evaluations, each before a checkpoint
     assert clock.now_s == 100.0 + 6 * 1.0 + 4 * 1000.0
     assert callback.run.wall_s == 6.0
+
+
+class SlowSamples(list):
+    """Samples that take their time."""
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def test_the_wait_for_samples_is_told_and_charged(tmp_path):
+    with Goodput(tmp_path / "goodput.jsonl") as ledger:
+        callback = HeadwayCallback(peak=PEAK, goodput=ledger)
+        train(tmp_path / "run", [callback], samples=SlowSamples, eval_strategy="no")
+        seconds = ledger.report().seconds
+    samples_s = 6 * 4 * 0.01
+    assert samples_s <= callback.run.data_wait_s <= callback.run.wall_s
+    assert seconds["data wait"] >= samples_s
+    assert seconds["step"] > 0
 
 
 def test_a_number_that_no_window_has_is_named(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback
@@ -90,7 +91,17 @@ class HeadwayCallback(TrainerCallback):
         if self._calls is not None:
             self._calls.close()  # of a run that ended in an error
         self._calls = references.calls(self.meter, self._workload)
-        self.meter.start()
+        self.meter.await_data()
+
+    @property
+    def _training(self) -> Meter | None:
+        """The meter, while the Trainer trains."""
+        return self.meter if self._calls is not None else None
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note that the step's batches have come."""
+        if meter := self._training:
+            meter.got_data()
 
     def _move_up(self, callbacks: list[TrainerCallback]) -> None:
         """Move before every callback that reports: they read the log dictionary in the order of the list."""
@@ -117,10 +128,14 @@ class HeadwayCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Leave training if the Trainer is to evaluate or save now."""
+        """Leave training if the Trainer is to evaluate or save now; else it waits for its next batch."""
         del args, state, kwargs
-        if self.meter is not None and (control.should_evaluate or control.should_save):
-            self.meter.leave("evaluation" if control.should_evaluate else "checkpoint")
+        if (meter := self._training) is None:
+            return
+        if control.should_evaluate or control.should_save:
+            meter.leave("evaluation" if control.should_evaluate else "checkpoint")
+        else:
+            meter.await_data()
 
     def on_evaluate(
         self,
@@ -131,15 +146,16 @@ class HeadwayCallback(TrainerCallback):
     ) -> None:
         """Go on after an evaluation, with a checkpoint if there is to be one."""
         del args, state, kwargs
-        if self.meter is not None and control.should_save:
-            self.meter.leave("checkpoint")
-        elif self.meter is not None:
-            self.meter.back()
+        meter = self._training
+        if meter and control.should_save:
+            meter.leave("checkpoint")
+        elif meter:
+            meter.await_data()
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Go on after a checkpoint."""
-        if self.meter is not None:
-            self.meter.back()
+        if meter := self._training:
+            meter.await_data()
 
     def on_log(
         self,
@@ -151,9 +167,10 @@ class HeadwayCallback(TrainerCallback):
         """Add the window since the last log to what the Trainer logs of a step."""
         del args, control
         logs: dict[str, Any] | None = kwargs.get("logs")
-        if self.meter is None or logs is None or "loss" not in logs:
+        meter = self._training
+        if meter is None or logs is None or "loss" not in logs:
             return  # an evaluation's log, or the summary at the end
-        window = self.meter.log()
+        window = meter.log()
         if window is None:
             return
         found = logged(window, self._names, self._prefix)
@@ -165,8 +182,13 @@ class HeadwayCallback(TrainerCallback):
         """Sum the run up in `run`."""
         if self._calls is not None:
             self._calls.close()
-        if self.meter is not None and self.meter.num_steps:
+            self._calls = None
+        if self.meter is None or not self.meter.num_steps:
+            return
+        try:
             self.run = self.meter.close()
+        except UsageError as error:  # a short run may have no counted step, which is no reason to fail it
+            warnings.warn(str(error), stacklevel=2)
 
 
 def _trainer() -> Trainer:

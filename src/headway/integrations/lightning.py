@@ -84,11 +84,21 @@ class HeadwayMonitor(Callback):
                 save(*args, **kwargs)
 
         trainer.save_checkpoint = save_away  # type: ignore[method-assign]  # no hook tells when a checkpoint is written
-        meter.start()
+        meter.await_data()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note that the batch has come."""
+        del trainer, pl_module, batch, batch_idx
+        assert self.meter is not None
+        self.meter.got_data()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """End an optimizer step if an optimizer has stepped, and log."""
+        """End an optimizer step if an optimizer has stepped, log, and wait for the next batch."""
         assert self.meter is not None
+        self._end_step(trainer, pl_module, self.meter)
+        self.meter.await_data()
+
+    def _end_step(self, trainer: Trainer, pl_module: LightningModule, meter: Meter) -> None:
         assert self._calls is not None
         if trainer.global_step == self._num_updates:
             return  # accumulating
@@ -98,12 +108,12 @@ class HeadwayMonitor(Callback):
                 f"{type(pl_module).__name__}: name the one that its training_step calls, HeadwayMonitor(model=...)."
             )
         self._num_updates, self._num_calls = trainer.global_step, self._calls.num_calls
-        self.meter.step()
+        meter.step()
         place = trainer.fit_loop.epoch_loop._batches_that_stepped  # under this number Lightning logs the step's loss
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # 0 for a Trainer that logs nothing
         if not every or (place + 1) % every:
             return
-        window = self.meter.log()
+        window = meter.log()
         if window is not None:
             for logger in trainer.loggers:
                 logger.log_metrics(logged(window, self._names, self._prefix), step=place)  # rank 0 writes
@@ -118,7 +128,7 @@ class HeadwayMonitor(Callback):
         """Go on after a validation."""
         del trainer, pl_module
         if self._calls is not None and self.meter is not None:
-            self.meter.back()
+            self.meter.await_data()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sum the run up in `run`."""

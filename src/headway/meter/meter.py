@@ -139,6 +139,7 @@ class Meter:
         self._away_s = self._data_wait_s = 0.0
         self._last_s: float | None = None
         self._left_s: float | None = None
+        self._waits_since_s: float | None = None
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself."""
@@ -161,18 +162,32 @@ class Meter:
         self.start()
         iterator = iter(loader)
         while True:
-            asked_s = self._clock()
-            if self.goodput is not None:
-                self.goodput.switch("data wait")
+            self.await_data()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             finally:
-                if self.goodput is not None:
-                    self.goodput.switch("step")
-                self._data_wait_s += self._clock() - asked_s
+                self.got_data()
             yield batch
+
+    def await_data(self) -> None:
+        """Note that the loop waits for data from now on, until `got_data`; `batches` does so by itself."""
+        self.start()
+        self.back()
+        self.got_data()
+        self._waits_since_s = self._clock()
+        if self.goodput is not None:
+            self.goodput.switch("data wait")
+
+    def got_data(self) -> None:
+        """Note that the loop has its batch; without an `await_data` before, nothing happens."""
+        if self._waits_since_s is None:
+            return
+        self._data_wait_s += self._clock() - self._waits_since_s
+        self._waits_since_s = None
+        if self.goodput is not None:
+            self.goodput.switch("step")
 
     def count(self, batch: Any, *, forward_only: bool = False, cost_model: CostModel | None = None) -> None:
         """Add what one forward of a step computes, and its backward.
@@ -209,6 +224,7 @@ class Meter:
             bucket: what it is in the run's goodput, such as "evaluation" or "checkpoint".
         """
         self.start()
+        self.got_data()
         self.back()
         self._left_s = self._clock()
         self._energy.leave()
