@@ -49,12 +49,12 @@ class AudioFeatures(Part):
         self.token = self._find_token()
         self._has_method = self._probe.has(_FEATURES)
         try:
-            self.speech = hearing.find(self._config, self.takes, self._ask)
+            self.speech = self._find()
         except TraceError:
             if not self._has_method:
                 raise
             self._has_method = False  # it wants the text too, or what a forward does without
-            self.speech = hearing.find(self._config, self.takes, self._ask)
+            self.speech = self._find()
         if self.speech.fixed:
             self.drivers = [f"clips:{self.speech.fixed}"]
         else:
@@ -103,10 +103,18 @@ class AudioFeatures(Part):
             )
         return int(token)
 
+    def _find(self) -> Speech:
+        return hearing.find(self._config, self.takes, self._ask, masked=bool(self._masks()))
+
+    def _masks(self) -> list[str]:
+        """List the masks of frames; one that the forward takes and the tower does not is of text positions."""
+        heard = self._probe.takes(_FEATURES) if self._has_method else self._accepted
+        return [name for name in _MASKS if name in self._accepted and name in heard]
+
     def _heard(self, speech: Speech, clips: int, frames: int, floats: Floats) -> dict[str, Any]:
         """Make the arguments that carry clips of one length."""
         real = (torch.arange(speech.padded(frames)) < frames).expand(clips, -1)
-        masks = {name: real for name in _MASKS if name in self._accepted}
+        masks = dict.fromkeys(self._masks(), real)
         return {self.takes: floats(speech.of(clips, frames)), **masks}
 
     def _ask(self, speech: Speech, frames: int) -> int:
