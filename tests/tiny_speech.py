@@ -77,6 +77,29 @@ _SPEECH_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "has_lora_adapter": False,
         },
     ),
+    # one feature added to each token, by an encoder that reads 8 frames for it and looks back 100 of its positions
+    "voxtral_realtime": (
+        "VoxtralRealtimeConfig",
+        {
+            "audio_config": {
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "head_dim": 12,
+                "num_mel_bins": 16,
+                "sliding_window": 100,
+            },
+            "text_config": dict(
+                _TEXT,
+                vocab_size=160,
+                head_dim=8,
+                pad_token_id=0,
+                model_type="voxtral_realtime_text",
+                sliding_window=4096,
+            ),
+        },
+    ),
 }
 SPEECH_FAMILIES = tuple(_SPEECH_FAMILIES)
 

@@ -68,6 +68,20 @@ def test_attention_in_blocks_costs_its_blocks():
     assert rows["projector.qformer.encoder.layer.0.attention.attention"].driver == "packs"
 
 
+def test_a_clip_that_is_added_to_its_text_says_how_long_that_is():
+    model = real("voxtral_realtime")
+    workload = Inputs(model).workloads()[1]
+    assert workload.tokens * 8 == int(workload.audio.sum())
+    rows = {row.module.removeprefix("model."): row for row in trace(model).rows}
+    # conv1 has a stride of 1, conv2 one of 2; each text position takes 4 of what is left
+    assert rows["audio_tower.embedder.conv1"].driver == "audio"
+    assert rows["audio_tower.layers.0.mlp.up_proj"].driver == "audio/2:2"
+    assert rows["audio_tower.layers.0.self_attn"].driver == "audio_pairs:sliding:100/2:2"
+    assert rows["multi_modal_projector.linear_1"].forward == 2 * 4 * 24 * 32
+    # no clip of the trace exceeds the text's window, which the model hands to its attention
+    assert rows["language_model.layers.1.self_attn"].driver == "pairs:sliding:4096"
+
+
 def test_clips_add_up():
     cost = trace(real("granite_speech"))
     text = cost.count(Workload([400])).forward

@@ -128,6 +128,8 @@ def _transformers_seam(
     elif attention_mask is not None:
         picked = _picked(module, path, key.shape[-2], kwargs)
         pairs, driver = masked_pairs(_recorder, path, attention_mask, query, key, picked)
+        if window and driver == "pairs:causal" and query.shape[-2] <= window:
+            driver = f"pairs:sliding:{window}"  # which no segment has exceeded yet
     else:
         pairs, driver = plain_pairs(query, key, causal, window)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))

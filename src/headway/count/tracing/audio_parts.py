@@ -58,8 +58,9 @@ class AudioFeatures(Part):
         if self.speech.fixed:
             self.drivers = [f"clips:{self.speech.fixed}"]
         else:
-            windowed = hearing.windowed("audio_pairs", hearing.windows(self._config))
-            self.strided = ["audio", *_PAIRS, *windowed]
+            windows = hearing.windows(self._config)
+            causal = [f"audio_pairs:sliding:{window}" for window in windows]
+            self.strided = ["audio", *_PAIRS, *hearing.windowed("audio_pairs", windows), *causal]
             self.drivers = [*self.strided, "clips"]
 
     @classmethod
@@ -135,6 +136,39 @@ class AudioWaves(AudioFeatures):
     """Clips as samples of a waveform [clips, samples]: `input_values` beside `input_ids`."""
 
     takes = "input_values"
+
+
+class AddedAudio(AudioFeatures):
+    """One clip with each text, as long as it: features are added to the embeddings one by one (Voxtral Realtime)."""
+
+    fills = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.drivers = [driver for driver in self.drivers if driver != "clips"]  # there are as many as segments
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model that hears and whose configuration has no token for what it hears."""
+        hears = any(hasattr(type(module), _FEATURES) for module in model.modules())
+        named = hears and any(hasattr(c, name) for c in hearing.subconfigs(model.config) for name in _TOKENS)
+        return super().of(model) if hears and not named else None
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give one clip."""
+        return {"audio": [self.speech.lengths[run]]}
+
+    def positions(self, workload: Workload) -> int:
+        """Count the positions that the clip is added to."""
+        return sum(map(self._positions_of, workload.audio.tolist()))
+
+    def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
+        """Add features; every position of the text takes one."""
+        (frames,) = workload.audio.tolist()
+        batch |= self._heard(self.speech, 1, frames, floats)
+
+    def _find_token(self) -> int:
+        return plain_token(self._config)
 
 
 def _has_tower(model: Any) -> bool:

@@ -55,7 +55,7 @@ class Probe:
         named = self.takes(name)
         output = self._run(self._method(name), {key: value for key, value in arguments.items() if key in named})
         if isinstance(output, dict):
-            pooled = output.get("pooler_output")
+            pooled = getattr(output, "pooler_output", None)  # which not every class of outputs declares
             output = output["last_hidden_state"] if pooled is None else pooled
         return _rows(output)
 
