@@ -82,6 +82,15 @@ def test_a_clip_that_is_added_to_its_text_says_how_long_that_is():
     assert rows["language_model.layers.1.self_attn"].driver == "pairs:sliding:4096"
 
 
+def test_convolutions_over_time_and_frequency_leave_an_eighth_of_the_frames():
+    rows = {row.module.removeprefix("model.audio_tower."): row for row in trace(real("dots3_note")).rows}
+    # 3 x 3 weights of 12 x 12 channels at each eighth frame, begun ones too, and 2 of the 16 bands
+    last = rows["conv_stem.convs.2"]
+    assert (last.driver, last.forward) == ("audio/8", 2 * 2 * 9 * 12 * 12)
+    assert (rows["conv_stem.conv_out"].driver, rows["adapter.fc1"].driver) == ("audio/8", "audio/8")
+    assert rows["layers.1.self_attn"].driver == "audio_pairs:full/8"
+
+
 def test_clips_add_up():
     cost = trace(real("granite_speech"))
     text = cost.count(Workload([400])).forward

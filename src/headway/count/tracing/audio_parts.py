@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _FEATURES = "get_audio_features"
 _TOKENS = ("audio_token_id", "audio_token_index")
 _MASKS = ("input_features_mask", "feature_attention_mask")  # true for each frame that is not padding
+_SAMPLES = "chunk_sample_lengths"  # of the waveform that each clip's frames come from
 _NUMBERS = (1, 2, 3, 1)  # clips in each run
 _PAIRS = ("audio_pairs:full", "audio_pairs:relative", "audio_offsets")
 
@@ -116,6 +117,9 @@ class AudioFeatures(Part):
         """Make the arguments that carry clips of one length."""
         real = (torch.arange(speech.padded(frames)) < frames).expand(clips, -1)
         masks = dict.fromkeys(self._masks(), real)
+        if _SAMPLES in self._accepted:
+            (hop, *_) = hearing.numbers(self._config, "hop_length")
+            masks[_SAMPLES] = torch.full((clips,), frames * hop)
         return {self.takes: floats(speech.of(clips, frames)), **masks}
 
     def _ask(self, speech: Speech, frames: int) -> int:

@@ -18,8 +18,8 @@ from headway.errors import TraceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# one length a run; no two alike in what strides of 2, 3, 4 or 8 leave over
-_FREE = (1201, 2003, 1606, 2408)
+# one length a run; no two alike in what strides of 4 or 8 leave over, nor all in the same half of 16
+_FREE = (1201, 2011, 1606, 2408)
 _EVEN = (1200, 2016, 1632, 2400)  # for what takes multiples only
 # windows in a clip, and the longest, where a last one that is partly filled could not be followed
 _BLOCKS, _LONGEST_BLOCK = (5, 11, 7, 13), 1000
