@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from headway.count.tracing import joined
 from headway.errors import TraceError
 
 aten = torch.ops.aten
@@ -68,6 +69,7 @@ class Phantom(torch.Tensor):
         self.scores = None
         self.stays = None
         self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
+        self.parts: joined.Parts | None = None  # what is known of some places along an axis
         self.writes = 0  # in-place operations on it or on its views
         self._known: tuple[torch.Tensor, int] | None = None
 
@@ -294,7 +296,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return made
         return _integers(packet, args, value) if known is None else known
 
-    return _map(wrap, out)
+    made = _map(wrap, out)
+    if forward:
+        joined.follow(packet, args, [t for t in _tensors(made) if isinstance(t, Phantom)])
+    return made
 
 
 def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
