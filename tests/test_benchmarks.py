@@ -73,3 +73,24 @@ def test_the_answering_benchmark_runs_and_measures_each_command(tmp_path):
     commands = json.loads(path.read_text())["commands"]
     assert len(commands) == 4
     assert all(entry["wall_s"]["median"] > 0 and entry["memory_bytes"] > 10_000_000 for entry in commands)
+
+
+@pytest.mark.slow
+def test_the_metering_benchmark_times_every_meter(tmp_path):
+    run("metering.py", "--rounds", 2, "--steps", 2, "--out", tmp_path)
+    (path,) = tmp_path.glob("metering_*.json")
+    record = json.loads(path.read_text())
+    assert record["idle"]["added_us"].keys() == record["real"]["added_us"].keys()
+    # what intercepts every operator costs more where there are operators: the difference is not noise
+    counter = "torch FlopCounterMode"
+    assert record["real"]["added_us"][counter]["median"] > record["idle"]["added_us"][counter]["median"]
+
+
+@pytest.mark.slow
+def test_the_plain_loop_is_metered_eager_and_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_PEAK_FLOPS", "1e15")
+    run("plain_loop.py", "--tiny", "--rows", 2, "--tokens", 64, "--steps", 4, "--out", tmp_path)
+    (path,) = tmp_path.glob("plain_loop_*.json")
+    runs = json.loads(path.read_text())["runs"]
+    assert runs["eager"]["headway"]["num_steps"] == 4
+    assert runs["eager"]["headway"]["flops"] == runs["compiled"]["headway"]["flops"]

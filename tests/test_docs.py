@@ -13,6 +13,7 @@ PAGES = [
     "conventions.md",
     "devices.md",
     "goodput.md",
+    "metering.md",
     "tracing.md",
     "trackers.md",
     "what-the-numbers-mean.md",

@@ -163,6 +163,35 @@ def check(model: nn.Module, family: str) -> None:
     assert experts or not rest
 
 
+def expected_step(cost: CostModel, work: Workload, executed: dict[str, int], wasted: int = 1) -> tuple[Counter, int]:
+    """Say what PyTorch should count of a step: forward by module, and the whole backward.
+
+    Args:
+        cost: the ledger.
+        work: what the step runs.
+        executed: scores that each head really computes, for drivers of pairs that eager attention exceeds.
+        wasted: how often experts multiply the rows that they need to.
+    """
+    assert cost.unknown == ()
+    forward, backward = Counter(), 0
+    for row in cost.rows:
+        units = executed.get(row.driver, drivers.parse(row.driver)(work)) * (wasted if row.op == "experts" else 1)
+        forward[row.module] += units * row.forward
+        backward += units * sum(g.flops for g in row.gradients if g.needs)
+    return forward, backward
+
+
+def real_step(model: nn.Module, arguments: dict) -> tuple[Counter, int]:
+    """Run a step and count the FLOPs of its forward by module, and of its whole backward."""
+    with Products(model) as products:
+        out = model(**arguments)
+    forward = Counter()
+    for path, flops in products.seen:
+        forward[path] += flops
+    loss = (out if torch.is_tensor(out) else out.logits).sum()
+    return forward, sum(flops * n for flops, n in count_backward(loss).items())
+
+
 def enable_checkpointing(model: nn.Module, *, reentrant: bool = False) -> nn.Module:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if not reentrant:  # transformers asks for the gradient of the embeddings, which only reentrant checkpoints need

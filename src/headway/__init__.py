@@ -15,7 +15,7 @@ from headway.errors import HeadwayError
 if TYPE_CHECKING:
     from headway.count import CostModel, FlopCount, Workload, load_cost_model, shipped_models, trace
     from headway.devices import Peak, peak_for
-    from headway.meter import StepMeter, StepUtilisation
+    from headway.meter import Meter, StepMeter, StepUtilisation, Window
 
 __version__ = "0.1.0"
 
@@ -28,17 +28,21 @@ _HOME = {
     "trace": "headway.count",
     "Peak": "headway.devices",
     "peak_for": "headway.devices",
+    "Meter": "headway.meter",
     "StepMeter": "headway.meter",
     "StepUtilisation": "headway.meter",
+    "Window": "headway.meter",
 }
 
 __all__ = [
     "CostModel",
     "FlopCount",
     "HeadwayError",
+    "Meter",
     "Peak",
     "StepMeter",
     "StepUtilisation",
+    "Window",
     "Workload",
     "__version__",
     "load_cost_model",

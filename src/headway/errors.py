@@ -67,3 +67,7 @@ class CheckpointError(HeadwayError):
 
 class TrainingError(HeadwayError):
     """Training cannot go on: a loss that is not finite, a missing device."""
+
+
+class RankLostError(HeadwayError):
+    """A rank did not answer in time when numbers were added up."""

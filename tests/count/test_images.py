@@ -10,6 +10,7 @@ from headway.count.tracing.inputs import Inputs
 from headway.count.tracing.verify import verify
 from headway.errors import TraceError, WorkloadError
 from tiny_images import IMAGE_FAMILIES, tiny_image_config
+from witness import expected_step, real_step
 
 
 def real(family):
@@ -183,3 +184,39 @@ def test_images_without_a_token_are_refused_by_name():
     config.image_token_index = None
     with pytest.raises(TraceError, match="which token stands for an image: set its image_token_id"):
         trace(config)
+
+
+def test_images_in_an_encoders_source_count_what_pytorch_dispatches():
+    text = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    tower = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "image_size": 64, "patch_size": 16, "vision_use_head": False}  # fmt: skip
+    encoder = {"text_config": text, "vision_config": tower, "mm_tokens_per_image": 4}
+    config = transformers.T5Gemma2Config(encoder=encoder, decoder=text, image_token_index=150, eoi_token_index=151)
+    torch.manual_seed(0)
+    model = model_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    cost = trace(model)
+    assert {row.driver for row in cost.rows if row.op == "attention"} == {
+        "source_pairs:local:3:4", "source_pairs:full", "pairs:sliding:8", "pairs:causal", "pairs:cross", "frames:4:4"
+    }  # fmt: skip
+    made = Inputs(model)
+    work = made.workloads()[1]
+    squares = {"source_pairs:local:3:4": work.sources[0] ** 2}
+    squares |= dict.fromkeys(("pairs:sliding:8", "pairs:causal"), work.tokens**2)
+    step = real_step(model.train(), made.arguments(work, torch.device("cpu")))
+    assert step == expected_step(cost, work, squares)
+
+
+def test_a_page_after_its_words_counts_what_pytorch_dispatches():
+    config = transformers.UdopConfig(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+                                     image_size=64, max_2d_position_embeddings=32)  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.UdopForConditionalGeneration._from_config(config, dtype=torch.float32)
+    cost = trace(model)
+    work = Workload([23], images=[(1, 4, 4)], sources=[37 + 16])  # words, and places of patches
+    arguments = Inputs(model).arguments(work, torch.device("cpu"))
+    assert arguments["input_ids"].shape == (1, 37)
+    forward, backward = real_step(model.train(), arguments)
+    assert (forward, backward) == expected_step(cost, work, {"pairs:causal": 23**2})
+    assert forward["encoder.embed_patches.proj"] == 16 * 2 * 3 * 16**2 * 32

@@ -1,9 +1,10 @@
 """The sweep on a sample of transformers' architectures, and its page."""
 
 import pytest
-from transformers import DeepseekV2Config
+from transformers import DeepseekV2Config, ProphetNetConfig
 
 from headway.count import trace
+from headway.count.tracing.build import with_layers
 from headway.count.tracing.sweep import Outcome, _runs, architectures, main, render, sweep
 
 COMPLETE = {
@@ -29,6 +30,25 @@ def test_complete_ledgers_name_their_drivers_and_refusals_their_reason():
     }
     assert outcomes["big_bird"].status == "refused"
     assert "swaps modules of its own" in outcomes["big_bird"].detail
+
+
+def test_a_model_that_shares_layers_or_keys_is_swept_with_all_its_layers():
+    outcomes = sweep(["zamba", "gemma3n_text"])
+    assert {o.model_type: (o.status, o.detail) for o in outcomes} == {
+        "zamba": ("complete", "pairs:causal, tokens"),
+        "gemma3n_text": ("complete", "pairs:causal, pairs:sliding:512, tokens"),
+    }
+
+
+def test_patches_that_the_data_cuts_are_refused_by_name():
+    (outcome,) = sweep(["blt"])
+    assert outcome.status == "refused"
+    assert "cuts its text into patches by the entropy" in outcome.detail
+
+
+def test_depths_are_cut_by_the_fields_that_a_configuration_has():
+    config = with_layers(ProphetNetConfig(), 2)
+    assert (config.num_encoder_layers, config.num_decoder_layers) == (2, 2)
 
 
 def test_an_architecture_that_transformers_does_not_run_either_counts_neither_way():

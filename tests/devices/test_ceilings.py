@@ -41,6 +41,17 @@ def test_a_shape_that_would_not_fit_into_the_time_is_left_out():
     assert [m.shape for m in found] == [(8, 8, 8)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_what_is_timed_is_the_product_of_random_factors(dtype):
+    shape = (32, 64, 48)
+    found = measure._matmul(CPU, dtype, shape)()
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(32, 64, generator=generator).to(dtype).float()
+    is_narrow = dtype.itemsize == 1
+    b = torch.randn(*((48, 64) if is_narrow else (64, 48)), generator=generator).to(dtype).float()
+    torch.testing.assert_close(found.float(), a @ (b.t() if is_narrow else b), rtol=2e-2, atol=5e-2)
+
+
 def test_a_cuda_device_is_timed_by_its_own_events(monkeypatch):
     """Events stand in for a device that takes 2 ms a product; the clock of the host plays no part."""
     clock_ms = iter(range(0, 10_000, 2))

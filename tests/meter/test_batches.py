@@ -47,7 +47,10 @@ CASES = {
         {"input_ids": IDS, "image_grid_thw": GRIDS, "video_grid_thw": GRIDS[:1]},
         Workload([6, 6], images=GRIDS, videos=GRIDS[:1]),
     ),
-    "a workload made by the collator": ({"input_ids": IDS, "workload": Workload([5])}, Workload([5])),
+    "a workload made by the collator": (
+        {"input_ids": IDS, "workload": Workload([5], slots=12)},
+        Workload([5], slots=12),
+    ),
 }
 
 
@@ -101,3 +104,8 @@ def test_images_of_one_size_are_counted_by_their_frames():
 def test_a_batch_without_tokens_is_refused():
     with pytest.raises(WorkloadError, match="holds pixels, and none of input_ids, inputs_embeds"):
         workload_of({"pixels": np.zeros(3)})
+
+
+def test_a_workload_that_bills_other_tokens_than_the_batch_holds_is_refused():
+    with pytest.raises(WorkloadError, match="bills 24 slots, but its tensors hold 2 x 6 = 12"):
+        workload_of({"input_ids": IDS, "workload": Workload([24])})

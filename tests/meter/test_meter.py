@@ -13,13 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.count import CostModel, Workload, trace
 from headway.count.tracing.build import model_class
+from headway.devices import Peak
 from headway.errors import UsageError
-from headway.meter import Meter
-from one_linear import COST_MODEL, PEAK, Clock
+from headway.meter import Goodput, Meter
+from headway.meter.jsonl import read_jsonl
+from one_linear import COST_MODEL, Clock
 from tiny_models import tiny_config
 
 # one linear layer of 3 x 5: 30 FLOPs per token and phase, the forward run again under checkpointing
 PER_TOKEN = 90
+PEAK = Peak("test device", 1e9, "fp32", "made up for a test")
 
 
 def run(steps, *, clock=None, **options):
@@ -42,7 +45,7 @@ def test_a_window_is_total_flops_over_total_time():
     first = windows[0]
     assert (first.num_steps, first.tokens, first.slots, first.segments) == (2, 30, 35, 2)
     assert first.flops.total == 30 * PER_TOKEN
-    assert first.mfu == pytest.approx(30 * PER_TOKEN / 4.0 / 1000)
+    assert first.mfu == pytest.approx(30 * PER_TOKEN / 4.0 / 1e9)
     assert first.step_s == 2.0
     whole = meter.close()
     assert (whole.num_steps, whole.flops.total, whole.wall_s) == (4, 60 * PER_TOKEN, 8.0)
@@ -142,6 +145,26 @@ def test_nothing_is_read_from_tensors_of_the_model_or_the_device_between_logs():
     assert names <= {"detach", "alias"}, names
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_never_waited_for_between_logs():
+    model = linear_on("cuda")
+    meter = Meter(model, peak=PEAK, log_every=100)
+    ids = torch.zeros(2, 9, dtype=torch.long, device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    meter.start()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            meter.count({"input_ids": ids, "attention_mask": mask})
+            model(ids).sum().backward()
+            meter.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert meter.close().tokens == 5 * 13
+
+
 def test_an_unknown_device_has_no_mfu_and_says_what_to_do():
     with pytest.warns(UserWarning, match="no MFU will be shown.*HEADWAY_PEAK_FLOPS"):
         meter = Meter(linear_on("meta"), log_every=1)
@@ -194,7 +217,7 @@ def test_a_loop_that_never_logs_still_has_its_run_at_the_end():
 
 
 def test_an_mfu_above_one_is_warned_about_with_likely_causes():
-    meter, _ = run([(1e-3, [Workload([10])])], log_every=1000)
+    meter, _ = run([(1e-7, [Workload([10])])], log_every=1000)
     with pytest.warns(UserWarning, match="above 100 %.*Likely causes"):
         meter.close()
 
@@ -205,7 +228,8 @@ from pathlib import Path
 import torch.distributed as dist
 from headway.count import Workload, storage
 from headway.devices import Peak
-from headway.meter import Meter
+from headway.meter import Goodput, Meter
+from headway.meter.jsonl import read_jsonl
 
 rank, port, path, dies = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "dies"
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -264,6 +288,105 @@ def test_a_rank_that_dies_does_not_hang_the_log(tmp_path):
     assert f"window 4 1 {20 * PER_TOKEN}" in outputs[0]
 
 
+def test_a_loop_that_never_logs_holds_no_batches():
+    meter, _ = run([(1.0, [Workload([10])])] * 1000, log_every=10**9)
+    assert len(meter._pending) < 128
+    assert meter.close().tokens == 10_000
+
+
+def test_smoothed_numbers_are_those_of_the_last_windows_together():
+    steps = [(1.0, [Workload([10])]), (3.0, [Workload([10])]), (2.0, [Workload([40])])]
+    _, windows = run(steps, log_every=1, smooth_over=2)
+    assert windows[0].smoothed is None
+    assert "mfu_smoothed" not in windows[0].as_record()
+    assert windows[1].as_record()["tokens_per_s_smoothed"] == 20 / 4.0
+    last = windows[2].as_record()
+    assert (last["tokens_per_s"], last["tokens_per_s_smoothed"], last["step_s_smoothed"]) == (20.0, 10.0, 2.5)
+    assert last["mfu_smoothed"] == pytest.approx(50 * PER_TOKEN / 5.0 / 1e9)
+
+
+def test_fill_is_of_the_room_in_the_micro_batches():
+    _, (window,) = run([(1.0, [Workload([10, 5]), Workload([9])])], log_every=1, packing_length=16)
+    assert window.as_record()["fill"] == 24 / 32
+    _, (window,) = run([(1.0, [Workload([10])])], log_every=1)
+    assert window.as_record()["fill"] is None
+
+
+def test_windows_are_written_where_the_loop_asks(tmp_path):
+    meter, windows = run([(1.0, [Workload([10])])] * 4, log_every=2, log_to=[tmp_path / "metrics.jsonl"])
+    meter.close()
+    records = read_jsonl(tmp_path / "metrics.jsonl")
+    assert records == [window.as_record() for window in windows]
+    assert [record["step"] for record in records] == [2, 4]
+    assert records[0]["flops_share_by_component"] == {"language.mlp": 1.0}
+
+
+def test_goodput_is_moved_along_with_the_loop(tmp_path):
+    clock = Clock()
+    ledger = Goodput(tmp_path / "goodput.jsonl", clock=lambda: int(clock.now_s * 1e9), heartbeat_s=1000)
+    clock.now_s += 7  # set-up
+    meter = Meter(COST_MODEL, peak=PEAK, clock=clock, goodput=ledger, log_every=2)
+
+    def loader():
+        for _ in range(2):
+            clock.now_s += 0.25
+            yield Workload([10])
+
+    for workload in meter.batches(loader()):
+        meter.count(workload)
+        clock.now_s += 1
+        meter.step()
+        with meter.away():
+            clock.now_s += 30
+        meter.leave("checkpoint")
+        clock.now_s += 4
+        meter.back()
+    meter.close()
+    clock.now_s += 3
+    seconds = ledger.report().seconds
+    ledger.close()
+    assert {bucket: s for bucket, s in seconds.items() if s} == {
+        "set-up": 7,
+        "data wait": 0.5,
+        "step": 2,
+        "evaluation": 60,
+        "checkpoint": 8,
+        "idle": 3,
+    }
+
+
+def test_compiling_has_a_bucket_of_its_own(tmp_path):
+    clock = Clock()
+
+    def slow_backend(graph, _inputs):
+        clock.now_s += 20
+        return graph.forward
+
+    compiled = torch.compile(nn.Linear(3, 5), backend=slow_backend)
+    with Goodput(tmp_path / "goodput.jsonl", clock=lambda: int(clock.now_s * 1e9), heartbeat_s=1000) as ledger:
+        meter = Meter(COST_MODEL, peak=PEAK, clock=clock, goodput=ledger, log_every=1)
+        for _ in range(2):
+            meter.count(Workload([7]))
+            compiled(torch.zeros(7, 3)).sum().backward()
+            clock.now_s += 1
+            window = meter.step()
+        meter.close()
+        seconds = ledger.report().seconds
+    assert (seconds["compile"], seconds["step"]) == (20, 2)
+    assert (window.num_steps, window.wall_s) == (1, 1.0)
+
+
+def test_a_closed_meter_keeps_its_run_and_takes_no_more():
+    with Meter(COST_MODEL, peak=PEAK, log_every=1) as meter:
+        meter.count(Workload([10]))
+        meter.step()
+        run_ = meter.close()
+    assert meter.close() is run_
+    assert run_.tokens == 10
+    with pytest.raises(UsageError, match="the meter is closed"):
+        meter.count(Workload([10]))
+
+
 def test_ledgers_of_no_steps_are_not_an_mfu():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -271,3 +394,11 @@ def test_ledgers_of_no_steps_are_not_an_mfu():
             pass
     assert meter.num_steps == 0
     assert isinstance(meter.cost_model, CostModel)
+
+
+def test_a_rank_that_shares_a_batch_counts_nothing_of_its_own():
+    meter = Meter(COST_MODEL, peak=PEAK, log_every=2)
+    meter.count(Workload([10]))
+    meter.step()
+    meter.count(Workload())
+    assert meter.step().flops.total == 10 * PER_TOKEN

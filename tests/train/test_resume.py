@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.meter.goodput_report import read_goodput
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
@@ -124,6 +125,11 @@ def test_a_run_killed_between_checkpoints_repeats_the_same_losses(recipe, whole,
     assert f"resumed from {folder / 'checkpoints' / f'step-{saved:06d}'}" in err
     assert f"{STEPS} of {STEPS}, the last {STEPS - saved} measured here" in out
     assert exact_records(folder) == whole
+    report = read_goodput(folder)
+    assert report.restarts == 1
+    # what the kill took was younger than a heartbeat, so it may be idle rather than lost
+    assert all(report.ns[bucket] for bucket in ("set-up", "data wait", "step", "checkpoint", "recovery", "idle"))
+    assert report.warnings == ()
 
 
 def exact_records_of_a_torn_file(path):

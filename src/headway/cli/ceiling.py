@@ -30,7 +30,7 @@ def ceiling(
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="bf16, fp16, fp32, or on CUDA tf32; all that the device has. Repeatable."),
+        typer.Option(metavar="NAME", help="bf16, fp16, fp32, on CUDA tf32, fp8, int8; all that it has. Repeatable."),
     ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever is in the cache.")] = False,
     as_json: JsonOption = False,
@@ -42,10 +42,10 @@ def ceiling(
     Example: headway ceiling --device cpu --dtype fp32
     """
     with needs_extra("measuring a ceiling"):
-        from headway.devices.ceilings import DTYPES, copy_ceiling, environment, matmul_ceiling
+        from headway.devices.ceilings import copy_ceiling, dtypes_of, environment, matmul_ceiling
 
         where = _device(device)
-        names = dtype or list(DTYPES[where.type])
+        names = dtype or list(dtypes_of(where))
         try:
             products = [matmul_ceiling(where, name, refresh=refresh, warn=_warn) for name in names]
         except UnknownDeviceError as error:

@@ -214,6 +214,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "source_offsets": (0, lambda w: int((2 * _read(w) - 1).sum())),
     "source_pairs:full": (0, lambda w: masks.full_pairs(_read(w))),
     "source_pairs:block:": (1, lambda w, block: masks.full_block_pairs(_read(w), block)),
+    "source_pairs:staggered:": (1, lambda w, block: masks.staggered_block_pairs(_read(w), block)),
     "source_pairs:local:": (2, lambda w, before, after: masks.local_pairs(_read(w), before, after)),
     "source_pairs:relative": (0, lambda w: masks.relative_pairs(_read(w))),
     "audio": (0, lambda w: int(w.audio.sum())),

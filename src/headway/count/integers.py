@@ -16,6 +16,12 @@ Ints: TypeAlias = NDArray[np.int64]
 IntsLike: TypeAlias = Any  # a list, a numpy array or a CPU tensor of integers
 
 
+NONE = np.zeros(0, dtype=np.int64)
+_NO_GRIDS = np.zeros((0, 3), dtype=np.int64)
+for _empty in (NONE, _NO_GRIDS):
+    _empty.flags.writeable = False  # every workload without images holds the same
+
+
 def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
     """Read integers from a list, an array or a CPU tensor; booleans as 0 and 1 where `booleans` allows them.
 
@@ -23,6 +29,8 @@ def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
         WorkloadError: the values are not whole numbers, or lie on an accelerator, where reading them would make the
             training loop wait for the device.
     """
+    if isinstance(values, tuple) and not values:
+        return NONE
     if getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
         raise WorkloadError(
             f"{what} lies on {values.device}: reading it there would stall the training loop. "
@@ -40,7 +48,8 @@ def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
 
 def lengths_of(values: IntsLike, what: str, rule: str, least: int = 1) -> Ints:
     """Check an (N,) array of lengths."""
-    lengths = as_ints(values, what).reshape(-1)
+    lengths = as_ints(values, what)
+    lengths = lengths if lengths.ndim == 1 else lengths.reshape(-1)
     if lengths.size and lengths.min() < least:
         bad = int(np.argmin(lengths))
         raise WorkloadError(f"{what}[{bad}] is {int(lengths[bad])}: {rule}.")
@@ -51,7 +60,7 @@ def grids_of(values: IntsLike, what: str) -> Ints:
     """Check an (M, 3) array of t, h, w."""
     grids = as_ints(values, what)
     if grids.size == 0:
-        return np.zeros((0, 3), dtype=np.int64)
+        return _NO_GRIDS
     if grids.ndim != 2 or grids.shape[1] != 3:
         raise WorkloadError(f"{what} must be a list of grids (t, h, w) in patches, got shape {grids.shape}.")
     if grids.min() < 1:
@@ -65,12 +74,11 @@ def boundaries_of(values: IntsLike, argmin: int | None, what: str) -> Ints:
     bounds = as_ints(values, what).reshape(-1)
     if argmin is not None and int(argmin) > 0:
         bounds = bounds[: int(argmin)]
-    sentinels = np.flatnonzero(bounds < 0)
-    if sentinels.size:
-        bounds = bounds[: sentinels[0]]
+    if bounds.size and bounds.min() < 0:
+        bounds = bounds[: np.argmax(bounds < 0)]
     if bounds.size and bounds[0] != 0:
         raise WorkloadError(f"{what} must start at 0, got {int(bounds[0])}.")
-    steps = np.diff(bounds)
+    steps = bounds[1:] - bounds[:-1]
     if steps.size and steps.min() < 0:
         bad = int(np.argmin(steps))
         raise WorkloadError(

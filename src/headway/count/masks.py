@@ -108,6 +108,26 @@ def full_block_pairs(lengths: IntsLike, block: int) -> int:
     return int((s // b * b**2 + (s % b) ** 2).sum())
 
 
+def staggered_block_pairs(lengths: IntsLike, block: int) -> int:
+    """Count pairs of bidirectional attention inside consecutive blocks, of which each segment's first is half as long.
+
+    Args:
+        lengths: segment lengths [tokens], shape (N,), each >= 1.
+        block: block length [tokens]; the last block of a segment may be shorter.
+
+    Source: a block of min(s, block - block // 2), and `full_block_pairs` of what follows it.
+
+    >>> staggered_block_pairs([5], block=2)
+    9
+    >>> staggered_block_pairs([6], block=4)
+    20
+    """
+    s = _lengths(lengths)
+    first = np.minimum(s, _positive(block, "block") - block // 2)
+    rest = (s - first)[s > first]
+    return int((first**2).sum()) + (full_block_pairs(rest, block) if rest.size else 0)
+
+
 def local_pairs(lengths: IntsLike, before: int, after: int) -> int:
     """Count pairs of attention in which each query sees its neighbours.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.count.integers import Ints, IntsLike, as_ints, boundaries_of, grids_of, joined, lengths_of
+from headway.count.integers import NONE, Ints, IntsLike, as_ints, boundaries_of, grids_of, joined, lengths_of
 from headway.errors import WorkloadError
 
 if TYPE_CHECKING:
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 def _per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
     """Check an (N,) array of lengths that go with the segments; (0,) where all are 0."""
     lengths = lengths_of(values, what, rule, least=0)
-    if lengths.size not in (0, segments.size):
+    if not lengths.size:
+        return NONE
+    if lengths.size != segments.size:
         raise WorkloadError(f"{what} must be one length per segment: got {lengths.size} for {segments.size} segments.")
-    return lengths if lengths.any() else lengths[:0]
+    return lengths if lengths.any() else NONE
 
 
 class Workload:
@@ -92,9 +94,10 @@ class Workload:
 
     def _set(self, tokens: int, slots: int, packs: int | None, **arrays: Ints) -> None:
         for name, value in arrays.items():
-            own = value if value.base is None and not value.flags.writeable else value.copy()
-            own.flags.writeable = False
-            object.__setattr__(self, name, own)
+            if value.base is not None or value.flags.writeable:
+                value = value.copy()  # noqa: PLW2901  # nobody else's, from here on
+                value.flags.writeable = False
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "_tokens", tokens)
         object.__setattr__(self, "_slots", int(slots))
         object.__setattr__(self, "_packs", int(any(a.size for a in arrays.values())) if packs is None else packs)
@@ -264,7 +267,7 @@ class Workload:
         """
         padded = boundaries_of(cu_seqlens, argmin, "cu_seqlens")
         real = padded if unpadded is None else boundaries_of(unpadded, argmin, "unpadded cu_seqlens")
-        lengths = np.diff(real)
+        lengths = real[1:] - real[:-1]
         end = int(padded[-1]) if padded.size else 0
         return cls(lengths[lengths > 0], images, videos, slots=end if slots is None else slots)
 
@@ -287,10 +290,11 @@ class Workload:
         mask = as_ints(attention_mask, "attention_mask", booleans=True)
         if mask.ndim != 2:
             raise WorkloadError(f"attention_mask must be (batch, slots), got shape {mask.shape}.")
-        if mask.size and mask.min() < 0:
+        bits = np.bitwise_or.reduce(mask, axis=None)  # negative if any number is, at most 1 if all are: one pass
+        if bits < 0:
             raise WorkloadError(f"attention_mask must hold 0, 1, 2, ..., got {int(mask.min())}.")
         lengths: Any = []
-        if mask.size and mask.max() <= 1:  # plain padding; a row without a token is no segment
+        if bits <= 1:  # plain padding; a row without a token is no segment
             lengths = mask.sum(axis=1)
             lengths = lengths[lengths > 0]
         else:
@@ -330,21 +334,20 @@ class Workload:
         if positions.ndim == 3 and positions.shape[0] == 3:
             starts = (positions == 0).all(axis=0)
         elif positions.ndim == 2:
-            starts = np.diff(positions, axis=1, prepend=positions[:, :1]) != 1
+            starts = np.empty(positions.shape, dtype=bool)
+            np.not_equal(positions[:, 1:], positions[:, :-1] + 1, out=starts[:, 1:])
         else:
             raise WorkloadError(
                 f"position_ids must be (slots,), (batch, slots), (3, batch, slots) or (4, batch, slots), "
                 f"got shape {np.shape(position_ids)}."
             )
-        starts = starts.copy()
         starts[:, :1] = True
-        keep = np.ones(starts.shape, dtype=bool)
-        if attention_mask is not None:
-            keep = as_ints(attention_mask, "attention_mask", booleans=True) > 0
-            if keep.shape != starts.shape:
-                raise WorkloadError(
-                    f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree."
-                )
+        if attention_mask is None:
+            lengths = np.diff(np.flatnonzero(starts), append=starts.size)
+            return cls(lengths, images, videos, slots=starts.size)
+        keep = as_ints(attention_mask, "attention_mask", booleans=True) > 0
+        if keep.shape != starts.shape:
+            raise WorkloadError(f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree.")
         segment_of_slot = starts.reshape(-1).cumsum() - 1
         lengths = np.bincount(segment_of_slot[keep.reshape(-1)]) if keep.any() else np.zeros(0, dtype=np.int64)
         return cls(lengths[lengths > 0], images, videos, slots=starts.size)

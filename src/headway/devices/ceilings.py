@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 COPY = "copy"
 DTYPES = {
     "cpu": ("fp32", "bf16", "fp16"),
-    "cuda": ("bf16", "fp16", "tf32", "fp32"),
+    "cuda": ("bf16", "fp16", "tf32", "fp32", "fp8", "int8"),
     "mps": ("fp32", "fp16", "bf16"),
 }
+
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
+_LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}  # of CUDA devices
 
 _FORMAT = 1
 _BUDGET = Budget(shape_s=0.5, total_s=4.0, min_repeats=5)
@@ -69,6 +72,17 @@ class Ceiling:
         return Peak(self.device, self.best.best_per_s, self.what, source, "ceiling")
 
 
+def dtypes_of(device: "torch.device") -> tuple[str, ...]:
+    """Name the dtypes in which a device's products can be measured."""
+    import torch
+
+    names = DTYPES.get(device.type, ())
+    if device.type != "cuda" or torch.version.hip:
+        return tuple(name for name in names if name not in {"fp8", "int8"})
+    capability = torch.cuda.get_device_capability(device)
+    return tuple(name for name in names if capability >= _LEAST_CAPABILITY.get(name, (0, 0)))
+
+
 def matmul_ceiling(
     device: "torch.device | str", dtype_name: str, *, refresh: bool = False, warn: Callable[[str], None] = warnings.warn
 ) -> Ceiling:
@@ -79,7 +93,7 @@ def matmul_ceiling(
 
     Args:
         device: a torch.device or its string; "cpu", "cuda" or "mps".
-        dtype_name: "bf16", "fp16", "fp32", or on CUDA "tf32".
+        dtype_name: "bf16", "fp16", "fp32", or on CUDA "tf32", "fp8" (e4m3, fast accumulation, bf16 out) and "int8".
         refresh: measure even if the cache has it.
         warn: told what is wrong with the cache.
 
@@ -93,13 +107,16 @@ def matmul_ceiling(
     if names is None or dtype_name not in names:
         known = "; ".join(f"{kind} in {', '.join(dtypes)}" for kind, dtypes in DTYPES.items())
         raise UnknownDeviceError(f"No ceiling is measured for {device.type} in {dtype_name!r}; known are {known}.")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype_name, torch.float32)
+    if dtype_name not in dtypes_of(device):
+        has = ", ".join(dtypes_of(device))
+        raise UnknownDeviceError(f"{report(device).name} has no {dtype_name} products to measure; it has {has}.")
+    dtype = _TORCH_NAMES.get(dtype_name, "float32")
 
     def measure() -> list[Measurement]:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if dtype_name == "tf32" else "highest")
         try:
-            return sweep_matmul(device, dtype, _SHAPES[device.type], _BUDGET)
+            return sweep_matmul(device, getattr(torch, dtype), _SHAPES[device.type], _BUDGET)
         finally:
             torch.set_float32_matmul_precision(before)
 

@@ -110,11 +110,19 @@ def _flops(shape: tuple[int, int, int]) -> int:
 
 
 def _matmul(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int, int]) -> "Callable[[], torch.Tensor]":
+    """Make a product of random factors: into their own dtype, or where that is too narrow into a wider one."""
     import torch
+    import torch.nn.functional as F
 
     rows, inner, columns = shape
     generator = torch.Generator(device).manual_seed(0)  # its own, so that the run's random state stays untouched
     a_MK = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
+    if dtype.itemsize == 1:  # the narrow kernels want the second factor column by column
+        b_KN = torch.randn(columns, inner, generator=generator, device=device).to(dtype).t()
+        if not dtype.is_floating_point:
+            return lambda: torch._int_mm(a_MK, b_KN)
+        one, whole = torch.ones((), device=device), F.ScalingType.TensorWise
+        return lambda: F.scaled_mm(a_MK, b_KN, one, whole, one, whole, use_fast_accum=device.type == "cuda")
     b_KN = torch.randn(inner, columns, generator=generator, device=device).to(dtype)
     out_MN = torch.empty(rows, columns, device=device, dtype=dtype)
     return lambda: torch.mm(a_MK, b_KN, out=out_MN)

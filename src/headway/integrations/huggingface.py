@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from transformers import DefaultFlowCallback, TrainerCallback
@@ -58,7 +57,6 @@ class HeadwayCallback(TrainerCallback):
         self._num_warmup_steps = num_warmup_steps
         self._recompute = recompute
         self._calls: ForwardCalls | None = None
-        self._away_since_s: float | None = None
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
         """Move before every callback that reports: they read the log dictionary in the order of the list."""
@@ -90,10 +88,6 @@ class HeadwayCallback(TrainerCallback):
         self._calls = ForwardCalls(model, self.meter).__enter__()
         self.meter.start()
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Go on with training."""
-        self._away_since_s = None
-
     def on_step_end(
         self,
         args: TrainingArguments,
@@ -106,21 +100,26 @@ class HeadwayCallback(TrainerCallback):
         assert self.meter is not None
         self.meter.step()
         if control.should_evaluate or control.should_save:
-            self._away_since_s = time.perf_counter()
+            self.meter.leave("evaluation" if control.should_evaluate else "checkpoint")
 
-    def _back(self) -> None:
-        if self._away_since_s is not None and self.meter is not None:
-            now_s = time.perf_counter()
-            self.meter.was_away(now_s - self._away_since_s)
-            self._away_since_s = now_s
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Leave the evaluation out of the steps' time."""
-        self._back()
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Go on after an evaluation, with a checkpoint if there is to be one."""
+        del args, state, kwargs
+        if self.meter is not None and control.should_save:
+            self.meter.leave("checkpoint")
+        elif self.meter is not None:
+            self.meter.back()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Leave the checkpoint out of the steps' time."""
-        self._back()
+        """Go on after a checkpoint."""
+        if self.meter is not None:
+            self.meter.back()
 
     def on_log(
         self,

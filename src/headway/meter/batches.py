@@ -5,24 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
+from headway.count.integers import boundaries_of
 from headway.errors import WorkloadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headway.count import CostModel
+    from headway.count.integers import Ints
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
 # the tensors whose values, not only shapes, are read
 _READ = (
     *_BOUNDARIES,
+    "cu_seqlens_argmin",
+    "cu_seqlens_unpadded",
+    "cu_seqlens_unpadded_argmin",
     "attention_mask",
     "position_ids",
     "image_grid_thw",
     "video_grid_thw",
     "decoder_attention_mask",
 )
-_IDS = ("input_ids", "inputs_embeds")
+_IDS = ("input_ids", "inputs_embeds", "tokens")
 _TWO_DIMENSIONS = 2
 
 
@@ -38,27 +43,44 @@ def workload_of(batch: Mapping[str, Any], cost_model: CostModel | None = None) -
     (`cu_seq_lens_q`), positions that restart, a padding mask; without any, each row of `input_ids` is one segment.
 
     Args:
-        batch: the forward's arguments, on the CPU: `input_ids` (batch, slots) or `inputs_embeds`, and what else it has
-            of `attention_mask`, `position_ids`, `cu_seq_lens_q`, `image_grid_thw`, `video_grid_thw`, `pixel_values`;
-            `decoder_input_ids` or `labels` where the model reads an encoder.
+        batch: the forward's arguments, on the CPU: `input_ids` (batch, slots), `inputs_embeds` or `tokens`, and what
+            else it has of `attention_mask`, `position_ids`, `cu_seq_lens_q`, `image_grid_thw`, `video_grid_thw`,
+            `pixel_values`; `decoder_input_ids` or `labels` where the model reads an encoder. Megatron's
+            `cu_seqlens_argmin`, `cu_seqlens_unpadded` and `cu_seqlens_unpadded_argmin` go with `cu_seqlens`, and
+            `context_parallel_size` says over how many ranks the slots of each row are split.
         cost_model: of the model; needed where the shape of an image is the tower's own.
 
     Raises:
-        WorkloadError: the batch lies on an accelerator, holds no token ids, or masks that name no segments.
+        WorkloadError: the batch lies on an accelerator, holds no token ids, masks that name no segments, or boundaries
+            that reach past its slots.
 
     >>> import numpy as np
     >>> workload_of({"input_ids": np.zeros((2, 4), int), "attention_mask": np.array([[1, 1, 1, 0], [1, 1, 1, 1]])})
     Workload(2 segments, 7 tokens, 8 slots)
     """
-    if isinstance(given := batch.get("workload"), Workload):
-        return given
     reads_encoder = cost_model is not None and "source" in cost_model.towers
+    if isinstance(given := batch.get("workload"), Workload):
+        if not reads_encoder:  # whose ids are the encoder's
+            _check_slots(given, batch)
+        return given
     grids = {name: batch[key] for name, key in _GRIDS.items() if batch.get(key) is not None}
     if "images" not in grids and batch.get("pixel_values") is not None:
         grids["images"] = _frames(batch["pixel_values"], cost_model)
     if reads_encoder:
         return _decoded(batch, grids)
     return _segments(batch, _shape(batch), grids)
+
+
+def _check_slots(given: Workload, batch: Mapping[str, Any]) -> None:
+    """Refuse a workload that bills other tokens than the batch beside it holds."""
+    if not any(batch.get(key) is not None for key in _IDS):
+        return
+    rows, slots = _shape(batch)
+    if given.slots != rows * slots:
+        raise WorkloadError(
+            f"the batch's workload bills {given.slots} slots, but its tensors hold {rows} x {slots} = {rows * slots}. "
+            "Build the workload from this very batch, or leave it out and the batch is read instead."
+        )
 
 
 _GRIDS = {"images": "image_grid_thw", "videos": "video_grid_thw"}
@@ -73,14 +95,20 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
             "the model to compute is not known. Pass a Workload instead, or add one to the batch as `workload`."
         )
     rows, slots = ids.shape[:2] if len(ids.shape) > 1 else (1, ids.shape[0])
-    return int(rows), int(slots)
+    return int(rows), int(slots) * int(batch.get("context_parallel_size", 1))
 
 
 def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str, Any]) -> Workload:
     rows, slots = shape
-    boundaries = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), None)
-    if boundaries is not None:
-        return Workload.from_cu_seqlens(boundaries, slots=max(rows * slots, int(boundaries[-1])), **grids)
+    padded, real = _boundaries(batch)
+    if padded.size > 1:
+        if padded[-1] > rows * slots:
+            raise WorkloadError(
+                f"the boundaries end at {padded[-1]}, but the batch holds {rows} x {slots} slots: other tokens would "
+                "be billed than it holds. Hand over the boundaries of this very batch; where ranks split its rows "
+                "between them, say so with context_parallel_size."
+            )
+        return Workload.from_cu_seqlens(padded, unpadded=real, slots=rows * slots, **grids)
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is not None and mask.ndim != _TWO_DIMENSIONS:
         mask = None if positions is not None else mask
@@ -89,6 +117,16 @@ def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str,
     if mask is not None:
         return Workload.from_attention_mask(mask, **grids)
     return Workload([slots] * rows, **grids)
+
+
+def _boundaries(batch: Mapping[str, Any]) -> tuple[Ints, Ints | None]:
+    """Read the boundaries of a pack's segments, and those of their real tokens where the batch tells them apart."""
+    given = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), ())
+    padded = boundaries_of(given, batch.get("cu_seqlens_argmin"), "cu_seqlens")
+    if batch.get("cu_seqlens_unpadded") is None:
+        return padded, None
+    real = boundaries_of(batch["cu_seqlens_unpadded"], batch.get("cu_seqlens_unpadded_argmin"), "cu_seqlens_unpadded")
+    return (padded, real) if padded.size > 1 else (real, None)
 
 
 def _fits(positions: Any, shape: tuple[int, int]) -> bool:

@@ -1,10 +1,15 @@
 """Energy that a GPU has drawn, from the counter that the board itself keeps; measured, or not told at all."""
 
+from __future__ import annotations
+
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import UsageError
+
+if TYPE_CHECKING:
+    from headway.meter.sums import Sums
 
 
 class EnergyMeter:
@@ -63,6 +68,54 @@ class EnergyMeter:
             self.reason = "the driver was reloaded, which sets its counter back"
             return None
         return float(total_mj - self._start_mj) / 1000
+
+
+class WindowEnergy:
+    """Energy of the steps that a meter counts, read when a window ends and around what is not training.
+
+    The energy of a step that compiles in the middle of a window is included, as nobody knew that it would.
+
+    Args:
+        device: a `torch.device`; only that of an NVIDIA GPU is known.
+    """
+
+    def __init__(self, device: Any) -> None:
+        is_cuda = device is not None and device.type == "cuda"
+        self._meter = EnergyMeter(device.index or 0) if is_cuda else None
+        self._mark_j = 0.0
+        self._kept_j: float | None = 0.0 if is_cuda else None
+        self._has_counted = False
+
+    def leave(self) -> None:
+        """Note that training stops for a while."""
+        self._mark(kept=True)
+
+    def back(self) -> None:
+        """Note that training goes on."""
+        self._mark(kept=False)
+
+    def step(self, *, left_out: bool) -> None:
+        """Note the end of a step; the first ones of a window are dropped where they are left out."""
+        if left_out and not self._has_counted:
+            self._mark(kept=False)
+        self._has_counted = self._has_counted or not left_out
+
+    def add_to(self, sums: Sums) -> None:
+        """Add what was drawn since the last time to a window's sums."""
+        self._mark(kept=True)
+        if self._kept_j is None:
+            sums.totals["num_without_energy"] += 1
+            return
+        sums.totals["energy_mj"] += round(self._kept_j * 1000)
+        self._kept_j, self._has_counted = 0.0, False
+
+    def _mark(self, *, kept: bool) -> None:
+        now_j = self._meter.joules() if self._meter is not None else None
+        if now_j is None or self._kept_j is None:
+            self._kept_j = None
+            return
+        self._kept_j += (now_j - self._mark_j) * kept
+        self._mark_j = now_j
 
 
 class _NotFoundError(Exception):

@@ -37,6 +37,7 @@ class Goodput:
     Args:
         path: the file, such as run/goodput.jsonl; continued if it is there.
         heartbeat_s: time from one line to the next [s].
+        since_ns: reading of `clock` from which on the run's time is charged; now when None [ns].
         clock: monotonic clock [ns].
         wall_clock: seconds since 1970 [s].
 
@@ -57,14 +58,16 @@ class Goodput:
         path: str | Path,
         *,
         heartbeat_s: float = 5.0,
+        since_ns: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         if not heartbeat_s > 0:
             raise UsageError(f"heartbeat_s={heartbeat_s} is not a duration; give seconds, more than 0.")
         self._clock, self._wall_clock, self._heartbeat_s = clock, wall_clock, heartbeat_s
-        self._last_ns = clock()
-        start_s = wall_clock()
+        now_ns = clock()
+        self._last_ns = now_ns if since_ns is None else since_ns
+        start_s = wall_clock() - (now_ns - self._last_ns) / 1e9
         self._file = LineFile(Path(path), exclusive=True)
         self._is_open = True
         self._is_restart = not self._file.is_empty

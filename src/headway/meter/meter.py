@@ -3,94 +3,40 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import warnings
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from headway.count import CostModel, FlopCount, FlopRow, Workload
-from headway.errors import UnknownDeviceError, UsageError
+from headway.count import CostModel, Workload
+from headway.errors import RankLostError, UsageError
 from headway.meter.batches import needed, workload_of
+from headway.meter.energy import WindowEnergy
 from headway.meter.late import Arrival, on_host
-from headway.meter.together import RankLostError, Together
+from headway.meter.pending import PendingSteps, Step
+from headway.meter.sinks import Sinks
+from headway.meter.sums import COUNTED, NS, Sums
+from headway.meter.surroundings import (
+    Compilation,
+    device_here,
+    device_of,
+    largest_memory,
+    peak_of,
+    trace_of,
+)
+from headway.meter.together import Together
 from headway.meter.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from headway.devices import Peak
-
-_NS = 1_000_000_000
-_COUNTED = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames")
-_TOTALS = ("num_steps", "num_left_out", "num_skipped", "wall_ns", "data_wait_ns", *_COUNTED)
-_PHASES = ("forward", "dgrad", "wgrad", "recompute")
-
-
-def _quantities(workload: Workload) -> dict[str, int]:
-    """Name the quantities of a workload that a window reports."""
-    return {
-        "tokens": workload.tokens,
-        "slots": workload.slots,
-        "segments": workload.num_segments,
-        "images": workload.num_images,
-        "videos": workload.num_videos,
-        "patches": workload.patches,
-        "audio_frames": int(workload.audio.sum()),
-    }
-
-
-@dataclass(slots=True)
-class _Step:
-    """One step as it was noted down; FLOPs are counted when it is logged."""
-
-    number: int
-    wall_s: float
-    away_s: float
-    data_wait_s: float
-    skipped: bool
-    left_out: bool
-    batches: list[tuple[Any, bool]]
-    end: Arrival
-    extra: Mapping[str, Any]
-
-
-class _Sums:
-    """What counted steps add up to, on one rank or on all of them, as whole numbers that can be exchanged exactly.
-
-    Args:
-        keys: component and driver of each row of FLOPs.
-    """
-
-    __slots__ = ("flops", "keys", "totals")
-
-    def __init__(self, keys: tuple[tuple[str, str], ...], numbers: Sequence[int] | None = None) -> None:
-        self.keys = keys
-        numbers = [0] * (len(_TOTALS) + len(_PHASES) * len(keys)) if numbers is None else numbers
-        self.totals = dict(zip(_TOTALS, numbers, strict=False))
-        rest = numbers[len(_TOTALS) :]
-        self.flops = [list(rest[i :: len(_PHASES)]) for i in range(len(_PHASES))]
-
-    def numbers(self) -> list[int]:
-        """List all numbers in one order."""
-        return [*self.totals.values(), *(n for row in zip(*self.flops, strict=True) for n in row)]
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(self.keys, [a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)])
-
-    def add_count(self, count: FlopCount) -> None:
-        """Add counted FLOPs."""
-        place = {key: i for i, key in enumerate(self.keys)}
-        for row in count.rows:
-            for phase, sums in zip(_PHASES, self.flops, strict=True):
-                sums[place[row.name, row.driver]] += getattr(row, phase)
-
-    def count(self) -> FlopCount:
-        """Return the FLOPs as a count."""
-        rows = zip(self.keys, *self.flops, strict=True)
-        return FlopCount(tuple(FlopRow(*key, *phases) for key, *phases in rows if any(phases)))
+    from headway.meter.goodput import Goodput
+    from headway.meter.goodput_report import Bucket
+    from headway.meter.sinks import Sink
 
 
 class Meter:
@@ -101,6 +47,8 @@ class Meter:
     accelerator are copied aside and read when they have come, device time is read off events once they have passed.
     Ranks exchange one short list on the host whenever a window is logged, and nothing in between.
 
+    Give `log_to` for records of the windows in files and trackers, and `goodput` for where every second went.
+
     Args:
         model: the model that is trained (its ledger is traced once, on shapes), or its `CostModel`.
         peak: what one device can do; looked up from the model's device and dtype when None. Where it is unknown there
@@ -110,6 +58,12 @@ class Meter:
         recompute: activation checkpointing of this loop: "none", "full" or a pattern of block names.
         ceiling: a measured peak, to see the MFU against it as well.
         on_window: called with each window that is complete, on every rank.
+        log_to: where rank 0 writes the record of each window, as for `headway.meter.open_sink`: "run/metrics.jsonl",
+            "tensorboard:run", "wandb:PROJECT", "live", ...
+        goodput: ledger of the run's time, kept by rank 0; the meter moves it between set-up, data wait, step, compile
+            and what `leave` is told.
+        smooth_over: windows, the last one included, over which a window's `smoothed` numbers go.
+        packing_length: tokens that a micro-batch has room for, to see how full they are.
         timeout_s: how long other ranks are waited for when a window is logged [s].
         clock: monotonic clock [s].
 
@@ -130,44 +84,63 @@ class Meter:
         recompute: str = "none",
         ceiling: Peak | None = None,
         on_window: Callable[[Window], None] | None = None,
+        log_to: Sequence[str | Path | Sink] = (),
+        goodput: Goodput | None = None,
+        smooth_over: int = 1,
+        packing_length: int | None = None,
         timeout_s: float = 60.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if log_every < 1 or num_warmup_steps < 0:
+        if log_every < 1 or smooth_over < 1 or num_warmup_steps < 0:
             raise UsageError(
-                f"log_every={log_every} and num_warmup_steps={num_warmup_steps}: a window has at least 1 step, and a "
-                "number of warm-up steps is 0 or more."
+                f"log_every={log_every}, smooth_over={smooth_over}, num_warmup_steps={num_warmup_steps}: a window has "
+                "at least 1 step, is smoothed over at least 1 window, and a number of warm-up steps is 0 or more."
             )
-        self.device = None if isinstance(model, CostModel) else _device_of(model)
-        self.cost_model = model if isinstance(model, CostModel) else _ledger_of(model)
-        self.peak = peak if peak is not None else _peak_of(model, self.device)
+        self.device = device_here() if isinstance(model, CostModel) else device_of(model)
+        self.cost_model = model if isinstance(model, CostModel) else trace_of(model)
+        self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
         self.recompute = recompute
         self.ceiling = ceiling
+        self.goodput = goodput
+        self.packing_length = packing_length
         self.num_steps = 0
         self._on_window = on_window
         self._clock = clock
         self._together: Together | None = None
         self._timeout_s = timeout_s
-        self._pending: deque[_Step] = deque()
-        self._keys = tuple(dict.fromkeys((row.component, row.driver) for row in self.cost_model.rows))
+        self._log_to = log_to
+        self._sinks: Sinks | None = None
+        self._pending = PendingSteps(self.cost_model, recompute, Arrival())
         self._needed = needed(self.cost_model)
-        self._run: list[_Sums] = []
-        self._largest = 0
-        self._extra: dict[str, float] = {}
-        self._compiled = _graphs()
+        self._run: list[Sums] = []
+        self._whole: Window | None = None
+        self._recent: deque[list[Sums]] = deque(maxlen=smooth_over)
+        self._memory = 0
+        self._energy = WindowEnergy(None)
+        self._has_warned = False
+        self._compilation = Compilation()
         self._batches: list[tuple[Any, bool]] = []
         self._away_s = self._data_wait_s = 0.0
         self._last_s: float | None = None
-        self._last_end: Arrival | None = None
+        self._left_s: float | None = None
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself."""
-        if self._last_s is None:
-            self._last_s = self._clock()
-            self._last_end = Arrival(self.device)
-            self._together = Together(self._timeout_s)
+        if self._whole is not None:
+            raise UsageError("the meter is closed, and its run summed up: make a new Meter for another run.")
+        if self._last_s is not None:
+            return
+        self._together = Together(self._timeout_s)
+        if self._together.rank == 0 and self._log_to:
+            self._sinks = Sinks.open(self._log_to)
+        self._energy = WindowEnergy(self.device)
+        if self.goodput is not None:
+            self.goodput.switch("step")
+            self._compilation.charge(self.goodput)
+        self._pending = PendingSteps(self.cost_model, self.recompute, Arrival(self.device))
+        self._last_s = self._clock()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over a loader, noting how long the loop waits for each batch."""
@@ -175,11 +148,16 @@ class Meter:
         iterator = iter(loader)
         while True:
             asked_s = self._clock()
+            if self.goodput is not None:
+                self.goodput.switch("data wait")
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self._data_wait_s += self._clock() - asked_s
+            finally:
+                if self.goodput is not None:
+                    self.goodput.switch("step")
+                self._data_wait_s += self._clock() - asked_s
             yield batch
 
     def count(self, batch: Any, *, forward_only: bool = False) -> None:
@@ -199,19 +177,37 @@ class Meter:
         copied, late = on_host(batch, self._needed)
         self._batches.append((copied if late else workload_of(copied, self.cost_model), forward_only))
 
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Leave out of the steps' time what is not training: an evaluation, a checkpoint."""
+    def leave(self, bucket: Bucket = "evaluation") -> None:
+        """Leave the time from now until `back` out of the steps': it is not training.
+
+        Args:
+            bucket: what it is in the run's goodput, such as "evaluation" or "checkpoint".
+        """
         self.start()
-        begin_s = self._clock()
+        self.back()
+        self._left_s = self._clock()
+        self._energy.leave()
+        if self.goodput is not None:
+            self.goodput.switch(bucket)
+
+    def back(self) -> None:
+        """Go on with training; without a `leave` before, nothing happens."""
+        if self._left_s is None:
+            return
+        self._away_s += self._clock() - self._left_s
+        self._left_s = None
+        self._energy.back()
+        if self.goodput is not None:
+            self.goodput.switch("step")
+
+    @contextmanager
+    def away(self, bucket: Bucket = "evaluation") -> Iterator[None]:
+        """Leave a block out of the steps' time, as `leave` and `back` do."""
+        self.leave(bucket)
         try:
             yield
         finally:
-            self.was_away(self._clock() - begin_s)
-
-    def was_away(self, seconds: float) -> None:
-        """Leave out so many seconds that have just passed and were not training [s]."""
-        self._away_s += seconds
+            self.back()
 
     def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
         """End an optimizer step.
@@ -228,6 +224,7 @@ class Meter:
         """
         if self._last_s is None or not self._batches:
             raise UsageError(f"step {self.num_steps + 1} ends without a batch: call count(batch) for each micro-batch.")
+        self.back()
         now_s = self._clock()
         wall_s = now_s - self._last_s - self._away_s
         if wall_s < 0:
@@ -236,20 +233,10 @@ class Meter:
                 "clock such as time.perf_counter."
             )
         self.num_steps += 1
-        compiled, self._compiled = self._compiled, _graphs()
-        self._pending.append(
-            _Step(
-                self.num_steps,
-                wall_s,
-                self._away_s,
-                min(self._data_wait_s, wall_s),
-                skipped,
-                self.num_steps <= self.num_warmup_steps or compiled != self._compiled,
-                self._batches,
-                Arrival(self.device),
-                extra,
-            )
-        )
+        left_out = self._compilation.happened() or self.num_steps <= self.num_warmup_steps
+        wait_s, end = min(self._data_wait_s, wall_s), Arrival(self.device)
+        self._pending.add(Step(wall_s, self._away_s, wait_s, skipped, left_out, self._batches, end, extra))
+        self._energy.step(left_out=left_out)
         self._batches, self._away_s, self._data_wait_s, self._last_s = [], 0.0, 0.0, now_s
         return self.log() if self.num_steps % self.log_every == 0 else None
 
@@ -263,46 +250,52 @@ class Meter:
         """
         if self._together is None:
             return None
-        sums = _Sums(self._keys)
-        workloads: dict[bool, list[Workload]] = {False: [], True: []}  # by forward_only
-        while self._pending and self._pending[0].end.has_come():
-            self._extra = dict(self._pending[0].extra)
-            self._take(self._pending.popleft(), sums, workloads)
-        workload, forwards = Workload.total(workloads[False]), Workload.total(workloads[True])
-        sums.add_count(self.cost_model.count(workload, recompute=self.recompute))
-        sums.add_count(self.cost_model.count(forwards, forward_only=True))
-        for name, value in _quantities(workload).items():
-            sums.totals[name] += value
+        sums = self._pending.take()
+        self._energy.add_to(sums)
+        mine = [largest_memory(self.device), *sums.numbers()]
         try:
-            every = self._together.exchange([_memory(self.device), *sums.numbers()])
+            every = self._together.exchange(mine)
         except RankLostError as error:
             warnings.warn(str(error), stacklevel=2)
-            every = [[_memory(self.device), *sums.numbers()]]
-        ranks = [_Sums(self._keys, numbers) for _, *numbers in every]
-        self._run = [a + b for a, b in zip(self._run or [_Sums(self._keys)] * len(ranks), ranks, strict=False)]
-        self._largest = max(self._largest, *(memory for memory, *_ in every))
-        window = self._describe(ranks, self._largest)
-        if window is not None and self._on_window is not None:
+            every, own = [mine], self._together.rank
+            self._run, self._recent = self._run[own : own + 1], deque(maxlen=self._recent.maxlen)
+        ranks = [self._pending.sums(numbers) for _, *numbers in every]
+        self._run = [a + b for a, b in zip(self._run, ranks, strict=True)] if self._run else ranks
+        self._recent.append(ranks)
+        self._memory = max(self._memory, *(memory for memory, *_ in every))
+        window = self._describe(ranks)
+        if window is None:
+            return None
+        if len(self._recent) > 1:
+            recent = [sum(rank[1:], rank[0]) for rank in zip(*self._recent, strict=True)]
+            window = replace(window, smoothed=self._describe(recent))
+        self._warn(window)
+        if self._sinks is not None:
+            self._sinks.write(window.as_record())
+        if self._on_window is not None:
             self._on_window(window)
         return window
 
-    def close(self) -> Window | None:
-        """Wait for the device once and return the run: all counted steps of all ranks.
+    def close(self) -> Window:
+        """Wait for the device once and return the run: all counted steps of all ranks. The meter is then done.
 
         Raises:
             UsageError: no step was counted.
         """
-        for step in self._pending:
-            step.end.wait()
+        if self._whole is not None:
+            return self._whole
+        self.back()
+        self._pending.wait()
         self.log()
-        run = self._describe(self._run, self._largest) if self._run else None
+        self._let_go()
+        run = self._describe(self._run) if self._run else None
         if run is None:
             raise UsageError(
                 f"there is nothing to sum up: of {self.num_steps} steps, all were warm-up or compiled something. Run "
                 "more steps, or lower num_warmup_steps."
             )
-        for warning in run.warnings:
-            warnings.warn(warning, stacklevel=2)
+        self._warn(run)
+        self._whole = run
         return run
 
     def __enter__(self) -> Self:
@@ -312,25 +305,26 @@ class Meter:
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
         if kind is None and self.num_steps:
             self.close()
+        else:
+            self._let_go()
 
-    def _take(self, step: _Step, sums: _Sums, workloads: dict[bool, list[Workload]]) -> None:
-        """Move a step whose numbers have come into a window's sums."""
-        wall_s = step.wall_s
-        if step.end.timed and self._last_end is not None:
-            wall_s = max(step.end.seconds_since(self._last_end) - step.away_s, 0.0)
-        self._last_end = step.end
-        if step.left_out:
-            sums.totals["num_left_out"] += 1
-            return
-        for batch, forward_only in step.batches:
-            workload = batch if isinstance(batch, Workload) else workload_of(batch, self.cost_model)
-            workloads[forward_only].append(workload)
-        sums.totals["wall_ns"] += round(wall_s * _NS)
-        sums.totals["data_wait_ns"] += round(min(step.data_wait_s, wall_s) * _NS)
-        sums.totals["num_steps"] += 1
-        sums.totals["num_skipped"] += step.skipped
+    def _let_go(self) -> None:
+        """End what was opened for the run."""
+        if self._sinks is not None:
+            self._sinks.close()
+        if self._together is not None:
+            self._together.close()
+        self._compilation.let_go()
+        if self.goodput is not None:
+            self.goodput.switch("idle")
 
-    def _describe(self, ranks: list[_Sums], memory: int) -> Window | None:
+    def _warn(self, window: Window) -> None:
+        """Say once what cannot be right."""
+        for warning in window.warnings if not self._has_warned else ():
+            self._has_warned = True
+            warnings.warn(warning, stacklevel=3)
+
+    def _describe(self, ranks: Sequence[Sums]) -> Window | None:
         """Describe what all ranks did together; None if no step was counted."""
         whole = sum(ranks[1:], ranks[0])
         if not whole.totals["num_steps"]:
@@ -338,10 +332,11 @@ class Meter:
         walls = [rank.totals["wall_ns"] for rank in ranks]
         slowest = max(range(len(ranks)), key=walls.__getitem__)
         first = ranks[0].totals
+        counted: dict[str, Any] = {name: whole.totals[name] for name in COUNTED}
         return Window(
             flops=whole.count(),
-            wall_s=walls[slowest] / _NS,
-            data_wait_s=ranks[slowest].totals["data_wait_ns"] / _NS,
+            wall_s=walls[slowest] / NS,
+            data_wait_s=ranks[slowest].totals["data_wait_ns"] / NS,
             peak=self.peak,
             world_size=len(ranks),
             step=self.num_steps - len(self._pending),
@@ -349,59 +344,12 @@ class Meter:
             num_left_out=first["num_left_out"],
             num_skipped=first["num_skipped"],
             rank_flops=tuple(sum(sum(phase) for phase in rank.flops[:3]) for rank in ranks),
-            rank_wall_s=tuple(wall / _NS for wall in walls),
-            peak_memory_bytes=memory,
+            rank_wall_s=tuple(wall / NS for wall in walls),
+            peak_memory_bytes=self._memory,
+            energy_j=math.nan if whole.totals["num_without_energy"] else whole.totals["energy_mj"] / 1000,
+            packing_length=self.packing_length,
+            num_batches=whole.totals["num_batches"],
             ceiling_flops_per_s=self.ceiling.flops_per_s if self.ceiling is not None else math.nan,
-            extra=self._extra,
-            **{name: whole.totals[name] for name in _COUNTED},
+            extra=self._pending.extra,
+            **counted,
         )
-
-
-def _device_of(model: Any) -> Any:
-    """Find the one device that a model computes on.
-
-    Raises:
-        UsageError: its parameters lie on several.
-    """
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UsageError(
-            f"the model lies on several devices, {', '.join(sorted(map(str, devices)))}: one peak cannot hold for it. "
-            "Meter the part on each device with a Meter of its own, from that part's cost model."
-        )
-    return next(iter(devices), None)
-
-
-def _ledger_of(model: Any) -> CostModel:
-    from headway.count import trace
-
-    return trace(model)
-
-
-def _peak_of(model: Any, device: Any) -> Peak:
-    """Look the peak of the model's device up; one without a number, and a warning, where it is unknown."""
-    from headway.devices import Peak, peak_for
-
-    if device is None:
-        raise UsageError("a cost model does not say on what device it runs: pass peak=headway.peak_for(device, dtype).")
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    try:
-        return peak_for(device, dtype)
-    except UnknownDeviceError as error:
-        warnings.warn(f"no MFU will be shown: {error}", stacklevel=3)
-        return Peak(str(device), math.nan, str(dtype).removeprefix("torch."), "unknown", "override")
-
-
-def _graphs() -> int:
-    """Count the graphs that torch.compile has made so far in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
-def _memory(device: Any) -> int:
-    """Read the largest memory allocated on an accelerator so far [bytes]; a host counter, nothing is waited for."""
-    if device is None or device.type != "cuda":
-        return 0
-    import torch
-
-    return torch.cuda.max_memory_allocated(device)

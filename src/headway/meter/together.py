@@ -6,16 +6,12 @@ import atexit
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import HeadwayError
+from headway.errors import RankLostError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _HALF = 62  # bits of the lower of the two words that hold a count: a window's FLOPs pass 2**63
-
-
-class RankLostError(HeadwayError):
-    """A rank did not answer in time when numbers were added up."""
 
 
 class Together:

@@ -80,7 +80,7 @@ class Utilisation:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Say what cannot be right about these numbers, why that may be, and what to look at; usually empty."""
-        if self.hfu <= 1:
+        if not self.hfu > 1:  # NaN too: an unknown peak
             return ()
         name, value = ("MFU", self.mfu) if self.mfu > 1 else ("HFU", self.hfu)
         return (

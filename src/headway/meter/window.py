@@ -8,6 +8,8 @@ from typing import Any
 
 from headway.meter.utilisation import Utilisation
 
+_SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window(Utilisation):
@@ -28,6 +30,10 @@ class Window(Utilisation):
         rank_wall_s: wall time of each rank [s].
         peak_memory_bytes: largest memory allocated on any rank since the run began [bytes]; 0 where unknown.
         ceiling_flops_per_s: rate measured on one such device; NaN where it was not.
+        num_batches: micro-batches with a backward, of all ranks.
+        packing_length: tokens that a micro-batch has room for; None where it was not said.
+        energy_j: energy that the boards of all ranks drew [J]; NaN where one cannot tell.
+        smoothed: this window and some before it as one; None for the first.
         extra: the loop's own numbers (loss, learning rate): those of this rank's last step.
     """
 
@@ -44,6 +50,10 @@ class Window(Utilisation):
     rank_wall_s: tuple[float, ...]
     peak_memory_bytes: int = 0
     ceiling_flops_per_s: float = math.nan
+    num_batches: int = 0
+    packing_length: int | None = None
+    energy_j: float = math.nan
+    smoothed: Window | None = None
     extra: dict[str, float]
 
     @property
@@ -55,6 +65,17 @@ class Window(Utilisation):
     def mfu_of_ceiling(self) -> float:
         """Useful FLOPs / (wall time x measured ceiling), a fraction; NaN without a ceiling."""
         return self.flops_per_s / (self.ceiling_flops_per_s * self.world_size)
+
+    @property
+    def fill(self) -> float:
+        """Real tokens / room in the micro-batches, a fraction; NaN without a packing length."""
+        room = self.num_batches * (self.packing_length or 0)
+        return self.tokens / room if room else math.nan
+
+    @property
+    def joules_per_token(self) -> float:
+        """Energy of the boards per real token [J]; NaN where it is not known."""
+        return self.energy_j / self.tokens if self.tokens else math.nan
 
     @property
     def balance(self) -> float:
@@ -87,12 +108,22 @@ class Window(Utilisation):
             "audio_frames": self.audio_frames,
             "images_per_s": self.images / self.wall_s,
             "patches_per_s": self.patches / self.wall_s,
+            "flops_share_by_component": self._shares(),
             "mfu_of_ceiling": self.mfu_of_ceiling,
+            "fill": self.fill,
+            "energy_j": self.energy_j,
+            "joules_per_token": self.joules_per_token,
             "balance": self.balance,
             "straggler_share": self.straggler_share,
             "slowest_rank_s": max(self.rank_wall_s) / self.num_steps,
             "fastest_rank_s": min(self.rank_wall_s) / self.num_steps,
             "peak_memory_bytes": self.peak_memory_bytes,
+            **({f"{name}_smoothed": getattr(self.smoothed, name) for name in _SMOOTHED} if self.smoothed else {}),
             **self.extra,
         }
         return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+
+    def _shares(self) -> dict[str, float]:
+        """Share of each component in the useful FLOPs, fractions."""
+        total = self.flops.total
+        return {name: flops / total for name, flops in self.flops.by_component().items()} if total else {}

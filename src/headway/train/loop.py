@@ -32,6 +32,7 @@ from headway.data import Budget, Encoder, PackLoader, Stage, read_samples
 from headway.devices import peak_for
 from headway.errors import CheckpointError, ConfigError, TrainingError
 from headway.meter import StepMeter
+from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.train.checkpoint import (
     Checkpoint,
@@ -53,6 +54,7 @@ from headway.train.record import (
     RUN,
     SUMMARY,
     MetricsLog,
+    RunLedger,
     StepRecorder,
     describe_software,
     memory_bytes,
@@ -79,7 +81,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         CheckpointError: a checkpoint that is not whole or not of this model.
         TrainingError: a loss that is not finite, or data that ended early.
     """
-    start_s = time.perf_counter()
+    start_s, start_ns = time.perf_counter(), time.monotonic_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     run = prepare(config, resume=resume)
     model, optimizer, meter = run.model, run.optimizer, run.meter
@@ -93,7 +95,13 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
     progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
     log = MetricsLog(config.run.folder / METRICS if ranks.is_first else None, last_step=step)
 
-    with progress, log, run.loader, _stop_on_ctrl_c() as wants_stop:
+    ledger = RunLedger(
+        config.run.folder / GOODPUT if ranks.is_first else None,
+        since_ns=start_ns,
+        resumed_from=step if resume else None,
+    )
+
+    with progress, log, ledger, run.loader, _stop_on_ctrl_c() as wants_stop:
         for line in run.describe():
             progress.note(line)
         recorder = StepRecorder(log, progress.step, device)
@@ -107,12 +115,16 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             # All packs of the step, those of other ranks too, come before its first forward: their supervised tokens
             # normalise the loss, and the meter counts the step as a whole.
             meter.start_step()
+            ledger.spend("data wait")
             wait_start_s = time.perf_counter()
             batches = list(islice(packs, optim.accumulation * ranks.size))
             meter.data_wait(time.perf_counter() - wait_start_s)
+            ledger.spend("step")
             if len(batches) < optim.accumulation * ranks.size:
                 recorder.flush()
+                ledger.spend("checkpoint")
                 saved = save(run, root, step - 1)
+                ledger.checkpoint_saved(step - 1)
                 raise TrainingError(_data_ended(config, step - 1))
             supervised = sum(batch.num_supervised for batch in batches)
             stopped = ranks.any(wants_stop())
@@ -141,13 +153,17 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             is_last = step == optim.steps
             if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
                 recorder.flush()
+                ledger.spend("evaluation")
                 evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
                 record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
                 log.write(record)
                 progress.note(evaluation_line(record))
             if _is_due(step, config.checkpoint.every) or is_last or stopped:
                 recorder.flush()
+                ledger.spend("checkpoint")
                 saved = save(run, root, step)
+                ledger.checkpoint_saved(step)
+        ledger.spend("idle")
         if stopped and step < optim.steps:
             progress.note(f"stopped by Ctrl-C after step {step}; continue with --resume")
         for warning in meter.summary().warnings:

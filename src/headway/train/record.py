@@ -24,7 +24,8 @@ import yaml
 
 import headway
 from headway.errors import ConfigError, TrainingError
-from headway.meter import StepUtilisation
+from headway.meter import Goodput, StepUtilisation
+from headway.meter.goodput_report import Bucket
 from headway.train.config import TrainConfig, parse_config
 
 CONFIG, RUN, METRICS, SUMMARY, CHECKPOINTS = "config.yaml", "run.json", "metrics.jsonl", "summary.json", "checkpoints"
@@ -141,6 +142,40 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the records of metrics.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class RunLedger:
+    """The run's goodput, kept by one rank; the others keep none.
+
+    Args:
+        path: the ledger's file; None keeps none, as on all ranks but the first.
+        since_ns: reading of the monotonic clock at which the process began to set up [ns].
+        resumed_from: step that a resumed run goes on from; None if it is a new one.
+    """
+
+    def __init__(self, path: Path | None, *, since_ns: int, resumed_from: int | None) -> None:
+        self._ledger = None if path is None else Goodput(path, since_ns=since_ns)
+        if self._ledger is not None and resumed_from is not None:
+            self._ledger.resumed(resumed_from)
+
+    def spend(self, bucket: Bucket) -> None:
+        """Charge the time from now on to a bucket."""
+        if self._ledger is not None:
+            self._ledger.switch(bucket)
+
+    def checkpoint_saved(self, step: int) -> None:
+        """Note that a checkpoint is whole."""
+        if self._ledger is not None:
+            self._ledger.checkpoint_saved(step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
 
 
 class HostCopy:

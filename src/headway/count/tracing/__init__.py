@@ -14,6 +14,7 @@ from torch import nn
 
 from headway.count.cost_model import CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
+from headway.count.tracing.experts import merge_experts
 from headway.count.tracing.fit import Fitted, candidates, fit
 from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.loops import alike, check_loops, merged
@@ -87,6 +88,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
+    resting = classify.resting(model, shares)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     source, idle = _source(model), classify.idle_modules(model, operations, parameters)
@@ -97,7 +99,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
         tuple(
-            Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares), home, p in trainable)
+            Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares, resting), home, p in trainable)
             for p, home in zip(parameters, homes, strict=True)
         ),
         source,
@@ -184,6 +186,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
             f"{type(model).__name__} swaps modules of its own while it runs, by how long its input is: its cost "
             "depends on what it ran before. Fix its attention type in its configuration."
         )
+    merge_experts(model, recorder)
     return recorder
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from headway.count.models import presets
 from headway.count.tracing import attention, unwrap
+from headway.count.tracing.experts import keep_every_row
 from headway.count.tracing.phantom import phantom
 from headway.errors import TraceError
 
@@ -81,7 +82,17 @@ LONGEST_WINDOW = 1 << 14  # a longer window is believed as its seam names it [to
 _LONGEST_UNNAMED_WINDOW = 4096
 _PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
 _ROOM = 400  # what workloads add to a window, up to the next prime [tokens]
-_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers")
+_DEPTHS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "depth",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+)
 
 
 # lists of the layers whose outputs are features: as many in a shorter tower, so that the projector's width stays
@@ -114,7 +125,8 @@ def with_layers(config: Any, layers: int) -> Any:
             elif key.endswith("indexes"):
                 setattr(part, key, [index for index in value if index < layers])
         for key in _DEPTHS:
-            if getattr(part, key, None) == depth:
+            read_only = isinstance(getattr(type(part), key, None), property)
+            if getattr(part, key, None) == depth and not read_only:
                 setattr(part, key, layers)
     return config
 
@@ -222,8 +234,9 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
 
 
 def use_seams(model: nn.Module) -> None:
-    """Point every attention at the recording seams and every expert layer at grouped products; let every layer run."""
+    """Point attention at the recording seams and experts at grouped products; let every layer run, on every row."""
     run_every_layer(model)
+    keep_every_row(model)
     if configs(model):
         attention.register()
     for config in configs(model):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from headway.count.tracing.operation import Operation
 
 
-def _inside(path: str, roots: Iterable[str]) -> bool:
+def inside(path: str, roots: Iterable[str]) -> bool:
+    """Say whether a module's path is one of some roots or lies below one."""
     return any(path == root or path.startswith(f"{root}.") or not root for root in roots)
 
 
@@ -47,17 +48,17 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     seeing = {_repeated(path) for path in attending if towers.get(path) == "vision"} - {""}
     names = []
     for op in operations:
-        tower = "language" if _inside(op.module, spoken) else towers[op.module]
-        mixture = next((root for root in experts if _inside(op.module, [root])), None)
+        tower = "language" if inside(op.module, spoken) else towers[op.module]
+        mixture = next((root for root in experts if inside(op.module, [root])), None)
         if op.kind in ("attention", "recurrence"):
             part = op.kind
         elif isinstance(model.get_submodule(op.module), nn.RNNBase | nn.RNNCellBase):
             part = "recurrence"
-        elif head is not None and _inside(op.module, [head]):
+        elif head is not None and inside(op.module, [head]):
             part = "head"
         elif tower != "language" and op.from_input:
             part = "embed"
-        elif _inside(op.module, attending):
+        elif inside(op.module, attending):
             part = "projections"
         elif tower == "vision" and seeing and _repeated(op.module) not in seeing:
             part = "merger"
@@ -79,7 +80,7 @@ def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str |
     sources = [op for op, fit in zip(operations, fitted, strict=True) if fit.driver.startswith("source")]
     others = {op.module for op in operations} - {op.module for op in sources}
     path = next((op.module for op in sources if op.from_input), None)
-    while path and not any(_inside(other, [_parent(path)]) for other in others):
+    while path and not any(inside(other, [_parent(path)]) for other in others):
         path = _parent(path)
     return path
 
@@ -93,7 +94,7 @@ def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[s
     order = ("language", "vision", "audio")
     encoder = _encoder(operations, fitted)
     if encoder is not None:
-        found |= {path: {"audio"} for path in found if _inside(path, [encoder])}
+        found |= {path: {"audio"} for path in found if inside(path, [encoder])}
     return {path: next((tower for tower in order if tower in towers), "language") for path, towers in found.items()}
 
 
@@ -115,7 +116,7 @@ def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[Fitted
     """Name the component of the first operation on activations in the innermost module around a path that has one."""
     while True:
         for op, fit, name in zip(operations, fitted, names, strict=True):
-            if fit.driver != "packs" and _inside(op.module, [path]):
+            if fit.driver != "packs" and inside(op.module, [path]):
                 return name
         if not path:
             return "other"
@@ -158,8 +159,34 @@ def expert_shares(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> 
     return shares
 
 
-def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]]) -> int:
-    """Count the elements of a parameter that one token uses."""
+def members(path: str, held: nn.Module) -> dict[str, nn.Module]:
+    """Map the path of each item with weights in a list or dictionary of modules to it; empty for another module."""
+    items = held.named_children() if isinstance(held, nn.ModuleList | nn.ModuleDict) else ()
+    return {f"{path}.{name}": item for name, item in items if any(True for _ in item.parameters())}
+
+
+def resting(model: nn.Module, shares: dict[str, tuple[int, int]]) -> set[str]:
+    """Name the experts that one token leaves out, where they are modules: the last ones stand for any."""
+    found: list[str] = []
+    for path, (visited, _) in shares.items():
+        found += list(members(path, model.get_submodule(path)))[visited:]
+    return set(found)
+
+
+def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]], unused: set[str]) -> int:
+    """Count the elements of a parameter that one token uses.
+
+    Args:
+        name: of the parameter.
+        shape: of the parameter.
+        shares: `expert_shares(...)`.
+        unused: `resting(...)`.
+    """
+    path = _parent(name)
+    while path and unused:
+        if path in unused:
+            return 0
+        path = _parent(path)
     numel = 1
     for size in shape:
         numel *= size
@@ -189,24 +216,28 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
     }
     idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
     for wrapper in wrappers:
-        leaves = [path for path in idle if _inside(path, [wrapper])]
+        leaves = [path for path in idle if inside(path, [wrapper])]
         idle.update(dict.fromkeys(leaves, all(idle[leaf] for leaf in leaves)))
     found: list[str] = []
     for path, _ in model.named_modules():
-        inside = [is_idle for leaf, is_idle in idle.items() if _inside(leaf, [path])]
-        if path and inside and all(inside) and not _inside(path, found):
+        below = [is_idle for leaf, is_idle in idle.items() if inside(leaf, [path])]
+        if path and below and all(below) and not inside(path, found):
             found.append(path)
     return found
 
 
 def checkpointable_blocks(model: nn.Module) -> set[str]:
-    """Find the blocks that activation checkpointing wraps: transformers' own choice, else the items of module lists."""
+    """Find the blocks that activation checkpointing wraps: transformers' own choice, else the items of module lists.
+
+    A dictionary whose keys are numbers is a list too, as torchtitan's layers are.
+    """
     chosen = [
         path
         for path, module in model.named_modules()
         if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
     ]
     if not chosen:
-        lists: list[tuple[str, Any]] = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-        chosen = [f"{path}.{i}" if path else str(i) for path, items in lists for i in range(len(items))]
-    return {path for path in chosen if not _inside(_parent(path), [c for c in chosen if c != path])}
+        lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+        keys = [(path, key) for path, items in lists for key, _ in items.named_children() if key.isdigit()]
+        chosen = [f"{path}.{key}" if path else key for path, key in keys]
+    return {path for path in chosen if not inside(_parent(path), [c for c in chosen if c != path])}

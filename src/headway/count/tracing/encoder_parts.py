@@ -1,4 +1,4 @@
-"""Images that an encoder reads among its text, for a decoder that writes the segment (Florence-2)."""
+"""Images that an encoder reads among or after its text, for a decoder that writes the segment (Florence-2, UDOP)."""
 
 from __future__ import annotations
 
@@ -52,3 +52,39 @@ class SourceFrames(Frames):
         length = int(workload.sources.sum())
         batch["input_ids"], batch["position_ids"] = segment[:, :1].repeat(1, length), torch.arange(length)[None]
         super().fill(batch, 0, workload, floats)
+
+
+class PageFrames(Frames):
+    """A page's picture after its words, each of which has a box on it (UDOP): a source is as long as both together.
+
+    A patch under a word joins the word, and its place is left empty; transformers computes empty places too.
+    """
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model's signature: boxes of words, and of what is seen."""
+        accepted = inspect.signature(model.forward).parameters
+        return cls(model) if {"bbox", "visual_bbox", cls.takes, "decoder_input_ids"} <= accepted.keys() else None
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.drivers = [f"lone:1:{self.edge}:{self.edge}"]
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give one page, and sources that hold it after text of another length in each run."""
+        return {"images": [(1, self.edge, self.edge)], "sources": [self.edge**2 + (149, 283, 571, 409)[run]]}
+
+    def positions(self, _workload: Workload) -> int:
+        """Give none: the segment is the decoder's, and holds no image."""
+        return 0
+
+    def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
+        """Add pixels, take the picture's places off the words, and give these a box each."""
+        grids = self.grids(workload)
+        batch |= self.pixels(grids, floats, workload) if grids else {}
+        words = int(workload.sources.sum()) - len(grids) * self.edge**2
+        batch["input_ids"] = batch["input_ids"][:, :words]
+        batch["bbox"] = torch.tensor([0.25, 0.25, 0.5, 0.5]).repeat(1, words, 1)
+        places = torch.arange(self.edge**2)
+        corner = torch.stack([places % self.edge, places // self.edge], dim=-1)[None]
+        batch["visual_bbox"] = torch.cat([corner, corner + 1], dim=-1) / self.edge

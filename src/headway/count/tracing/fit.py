@@ -88,7 +88,7 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     raise TraceError(
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
-        f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d)}."
+        f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d and '/' not in d)}."
     )
 
 

@@ -83,8 +83,9 @@ def windows(config: Any) -> list[int]:
 def windowed(pairs: str, sizes: Sequence[int]) -> list[str]:
     """Name the drivers of windowed attention of these sizes: in blocks, or each position among its neighbours."""
     blocks = [f"{pairs}:block:{size}" for size in sizes]
-    sides = dict.fromkeys(side for size in sizes for side in (size, size - 1, size // 2) if side)
-    return [*blocks, *(f"{pairs}:local:{side}:{side}" for side in sides)]
+    sides = [(side, side) for size in sizes for side in (size, size - 1, size // 2)]
+    sides += [((size - 1) // 2, size // 2) for size in sizes]  # so many in all, each position among them
+    return [*blocks, *(f"{pairs}:local:{before}:{after}" for before, after in dict.fromkeys(sides) if before)]
 
 
 def phantom_floats(shape: Sequence[int]) -> Phantom:

@@ -17,7 +17,7 @@ from torch import nn
 
 from headway.count.tracing import build
 from headway.count.tracing.audio_parts import AddedAudio, AudioFeatures, AudioWaves
-from headway.count.tracing.encoder_parts import SourceFrames
+from headway.count.tracing.encoder_parts import PageFrames, SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
     Frames,
@@ -53,6 +53,7 @@ PARTS: tuple[type[Part], ...] = (
     SourceFeatures,
     SourceWaves,
     Grids,
+    PageFrames,
     SourceFrames,
     TiledFrames,
     ReadFrames,
@@ -79,11 +80,18 @@ class Inputs:
         model: a phantom twin, or a real model.
 
     Raises:
-        TraceError: its forward takes no `input_ids`, or images in a form that no part knows.
+        TraceError: its forward takes no `input_ids`, or images in a form that no part knows; or its data decides how
+            much it computes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.accepted = inspect.signature(model.forward).parameters
+        if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
+            raise TraceError(
+                f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many "
+                "there are, and what it costs, is the data's choice. Give one example, patch_lengths with it, "
+                "with trace(model, inputs=...)."
+            )
         self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
         self.parts: list[Part] = []
         for kind in PARTS:
@@ -284,9 +292,7 @@ def as_phantoms(value: Any) -> Any:
         if _is_mask(value):
             return value.detach().to("cpu", torch.bfloat16)
         return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
-    if isinstance(value, dict):
-        return {name: as_phantoms(part) for name, part in value.items()}
-    return type(value)(as_phantoms(part) for part in value) if isinstance(value, tuple | list) else value
+    return _rebuilt(value, as_phantoms)
 
 
 def _is_mask(floats: torch.Tensor) -> bool:
@@ -303,9 +309,16 @@ def on_device(value: Any, device: torch.device) -> Any:
     """Move the tensors among arguments to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
+    return _rebuilt(value, lambda part: on_device(part, device))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the parts of a dictionary, a list, a tuple or a named one; anything else stays."""
     if isinstance(value, dict):
-        return {name: on_device(part, device) for name, part in value.items()}
-    return type(value)(on_device(part, device) for part in value) if isinstance(value, tuple | list) else value
+        return {name: change(part) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    return type(value)(map(change, value)) if isinstance(value, tuple | list) else value
 
 
 def _next_prime(n: int) -> int:

@@ -79,7 +79,7 @@ def merged(runs: Sequence[Recorder]) -> list[list[Operation]]:
                 f"{op.kind} in module {op.module or '(the model)'} runs on one workload and not on another, or has "
                 "another backward there: the cost of its loop over the data is not fixed."
             )
-    return [[_one(run[key]) for key in groups[0]] for run in groups]
+    return [[one(run[key]) for key in groups[0]] for run in groups]
 
 
 def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
@@ -93,8 +93,8 @@ def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
     return groups
 
 
-def _one(repeats: list[Operation]) -> Operation:
-    """Add up the work of repeats; where their units differ, a unit becomes the least that gradients share out."""
+def one(repeats: list[Operation]) -> Operation:
+    """Add up one operation's repeats; where their units differ, a unit becomes the least that gradients share out."""
     first = repeats[0]
     unit = first.unit_flops
     if not unit:  # an elementwise recurrence

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from headway.count.tracing import joined
+from headway.count.tracing import joined, made_up
 from headway.errors import TraceError
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 OnDispatch = Callable[[Any, tuple[Any, ...], Any], Any]
 # (operation, arguments, result) -> which pairs stay in the result, where it may be scores or a bias
 OnResult = Callable[[Any, tuple[Any, ...], Any], Any]
-# pairs that no mask has hidden: booleans (queries, keys); None for all of them, "unclear" where nobody can say
+# pairs that no mask has hidden: booleans (..., queries, keys); None for all of them, "unclear" where nobody can say
 Stays = torch.Tensor | Literal["unclear"] | None
 _on_dispatch: OnDispatch | None = None
 _on_result: OnResult | None = None
@@ -48,6 +48,7 @@ class Phantom(torch.Tensor):
     scores: Any
     stays: Stays
     writes: int
+    picked: bool
 
     @staticmethod
     def __new__(cls: type[Phantom], meta: torch.Tensor, *_past: Any, **_more: Any) -> Phantom:
@@ -71,6 +72,7 @@ class Phantom(torch.Tensor):
         self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
         self.parts: joined.Parts | None = None  # what is known of some places along an axis
         self.writes = 0  # in-place operations on it or on its views
+        self.picked = False  # rows that an index picked, or a view of such
         self._known: tuple[torch.Tensor, int] | None = None
 
     @property
@@ -240,6 +242,15 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     return real
 
 
+_PICKING = {aten.index, aten.index_select, aten.gather}  # operations that pick rows
+_SAME = {aten.clone, aten._to_copy, aten._unsafe_view}  # operations after which rows are still those
+
+
+def _picked(packet: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether a result holds rows that an index picked, or is a view or copy of such."""
+    return packet in _PICKING or (packet in _SAME and args[0].picked)
+
+
 def _known(value: Any) -> Any:
     return value.known if isinstance(value, Phantom) else value
 
@@ -285,6 +296,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if value.is_floating_point() or value.is_complex():
             made = Phantom(value, sources, fed, base)
             made.known = known
+            made.picked = _picked(packet, args) if view_of is None else view_of.picked
             if product is None:
                 made.scores = scores.get(value.numel())
                 if packet is aten.sum and phantoms[0].scores is not None and value.dim() > 1:
@@ -294,7 +306,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 made.scores = product or None
             return made
-        return _integers(packet, args, value) if known is None else known
+        return made_up.integers(packet, args, value) if known is None else known
 
     made = _map(wrap, out)
     if forward:
@@ -321,25 +333,6 @@ def _detached(source: Phantom) -> Phantom:
     copied = Phantom(source.meta.detach(), 0, source.fed, _root(source))
     copied.known, copied.stays = source.known, source.stays
     return copied
-
-
-def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
-    """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
-    if not value.is_meta:
-        return value
-    if packet is aten.ne:  # unknown floats do not happen to be the number that code looks for
-        return torch.ones(value.shape, dtype=value.dtype)
-    if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
-        return torch.zeros(value.shape, dtype=value.dtype)
-    axis = 2 if packet is aten.topk else 1
-    dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
-    forced = args[0].forced
-    if forced is not None and dim % value.dim() == value.dim() - 1:
-        order = torch.arange(args[0].shape[-1]).expand(args[0].shape).scatter(-1, forced, -1)
-        return order.argsort(dim=-1, stable=True)[..., : value.shape[-1]].to(value.dtype)
-    size = [1] * value.dim()
-    size[dim] = -1
-    return torch.arange(value.shape[dim], dtype=value.dtype).view(size).expand(value.shape).clone()
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
@@ -381,7 +374,8 @@ def _overwritten(
         known = _constant(func, copied, kwargs, tensor.meta)
     stays = None if known is not None or _on_result is None else _on_result(func._overloadpacket, args, tensor)
     if tensor.base is not None and stays is not None:
-        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[-2:] == tensor.shape[-2:]
+        sizes = slice(-2 if not isinstance(stays, torch.Tensor) or stays.dim() == 2 else None, None)
+        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[sizes] == tensor.shape[sizes]
         tensor.base.stays = stays if whole else "unclear"
     tensor.stays = stays
     if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:

@@ -7,6 +7,7 @@ what the operands' pasts predict, or the trace fails.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
 
+# operations that choose places in rows of floats
+_CHOICES = {aten.topk, aten.sort, aten.argsort, aten.argmax, aten.max, aten.multinomial}
+
 
 def _custom_function() -> str | None:
     """Name the custom `autograd.Function` whose forward is running, if one is; it runs with gradients off."""
@@ -46,6 +50,8 @@ class Recorder:
 
     Attributes:
         operations: in forward order.
+        handed: paths of the modules that ran, each with whether it was handed picked rows every time.
+        choices: paths of the modules that chose places in rows of floats without data, by a top-k and the like.
         multiplied: elementwise products of activations by module path, and by whether one is spread over the other.
         block_of: path of a module to the path of the checkpointable block that holds it.
     """
@@ -53,6 +59,8 @@ class Recorder:
     model: nn.Module
     block_of: Callable[[str], str]
     operations: list[Operation] = field(default_factory=list)
+    handed: dict[str, bool] = field(default_factory=dict)
+    choices: set[str] = field(default_factory=set)
     multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -97,8 +105,11 @@ class Recorder:
         return self._path_of.get(id(module), self.module)
 
     def __enter__(self) -> Recorder:
-        def enter(module: nn.Module, _args: Any) -> None:
-            self._stack.append(self._path_of.get(id(module), self.module))
+        def enter(module: nn.Module, args: Any) -> None:
+            path = self._path_of.get(id(module), self.module)
+            picked = any(isinstance(a, Phantom) and a.picked for a in args)
+            self.handed[path] = picked and self.handed.get(path, True)
+            self._stack.append(path)
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
             self._stack.pop()
@@ -147,6 +158,8 @@ class Recorder:
             return None
         if packet in ELEMENTWISE:
             self._multiply(args, out)
+        if packet in _CHOICES:
+            self.choices.add(self.module)
         read = READERS.get(packet)
         operation = None if read is None else read(self, args, out)
         if operation is None:
@@ -200,17 +213,17 @@ class Recorder:
         if isinstance(ended.stays, str):
             raise TraceError(
                 f"module {self.module or '(the model)'} multiplies attention scores by hand, under a mask that cannot "
-                "be followed: it differs by head, or is made of floats whose data is not known. Let it call its "
+                "be followed: it is made of floats whose data is not known. Let it call its "
                 "library's attention function or F.scaled_dot_product_attention, under a boolean mask."
             )
-        queries, keys = ended.shape[-2:]
         mask = ended.stays
-        pairs = queries * keys if mask is None else int(torch.count_nonzero(mask))
+        scored = math.prod(ended.shape[-2:]) if mask is None else mask.numel()
+        pairs = scored if mask is None else int(torch.count_nonzero(mask))
         if not pairs:
             raise TraceError(f"module {self.module} masks all of its attention scores.")
-        driver = "" if mask is None else scores.name(mask)
+        driver = "" if mask is None or mask.dim() > 2 else scores.name(mask)
         for product in (operation, *operation.scored):
-            product.count_pairs(pairs, queries * keys)
+            product.count_pairs(pairs, scored)
             product.driver, product.by_hand = driver, normalised
 
     def _on_backward(self, node: Any, func: Any, flops: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Put other functions in the place of those that run recurrences, for as long as a model is traced or watched."""
+"""Put other functions in the place of those that run recurrences, experts or windows, while a model is watched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import nn
 
+from headway.count.tracing.experts import METHODS as EXPERTS
 from headway.count.tracing.kernels import FUNCTIONS, METHODS
+from headway.count.tracing.windows import METHODS as WINDOWS
+from headway.count.tracing.windows import unpadded_settings
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ _WRITTEN_OUT = ("causal_conv1d_fn", "mamba_inner_fn", "mamba2_split_conv1d_scan_
 
 @contextmanager
 def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Record every recurrence of `model` with `recorder`, and run short convolutions in PyTorch.
+    """Record every recurrence of `model` with `recorder`; run convolutions in PyTorch, experts and windows as meant.
 
     Raises:
         TraceError: a Triton kernel is launched: one that is not known here would meet tensors without data.
@@ -40,6 +43,8 @@ def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             changes.append((held, name, written_out))
         elif home.startswith("causal_conv1d"):
             changes.append((held, name, _short_convolution))
+    changes += _methods(model, EXPERTS | WINDOWS, lambda _original, stand_in: partial(stand_in, recorder))
+    changes += unpadded_settings(model)
     with _changed(changes), _refused_triton(recorder):
         yield
 
@@ -79,9 +84,16 @@ def _recurrences(model: nn.Module, make: Callable[[Any, Any], Any]) -> Iterator[
     """Find whatever runs a recurrence, and what `make(it, its stand-in)` gives, as (holder, name, replacement)."""
     for held, name in _holders(model, FUNCTIONS):
         yield held, name, make(held[name], FUNCTIONS[name])
+    yield from _methods(model, METHODS, make)
+
+
+def _methods(
+    model: nn.Module, known: dict[tuple[str, str], Any], make: Callable[[Any, Any], Any]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Find the known methods of a model's modules, and what `make(it, its stand-in)` gives, as `_recurrences` does."""
     for module in model.modules():
         for base in type(module).__mro__:
-            for (owner, method), stand_in in METHODS.items():
+            for (owner, method), stand_in in known.items():
                 if base.__name__ == owner:
                     yield vars(module), method, make(getattr(module, method), partial(stand_in, module))
 

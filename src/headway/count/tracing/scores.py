@@ -7,6 +7,7 @@ about by position could hide a pair that nobody can name; scores that meet such 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,23 @@ HIDDEN = -9e3  # masks hide by -1e4 or far below it; a bias, learnt or of distan
 _SUMS = (aten.add, aten.add_, aten.sub, aten.sub_)
 _FILLS = (aten.masked_fill, aten.masked_fill_)
 _PRODUCTS = (aten.mul, aten.mul_)
+# operations that move a tensor's elements, hiding none
+_LAYOUT: dict[Any, Any] = {
+    aten.view: torch.Tensor.reshape,
+    aten._unsafe_view: torch.Tensor.reshape,
+    **{
+        packet: packet
+        for packet in (
+            aten.transpose,
+            aten.permute,
+            aten.slice,
+            aten.select,
+            aten.squeeze,
+            aten.unsqueeze,
+            aten.expand,
+        )
+    },
+}
 # operations that place unknown floats by position
 _PLACING = {
     aten.triu,
@@ -59,7 +77,8 @@ def after(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> Stays:
         out: its result, of which only the shape is read.
 
     Returns:
-        A boolean mask (queries, keys), None where nothing is hidden, or `UNCLEAR`.
+        A boolean mask (queries, keys), with axes before these where heads or blocks are masked differently; None where
+        nothing is hidden, or `UNCLEAR`.
     """
     if out.dim() < 2:
         return None
@@ -154,6 +173,8 @@ def _moved(packet: Any, args: tuple[Any, ...], value: Phantom, out: torch.Tensor
     kept = value.stays
     if not isinstance(kept, torch.Tensor):
         return kept
+    if kept.dim() > 2:
+        return _moved_planes(packet, args, kept, value.shape, out)
     if packet in (aten.transpose, aten.permute, aten.t):
         order = list(range(value.dim()))
         if packet is aten.permute:
@@ -162,25 +183,38 @@ def _moved(packet: Any, args: tuple[Any, ...], value: Phantom, out: torch.Tensor
             one, other = args[1:3] if packet is aten.transpose else (0, 1)
             order[one], order[other] = order[other], order[one]
         last = tuple(axis - value.dim() for axis in order[-2:])
-        return kept if last == (-2, -1) else kept.T if last == (-1, -2) else UNCLEAR
+        if {*last} == {-2, -1}:
+            return kept if last == (-2, -1) else kept.T
     if packet is aten.slice:
         axis = args[1] if len(args) > 1 else 0
         axis -= value.dim() if axis >= 0 else 0
         return kept if axis < -2 else torch.ops.aten.slice(kept, axis, *args[2:])
-    return kept if value.shape[-2:] == out.shape[-2:] else UNCLEAR
+    if value.shape[-2:] == out.shape[-2:]:
+        return kept
+    return _moved_planes(packet, args, kept, value.shape, out)
+
+
+def _moved_planes(packet: Any, args: tuple[Any, ...], kept: torch.Tensor, shape: Any, out: torch.Tensor) -> Stays:
+    """Follow what stays through an operation that moves the axes of a mask which differs along others than its last."""
+    if packet in _LAYOUT:
+        moved = _LAYOUT[packet](kept.expand(shape), *args[1:])
+        return _plane(moved, out) if moved.shape == out.shape else UNCLEAR
+    return kept if shape == out.shape else UNCLEAR
 
 
 def _plane(mask: torch.Tensor, out: torch.Tensor) -> Stays:
-    """Reduce a mask that broadcasts to the result to its queries and keys, where all heads and rows share it."""
+    """Reduce a mask that broadcasts to the result to its queries and keys, and those axes along which it differs."""
     if mask.numpy().all():  # stops at the first pair that is hidden
         return None
     if mask.dim() > out.dim():
         return UNCLEAR
     full = mask[(None,) * (max(2, out.dim()) - mask.dim())]
-    planes = full.reshape(-1, *full.shape[-2:])
-    if len(planes) > 1 and not bool((planes == planes[:1]).all()):
-        return UNCLEAR
-    return planes[0].expand(out.shape[-2:])
+    for axis in range(full.dim() - 2):
+        first = full.narrow(axis, 0, 1)
+        if full.shape[axis] > 1 and (full.stride(axis) == 0 or bool((full == first).all())):
+            full = first
+    full = full.expand(*full.shape[:-2], *out.shape[-2:])
+    return full.reshape(full.shape[-2:]) if math.prod(full.shape[:-2]) == 1 else full
 
 
 def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:

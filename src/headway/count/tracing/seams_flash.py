@@ -62,7 +62,7 @@ def _attend_packed(
         of_keys = boundaries[0] if boundaries[1] is None else boundaries[1]
         keys = _lengths(recorder, of_keys, k.shape[-2], "keys")
     pairs, driver = _band(queries, keys, window, causal)
-    return attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(-3, -2)
+    return attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(-3, -2).contiguous()  # as kernels do
 
 
 def _statistics(out: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _flash(
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         queries, keys = np.full(len(q), q.shape[-2]), np.full(len(q), k.shape[-2])
         pairs, driver = _band(queries, keys, window_size, causal)
-        out = attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(1, 2)
+        out = attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(1, 2).contiguous()
     return (out, _statistics(out), None) if return_attn_probs else out
 
 

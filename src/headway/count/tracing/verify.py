@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from headway.count import drivers
 from headway.count.tracing import trace
+from headway.count.tracing.classify import inside
 from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.replacing import watched
 
@@ -106,6 +107,14 @@ class Counted(TorchDispatchMode):
 
         return wrapped
 
+    def gather(self, experts: set[str]) -> None:
+        """Add what each expert of a list ran to the list, to which the ledger bills it."""
+        for counter in (self.forward, self.backward):
+            for path in list(counter):
+                home = next((home for home in experts if inside(path, [home])), path)
+                if home != path:
+                    counter[home] += counter.pop(path)
+
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
@@ -181,6 +190,7 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
             config._attn_implementation, config._experts_implementation = attention, experts
         for parameter, grad in zip(model.parameters(), held, strict=True):
             parameter.grad = grad
+    counted.gather({row.module for row in cost.rows if row.op == "experts"})
     return _compare(cost, counted, workload), counted.unseen
 
 

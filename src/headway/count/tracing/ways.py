@@ -1,7 +1,8 @@
 """Other ways through a model: forward passes that reach modules which the one that is counted does not.
 
-A decoder reads another model's states when it is given some, a route is taken when an argument asks for it, videos go
-where pictures go. What only such a pass runs costs the plain one nothing; what no pass can reach costs none anything.
+A decoder reads another model's states when it is given some, some tokens may see all others, a route is taken when an
+argument asks for it, videos go where pictures go. What only such a pass runs costs the plain one nothing; what no pass
+can reach costs none anything.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ _READ = 197  # positions of another model's states
 # arguments that hand a decoder the states of another model; left out, its cross attention rests
 _STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 # arguments that any text model takes, and that reach no other module than its tokens do
-_EVERYWHERE = ("attention_mask", "inputs_embeds", "labels", "past_key_values", "logits_to_keep")
+_EVERYWHERE = (
+    "attention_mask",
+    "decoder_attention_mask",
+    "inputs_embeds",
+    "decoder_inputs_embeds",
+    "labels",
+    "past_key_values",
+    "logits_to_keep",
+)
 _TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
 
 
@@ -45,6 +54,10 @@ def other_ways(
     plain = made.arguments(workload)
     if states := _states_for(model, made):
         yield [*states], plain | states
+    if "global_attention_mask" in made.accepted:  # tokens that see all others have their own projections
+        first = torch.zeros_like(plain["input_ids"])
+        first[:, 0] = 1
+        yield ["global_attention_mask"], plain | {"global_attention_mask": first}
     if videos := _as_videos(model, made, plain):
         yield [name for name in videos if name not in plain], videos
     for name, routed in made.routed():
@@ -64,6 +77,8 @@ def without_arguments(
     if not isinstance(made, Inputs):
         return ["whatever is not given"]
     given = {*made.arguments(workload), *_EVERYWHERE, *tried}
+    if "decoder_input_ids" in given:  # what an encoder would give, which itself runs
+        given.add("encoder_outputs")
     return [name for name, p in made.accepted.items() if name not in given and _TENSOR.search(str(p.annotation))]
 
 

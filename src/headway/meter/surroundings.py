@@ -1,0 +1,118 @@
+"""What the meter asks of a model, its device and the compiler; nothing here waits for a device."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from headway.count import CostModel
+from headway.errors import UnknownDeviceError, UsageError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from headway.devices import Peak
+    from headway.meter.goodput import Goodput
+
+
+def device_here() -> Any:
+    """Find the CUDA device that this process computes on; None without one, or before torch is loaded."""
+    torch = sys.modules.get("torch")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if torch is not None and torch.cuda.is_available() else None
+    )
+
+
+def device_of(model: Any) -> Any:
+    """Find the one device that a model computes on.
+
+    Raises:
+        UsageError: its parameters lie on several.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model lies on several devices, {', '.join(sorted(map(str, devices)))}: one peak cannot hold for it. "
+            "Meter the part on each device with a Meter of its own, from that part's cost model."
+        )
+    return next(iter(devices), None)
+
+
+def trace_of(model: Any) -> CostModel:
+    """Trace a model's ledger."""
+    from headway.count import trace
+
+    return trace(model)
+
+
+def peak_of(model: Any, device: Any) -> Peak:
+    """Look the peak of the model's device up; one without a number, and a warning, where it is unknown."""
+    from headway.devices import Peak, peak_for
+
+    if isinstance(model, CostModel):
+        raise UsageError("a cost model does not say on what device it runs: pass peak=headway.peak_for(device, dtype).")
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    try:
+        return peak_for(device, dtype)
+    except UnknownDeviceError as error:
+        warnings.warn(f"no MFU will be shown: {error}", stacklevel=3)
+        return Peak(str(device), math.nan, str(dtype).removeprefix("torch."), "unknown", "override")
+
+
+class Compilation:
+    """Notices when torch.compile compiles in this process."""
+
+    def __init__(self) -> None:
+        self._num_graphs = _num_graphs()
+        self._goodput: Goodput | None = None
+        self._span: AbstractContextManager[None] | None = None
+
+    def happened(self) -> bool:
+        """Say whether a graph has been made since the last call."""
+        before, self._num_graphs = self._num_graphs, _num_graphs()
+        return self._num_graphs != before
+
+    def charge(self, goodput: Goodput) -> None:
+        """From now on, charge the time that compiling takes to a run's `compile` bucket."""
+        from torch._dynamo.callback import callback_handler
+
+        self._goodput = goodput
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+
+    def let_go(self) -> None:
+        """Charge no more."""
+        if self._goodput is None:
+            return
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.remove_start_callback(self._begin)
+        callback_handler.remove_end_callback(self._end)
+        self._goodput = None
+
+    def _begin(self, _what: Any) -> None:
+        assert self._goodput is not None
+        self._span = self._goodput.bucket("compile")
+        self._span.__enter__()
+
+    def _end(self, _what: Any) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
+
+
+def _num_graphs() -> int:
+    """Count the graphs that torch.compile has made so far in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def largest_memory(device: Any) -> int:
+    """Read the largest memory allocated on an accelerator so far [bytes]; a host counter, nothing is waited for."""
+    if device is None or device.type != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)

@@ -1,0 +1,171 @@
+"""Experts that are modules of their own, against PyTorch's counter on steps whose router spreads the tokens."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration, SwitchTransformersConfig
+from transformers import SwitchTransformersForConditionalGeneration as Switch
+
+from headway.count import Workload, trace
+from headway.count.tracing.verify import verify
+from witness import expected_step, real_step
+
+TOKENS, SOURCES, EXPERTS = 23, 37, 4
+WORKLOAD = Workload([TOKENS], sources=[SOURCES])
+SQUARE = {"pairs:causal": TOKENS**2}  # eager attention runs it whole
+
+
+def switch() -> nn.Module:
+    return Switch._from_config(
+        SwitchTransformersConfig(
+            vocab_size=64,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            num_experts=EXPERTS,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+        ),
+        attn_implementation="eager",
+    ).train()
+
+
+def nllb() -> nn.Module:
+    return NllbMoeForConditionalGeneration._from_config(
+        NllbMoeConfig(
+            vocab_size=64,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=40,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_layerdrop=0.0,
+            decoder_layerdrop=0.0,
+            num_experts=EXPERTS,
+            encoder_sparse_step=2,
+            decoder_sparse_step=2,
+        ),
+        attn_implementation="eager",
+    ).train()
+
+
+class Mixture(nn.Module):
+    """Two of four experts for each token, as remote code of Mixtral's and DeepSeek's kind runs them.
+
+    Args:
+        sort: whether rows are sorted by expert and cut, in place of being looked up for each.
+    """
+
+    def __init__(self, sort: bool):
+        super().__init__()
+        self.sort = sort
+        self.gate = nn.Linear(32, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        if self.sort:
+            order = chosen.flatten().argsort()
+            pieces = x[order // 2].split(chosen.flatten().bincount(minlength=EXPERTS).tolist())
+            done = torch.cat([expert(rows) for expert, rows in zip(self.experts, pieces, strict=True) if len(rows)])
+            return out.index_add(0, order // 2, done * weights.flatten()[order, None])
+        for number, expert in enumerate(self.experts):
+            rows, place = (chosen == number).nonzero(as_tuple=True)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, place, None])
+        return out
+
+
+def seen(model, arguments):
+    """Count a real step, an expert's products with its list's; and name the experts that ran."""
+    by_module, backward = real_step(model, arguments)
+    forward, ran = Counter(), set()
+    for path, flops in by_module.items():
+        home, inside, name = path.partition("experts.")
+        forward[f"{home}experts" if inside else path] += flops
+        ran |= {name.partition(".")[0]} if inside else set()
+    return forward, backward, ran
+
+
+@pytest.mark.parametrize(
+    ("build", "wasted", "most_run"),
+    [
+        (switch, 1, EXPERTS),
+        # transformers makes NLLB-MoE's one-hot choice one-hot again: each token meets one of four as the chosen one
+        # and three as those not chosen, four rows in place of two, all of them in the first two experts
+        (nllb, EXPERTS // 2, 2),
+    ],
+)
+def test_tokens_times_the_chosen_experts_are_billed(build, wasted, most_run):
+    torch.manual_seed(0)
+    model = build()
+    ids = torch.randint(4, 60, (1, SOURCES))
+    forward, backward, ran = seen(model, {"input_ids": ids, "decoder_input_ids": ids[:, :TOKENS]})
+    assert 1 < len(ran) <= most_run  # a real router spreads its tokens
+    cost = trace(model)
+    assert (forward, backward) == expected_step(cost, WORKLOAD, SQUARE, wasted)
+    routers = {row.module: (row.driver, row.forward) for row in cost.rows if row.component == "language.router"}
+    assert sorted(routers.values()) == [("sources", 2 * 32 * EXPERTS), ("tokens", 2 * 32 * EXPERTS)]
+
+
+@pytest.mark.parametrize("sort", [False, True])
+def test_any_list_of_experts_beside_a_router_is_billed_for_the_rows_picked(sort):
+    torch.manual_seed(0)
+    model = Mixture(sort)
+    forward, backward, ran = seen(model, {"x": torch.randn(TOKENS, 32)})
+    assert len(ran) == EXPERTS
+    cost = trace(model, inputs=lambda workload: {"x": torch.zeros(workload.tokens, 32)})
+    assert (forward, backward) == expected_step(cost, Workload([TOKENS]), {})
+    assert {(row.module, row.op, row.component) for row in cost.rows} == {
+        ("gate", "linear", "language.router"),
+        ("experts", "experts", "language.experts"),
+    }
+
+
+def test_a_token_uses_as_many_experts_as_its_router_picks():
+    cost = trace(Mixture(sort=False), inputs=lambda workload: {"x": torch.zeros(workload.tokens, 32)})
+    one_expert = 32 * 48 + 48 + 48 * 32 + 32
+    assert cost.params.total == 32 * EXPERTS + 4 * one_expert
+    assert cost.params.active == 32 * EXPERTS + 2 * one_expert
+
+
+def test_experts_are_frozen_together():
+    cost = trace(Mixture(sort=False), inputs=lambda workload: {"x": torch.zeros(workload.tokens, 32)})
+    rows = 2 * TOKENS * 2 * 32 * 48  # two experts for each token, in each of the two layers
+    step = cost.count(Workload([TOKENS]))
+    frozen = cost.freeze(["language.experts"]).count(Workload([TOKENS]))
+    # the first layer reads the input, so its experts have weight gradients only; frozen, none has any gradient
+    assert step.wgrad - frozen.wgrad == 2 * rows
+    assert step.dgrad - frozen.dgrad == rows
+
+
+def test_a_module_that_rests_without_a_router_is_not_counted():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x[torch.arange(len(x))]))
+
+    cost = trace(Layers(), inputs=lambda workload: {"x": torch.zeros(workload.tokens, 32)})
+    assert cost.unknown == ("layers.2 (it never ran)",)
+
+
+def test_verify_adds_up_the_experts_of_a_list():
+    torch.manual_seed(0)
+    lines, _ = verify(switch(), WORKLOAD)
+    assert [line for line in lines if line.explanation is None] == []
+    experts = [line for line in lines if line.op == "experts"]
+    # two layers, each with an up and a down projection; backward is twice forward
+    assert [line.counted for line in experts] == [
+        (n * 2 * 2 * 32 * 48, 2 * n * 2 * 2 * 32 * 48) for n in (SOURCES, TOKENS)
+    ]

@@ -1,0 +1,140 @@
+"""Real torchtitan Trainers on the CPU (see titan_process.py): FLOPs to the integer, and where the numbers arrive.
+
+The model is torchtitan's Llama with 3 layers of width 32, a feed-forward of 256 (2/3 of 4 x 32, rounded up to a
+multiple of 256) and 64 tokens, on steps of 4 rows of 16 slots. Its FLOPs, forward and twice that backward:
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+BLOCK = 2 * (4 * 32 * 32 + 3 * 32 * 256)  # per token: q, k, v, o; gate, up, down
+HEAD = 2 * 32 * 64  # per token
+PAIR = 2 * 2 * 32  # per layer and (query, key) pair: scores and values
+ROWS_OF_16 = 4 * 16 * 17 // 2  # causal pairs
+PER_STEP = 3 * (64 * (3 * BLOCK + HEAD) + ROWS_OF_16 * 3 * PAIR)
+# one of three blocks again, to its end (torchtitan's default), or without the closing projection
+ONE_BLOCK = 64 * BLOCK + ROWS_OF_16 * PAIR
+ONE_BLOCK_EARLY = ONE_BLOCK - 64 * 2 * 256 * 32
+
+
+def train(folder, world=1, **settings):
+    """Train on so many ranks; returns each rank's result, what it printed and its exit status."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"folder": str(folder), "steps": 4, "batch_size": 2} | settings
+    command = [sys.executable, str(Path(__file__).with_name("titan_process.py")), json.dumps(settings)]
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    ended = [(*process.communicate(timeout=240), process.returncode) for process in processes]
+    return [(json.loads(out.splitlines()[-1]) if code == 0 else None, out + err, code) for out, err, code in ended]
+
+
+def checkpointing(mode, option="2", *, early_stop=False):
+    return {"activation_checkpoint": {"mode": mode, "selective_ac_option": option, "early_stop": early_stop}}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "config", "recompute"),
+    [
+        (1, checkpointing("selective"), ONE_BLOCK),
+        (2, checkpointing("full", early_stop=True), 3 * ONE_BLOCK_EARLY),
+        (4, checkpointing("none"), 0),
+    ],
+)
+def test_accumulation_does_not_change_a_steps_flops(tmp_path, accumulation, config, recompute):
+    ((result, text, _),) = train(tmp_path, batch_size=4 // accumulation, config=config)
+    assert result["accumulation"] == accumulation
+    *logged, run = result["windows"]
+    assert [w["num_steps"] for w in logged] == [1, 1, 2]  # torchtitan logs steps 1, 2 and 4
+    assert [w["total"] for w in logged] == [PER_STEP, PER_STEP, 2 * PER_STEP]
+    assert [w["recompute"] for w in logged] == [recompute, recompute, 2 * recompute]
+    assert (run["total"], run["tokens"], run["segments"]) == (4 * PER_STEP, 4 * 64, 4 * 4)
+    assert len(re.findall(r"headway at step \d: mfu\(%\): .* hfu\(%\): ", text)) == 3
+
+
+def test_documents_are_segments_where_attention_stays_within_them(tmp_path):
+    packed = {"attn_type": "flex", "attn_mask_type": "block_causal"}
+    ((result, _, _),) = train(tmp_path, steps=2, model=packed, config=checkpointing("selective", early_stop=True))
+    # titan_process.DOCUMENTS, cut where a row of 16 ends
+    lengths = [5, 11, 3, 7, 6, 7, 2, 7, 2, 14]
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    first = result["windows"][0]
+    assert first["segments"] == len(lengths)
+    assert first["total"] == PER_STEP - 3 * (ROWS_OF_16 - pairs) * 3 * PAIR
+    assert first["recompute"] == ONE_BLOCK_EARLY - (ROWS_OF_16 - pairs) * PAIR
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+        {"tensor_parallel_degree": 2},  # both ranks run the same rows, each half of every product
+    ],
+    ids=["data", "tensor"],
+)
+def test_two_ranks_bill_in_total_what_one_does(tmp_path, parallelism):
+    results = train(tmp_path, 2, steps=2, batch_size=1, config={"parallelism": parallelism})
+    for result, _, _ in results:
+        for window in result["windows"]:
+            steps = window["num_steps"]
+            assert (window["total"], window["tokens"]) == (steps * PER_STEP, steps * 64)
+            assert window["mfu"] == pytest.approx(window["total"] / window["wall_s"] / (2 * 1e12))
+
+
+def test_the_numbers_reach_tensorboard_and_validation_is_left_out(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ((result, text, _),) = train(tmp_path, validates=True)
+    *logged, run = result["windows"]
+    assert text.count("validate step:") == 3
+    assert run["tokens"] == 4 * 64  # validation has run 2 x 16 tokens after steps 1, 2 and 4
+    assert run["wall_s"] <= result["until_last_validation_s"] - 2  # the two before it have slept for a second each
+    (events,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    written = EventAccumulator(str(events)).Reload()
+    for name, key, scale in (("headway/mfu(%)", "mfu", 100), ("headway/tokens_per_s", None, 1)):
+        expected = [scale * w[key] if key else w["tokens"] / w["wall_s"] for w in logged]
+        scalars = written.Scalars(name)
+        assert [scalar.step for scalar in scalars] == [1, 2, 4]
+        assert [scalar.value for scalar in scalars] == pytest.approx(expected)
+    assert written.Scalars("mfu(%)")  # beside torchtitan's own
+
+
+def test_what_is_recomputed_by_an_unknown_policy_is_no_hfu(tmp_path):
+    ((result, text, _),) = train(tmp_path, steps=2, config=checkpointing("selective", "op"))
+    assert "no HFU is logged, for what this activation checkpointing recomputes is not known" in text
+    assert "hfu(%)" not in text
+    assert result["windows"][0]["total"] == PER_STEP
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"misread": True}, r"bills 31 slots, but its labels are \(2, 16\): 32 slots. Give with_headway a workload_of"),
+        ({"has_pixels": True}, "the dataloader makes input, pixels, of which only `input` is read"),
+        ({"family": "gpt_oss"}, "of torchtitan does not run on shapes: .* Give with_headway its cost_model"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(tmp_path, settings, says):
+    ((_, text, code),) = train(tmp_path, **settings)
+    assert code == 1
+    assert re.search(says, text), text[-3000:]
