@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_LARGEST = 1 << 20  # elements; what rides along is a row of flags
-
 
 class Parts:
     """The known parts of a tensor that others were joined into.
@@ -59,7 +57,9 @@ def _joined(args: tuple[Any, ...]) -> Parts | None:
     parts, place = [], 0
     for tensor in tensors:
         data = getattr(tensor, "known", tensor)
-        if data is not None and data.numel() <= _LARGEST:
+        if not tensor.numel():
+            continue  # torch takes an empty tensor of one axis beside any others
+        if data is not None:
             parts.append((place, place + data.shape[axis], data))
         place += tensor.shape[axis]
     return Parts(axis, parts) if parts else None
