@@ -53,14 +53,14 @@ def follow(packet: Any, args: tuple[Any, ...], made: Sequence[Any]) -> None:
 def _joined(args: tuple[Any, ...]) -> Parts | None:
     """List what is known of a concatenation of activations and real data."""
     tensors, axis = args[0], args[1] if len(args) > 1 else 0
-    axis -= tensors[0].dim() if axis >= 0 else 0
+    axis -= max(tensor.dim() for tensor in tensors) if axis >= 0 else 0
     parts, place = [], 0
     for tensor in tensors:
         data = getattr(tensor, "known", tensor)
         if not tensor.numel():
             continue  # torch takes an empty tensor of one axis beside any others
         if data is not None:
-            parts.append((place, place + data.shape[axis], data))
+            parts.append((place, place + data.shape[axis], data.clone()))  # it may be written to later
         place += tensor.shape[axis]
     return Parts(axis, parts) if parts else None
 
