@@ -14,6 +14,7 @@ PAGES = [
     "devices.md",
     "goodput.md",
     "metering.md",
+    "mbu.md",
     "tracing.md",
     "trackers.md",
     "what-the-numbers-mean.md",

@@ -20,11 +20,13 @@ from headway.meter.sinks import Sinks
 from headway.meter.sums import COUNTED, NS, Sums
 from headway.meter.surroundings import (
     Compilation,
+    bandwidth_of,
     device_here,
     device_of,
     largest_memory,
     peak_of,
     trace_of,
+    traffic_or_warn,
 )
 from headway.meter.together import Together
 from headway.meter.window import Window
@@ -53,6 +55,8 @@ class Meter:
         model: the model that is trained (its ledger is traced once, on shapes), or its `CostModel`.
         peak: what one device can do; looked up from the model's device and dtype when None. Where it is unknown there
             is no MFU, and one warning says so.
+        optimizer: of the loop, or several: then windows tell their MBU, for which the model is traced once more.
+        memory_bytes_per_s: memory bandwidth of one device [B/s]; looked up when None.
         log_every: steps between two windows.
         num_warmup_steps: first steps to leave out. Steps in which torch.compile compiles are left out as well.
         recompute: activation checkpointing of this loop: "none", "full" or a pattern of block names.
@@ -79,6 +83,8 @@ class Meter:
         model: Any,
         *,
         peak: Peak | None = None,
+        optimizer: Any = None,
+        memory_bytes_per_s: float | None = None,
         log_every: int = 10,
         num_warmup_steps: int = 0,
         recompute: str = "none",
@@ -106,6 +112,8 @@ class Meter:
         self.goodput = goodput
         self.packing_length = packing_length
         self.num_steps = 0
+        self._traffic = None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute)
+        self._peak_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
         self._on_window = on_window
         self._clock = clock
         self._together: Together | None = None
@@ -139,7 +147,7 @@ class Meter:
         if self.goodput is not None:
             self.goodput.switch("step")
             self._compilation.charge(self.goodput)
-        self._pending = PendingSteps(self.cost_model, self.recompute, Arrival(self.device))
+        self._pending = PendingSteps(self.cost_model, self.recompute, Arrival(self.device), self._traffic)
         self._last_s = self._clock()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -348,6 +356,8 @@ class Meter:
             peak_memory_bytes=self._memory,
             energy_j=math.nan if whole.totals["num_without_energy"] else whole.totals["energy_mj"] / 1000,
             packing_length=self.packing_length,
+            bytes_moved=whole.totals["bytes_moved"],
+            peak_bytes_per_s=self._peak_bytes_per_s,
             num_batches=whole.totals["num_batches"],
             ceiling_flops_per_s=self.ceiling.flops_per_s if self.ceiling is not None else math.nan,
             extra=self._pending.extra,

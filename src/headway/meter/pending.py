@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from headway.count import CostModel
     from headway.meter.late import Arrival
+    from headway.meter.traffic import Traffic
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
@@ -51,13 +52,16 @@ class PendingSteps:
         cost_model: the model's cost rows.
         recompute: as `CostModel.count` takes it.
         start: where the first step begins in the device's queue.
+        traffic: what this rank must move; None where it is not asked for.
     """
 
-    def __init__(self, cost_model: CostModel, recompute: str, start: Arrival) -> None:
+    def __init__(self, cost_model: CostModel, recompute: str, start: Arrival, traffic: Traffic | None = None) -> None:
         self.extra: dict[str, Any] = {}
         self._cost_model = cost_model
         self._recompute = recompute
         self._last_end = start
+        self._traffic = traffic
+        self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
         self._keys = tuple(dict.fromkeys((row.component, row.driver) for row in cost_model.rows))
         self._steps: deque[Step] = deque()
         self._workloads: dict[bool, list[Workload]] = {False: [], True: []}  # by whether without a backward
@@ -112,6 +116,8 @@ class PendingSteps:
         totals["data_wait_ns"] += round(min(step.data_wait_s, wall_s) * NS)
         totals["num_steps"] += 1
         totals["num_skipped"] += step.skipped
+        self._updates[0] += 1
+        self._updates[1] += step.skipped
 
     def _count(self) -> None:
         """Turn the workloads so far into FLOPs."""
@@ -123,4 +129,18 @@ class PendingSteps:
             self._sums.add_count(self._cost_model.count(workload, recompute=recompute, forward_only=forward_only))
             if not forward_only:
                 self._sums.add_quantities(workload)
-        self._workloads = {False: [], True: []}
+        if self._traffic is not None and self._updates[0]:
+            self._sums.totals["bytes_moved"] += self._moved(self._traffic)
+        self._workloads, self._updates = {False: [], True: []}, [0, 0]
+
+    def _moved(self, traffic: Traffic) -> int:
+        """Count the bytes that the steps so far moved at least."""
+        trained, (steps, skipped) = self._workloads[False], self._updates
+        return traffic.bytes_of(
+            Workload.total(trained),
+            num_batches=max(len(trained), steps),
+            num_with_towers=sum(bool(len(w.grids) or len(w.audio)) for w in trained),
+            num_steps=steps,
+            num_skipped=skipped,
+            num_forward_only=len(self._workloads[True]),
+        ).total

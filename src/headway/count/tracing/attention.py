@@ -87,7 +87,7 @@ def attend(
             "have no data in a trace."
         )
     heads, qk, vo = q.shape[-3], q.shape[-1], v.shape[-1]
-    tensors = [t if isinstance(t, Phantom) else phantom(t, fed=True) for t in (q, k, v)]
+    tensors = [t if isinstance(t, Phantom) else phantom(t, fed=True) for t in recorder.attends(q, k, v)]
     q_from, k_from, v_from = (Operand.of(t).sources for t in tensors)
     products = (
         ("dgrad", 2 * heads * vo, v_from),

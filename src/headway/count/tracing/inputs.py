@@ -266,7 +266,16 @@ def call(model: nn.Module, arguments: Any) -> Any:
 
 
 def backward_from(output: Any) -> None:
-    """Run backward from the sum of the logits, else of the first floats, or list of them, that an output holds.
+    """Run backward from the sum of what `floats_of` finds in an output.
+
+    Raises:
+        TraceError: the output holds no tensor of floats.
+    """
+    floats_of(output).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def floats_of(output: Any) -> torch.Tensor:
+    """Return the logits, else the first floats, or list of them, that an output holds.
 
     Raises:
         TraceError: the output holds no tensor of floats.
@@ -277,8 +286,7 @@ def backward_from(output: Any) -> None:
         if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
             value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            return
+            return value
         if isinstance(value, dict):
             value = list(value.values())
         if isinstance(value, tuple | list):

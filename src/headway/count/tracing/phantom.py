@@ -78,11 +78,11 @@ class Phantom(torch.Tensor):
     @property
     def known(self) -> torch.Tensor | None:
         """Data of a constant; None for what is not known, or was written to since."""
-        return self._known[0] if self._known is not None and self._known[1] == _root(self).writes else None
+        return self._known[0] if self._known is not None and self._known[1] == root(self).writes else None
 
     @known.setter
     def known(self, value: torch.Tensor | None) -> None:
-        self._known = None if value is None else (value, _root(self).writes)
+        self._known = None if value is None else (value, root(self).writes)
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]  # torch's keyword only steers its printing
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
@@ -146,7 +146,7 @@ def is_identity(tensor: torch.Tensor) -> bool:
     return square and torch.equal(tensor, torch.eye(len(tensor), dtype=tensor.dtype))
 
 
-def _root(tensor: Phantom) -> Phantom:
+def root(tensor: Phantom) -> Phantom:
     """Follow a view to the tensor that it looks at."""
     return tensor if tensor.base is None else tensor.base
 
@@ -188,7 +188,7 @@ def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _key(value: Any) -> Any:
     """Describe an argument by all that decides its operation's result shape; scalars by type too, since 1 == 1.0."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
     if isinstance(value, tuple | list):
         return tuple(_key(v) for v in value)
     return type(value), value
@@ -198,6 +198,8 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation's meta kernel, or recall what it gave for the same shapes."""
     if func._overloadpacket is aten._pack_padded_sequence:
         return _pack(*args)
+    if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # all that it takes on shapes
+        return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
         key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
@@ -288,7 +290,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
     known = _constant(func, args, kwargs, out) if forward and product is None else None
     view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
-    base = None if view_of is None else _root(view_of)
+    base = None if view_of is None else root(view_of)
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -330,7 +332,7 @@ def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom],
 
 def _detached(source: Phantom) -> Phantom:
     """Copy a phantom without what its gradient would flow to."""
-    copied = Phantom(source.meta.detach(), 0, source.fed, _root(source))
+    copied = Phantom(source.meta.detach(), 0, source.fed, root(source))
     copied.known, copied.stays = source.known, source.stays
     return copied
 
@@ -380,5 +382,5 @@ def _overwritten(
     tensor.stays = stays
     if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:
         tensor.forced = args[2] if args[1] % tensor.dim() == tensor.dim() - 1 else None
-    _root(tensor).writes += 1
+    root(tensor).writes += 1
     tensor.known = known

@@ -144,6 +144,10 @@ class Recorder:
         self.operations.append(operation)
         return operation
 
+    def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the queries, keys and values as the attention kernel takes them: here as they come."""
+        return operands
+
     def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
         """Record one operation; returns it if its result may be scores, False if it is another product, else None."""
         packet = func._overloadpacket
