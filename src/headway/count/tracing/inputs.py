@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headway.count.tracing import build
-from headway.count.tracing.audio_parts import AudioFeatures, AudioWaves
+from headway.count.tracing.audio_parts import AddedAudio, AudioFeatures, AudioWaves
 from headway.count.tracing.encoder_parts import PageFrames, SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
@@ -65,6 +65,7 @@ PARTS: tuple[type[Part], ...] = (
     VideoFrames,
     FlattenedPatches,
     Proteins,
+    AddedAudio,
     AudioFeatures,
     AudioWaves,
 )  # a model takes the first that fits for each argument
@@ -125,7 +126,10 @@ class Inputs:
         plans: list[dict[str, Any]] = [{}, {}, {}, {}]
         for run, part in itertools.product(range(4), self.parts):
             plans[run] |= part.sizes(run)
-        lengths = [self.positions(Workload([1], **plan)) + self._lengths[run] for run, plan in enumerate(plans)]
+        inside = [self.positions(Workload([1], **plan)) for plan in plans]
+        if any(part.fills for part in self.parts):
+            return [Workload([length], **plan) for length, plan in zip(inside, plans, strict=True)]
+        lengths = [length + self._lengths[run] for run, length in enumerate(inside)]
         extra = min(extra, max(self._places - max(lengths) - _PRIME_GAP, 0))
         return [
             Workload([_next_prime(length + (extra if run else 0))], **plans[run]) for run, length in enumerate(lengths)

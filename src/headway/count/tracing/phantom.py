@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from headway.count.tracing import joined, made_up
 from headway.errors import TraceError
 
 aten = torch.ops.aten
@@ -69,6 +70,7 @@ class Phantom(torch.Tensor):
         self.scores = None
         self.stays = None
         self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
+        self.parts: joined.Parts | None = None  # what is known of some places along an axis
         self.writes = 0  # in-place operations on it or on its views
         self.picked = False  # rows that an index picked, or a view of such
         self._known: tuple[torch.Tensor, int] | None = None
@@ -306,9 +308,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 made.scores = product or None
             return made
-        return _integers(packet, args, value) if known is None else known
+        return made_up.integers(packet, args, value) if known is None else known
 
-    return _map(wrap, out)
+    made = _map(wrap, out)
+    if forward:
+        joined.follow(packet, args, [t for t in _tensors(made) if isinstance(t, Phantom)])
+    return made
 
 
 def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
@@ -330,25 +335,6 @@ def _detached(source: Phantom) -> Phantom:
     copied = Phantom(source.meta.detach(), 0, source.fed, root(source))
     copied.known, copied.stays = source.known, source.stays
     return copied
-
-
-def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
-    """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
-    if not value.is_meta:
-        return value
-    if packet is aten.ne:  # unknown floats do not happen to be the number that code looks for
-        return torch.ones(value.shape, dtype=value.dtype)
-    if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
-        return torch.zeros(value.shape, dtype=value.dtype)
-    axis = 2 if packet is aten.topk else 1
-    dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
-    forced = args[0].forced
-    if forced is not None and dim % value.dim() == value.dim() - 1:
-        order = torch.arange(args[0].shape[-1]).expand(args[0].shape).scatter(-1, forced, -1)
-        return order.argsort(dim=-1, stable=True)[..., : value.shape[-1]].to(value.dtype)
-    size = [1] * value.dim()
-    size[dim] = -1
-    return torch.arange(value.shape[dim], dtype=value.dtype).view(size).expand(value.shape).clone()
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
