@@ -1,6 +1,6 @@
 """Trace every language architecture of the installed transformers and say which ledgers are complete.
 
-    python -m headway.count.tracing.sweep docs/architectures.md       all of them: half an hour on 2 cores
+    python -m headway.count.tracing.sweep docs/architectures.md       all of them: five minutes on 2 cores
     python -m headway.count.tracing.sweep --only llama,qwen3_vl -     some, to the terminal
 
 Each architecture is built from its configuration class's own defaults, at full width with at most four layers a tower,
