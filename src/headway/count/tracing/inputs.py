@@ -265,20 +265,30 @@ def call(model: nn.Module, arguments: Any) -> Any:
     return model(*arguments) if isinstance(arguments, tuple | list) else model(arguments)
 
 
-def backward_from(output: Any) -> None:
+def backward_from(output: Any, *, on_shapes: bool = False) -> None:
     """Run backward from the sum of what `floats_of` finds in an output.
 
+    Args:
+        output: of a forward.
+        on_shapes: whether the forward was given tensors without data.
+
     Raises:
-        TraceError: the output holds no tensor of floats.
+        TraceError: the output holds no tensor of floats, or real ones where there should be none.
     """
-    floats_of(output).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    floats = floats_of(output)
+    if on_shapes and not isinstance(floats, Phantom):
+        raise TraceError(
+            "the model's forward computes on real tensors when it is traced: something laid over it leads back to the "
+            "original model. Trace the model before it is altered, and pass that cost model on."
+        )
+    floats.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def floats_of(output: Any) -> torch.Tensor:
     """Return the logits, else the first floats, or list of them, that an output holds.
 
     Raises:
-        TraceError: the output holds no tensor of floats.
+        TraceError: there are none.
     """
     pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
     while pending:
@@ -286,11 +296,6 @@ def floats_of(output: Any) -> torch.Tensor:
         if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
             value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            if not isinstance(value, Phantom):
-                raise TraceError(
-                    "the model's forward computes on real tensors when it is traced: something laid over it leads back "
-                    "to the original model. Trace the model before it is altered, and pass that cost model on."
-                )
             return value
         if isinstance(value, dict):
             value = list(value.values())
