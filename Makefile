@@ -1,7 +1,7 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
 # make check  set up, then lint, types and fast tests (about a minute)
 # make test   set up, then the whole test suite (minutes)
-# make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (ten minutes)
+# make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (five minutes)
 # make format rewrite the sources as ruff formats them
 #
 # The set-up makes .venv once and again when pyproject.toml or constraints.txt change. PYTHON=... picks the interpreter.

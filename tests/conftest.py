@@ -1,6 +1,7 @@
 """What every test starts from: one thread per process, no network, no settings of the user's shell."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side on few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,6 +15,17 @@ from hypothesis import settings
 # A slow machine is no failure, and the same examples everywhere make a failure reproducible.
 settings.register_profile("headway", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("headway")
+
+
+@pytest.fixture
+def fresh_accelerator():
+    """Let a test make an Accelerator with settings of its own: a process has one state for all of them."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def pytest_collection_modifyitems(items):

@@ -13,6 +13,8 @@ PAGES = [
     "conventions.md",
     "devices.md",
     "goodput.md",
+    "integrations.md",
+    "mbu.md",
     "metering.md",
     "mfu-tracker.md",
     "tracing.md",
@@ -50,6 +52,9 @@ def test_a_console_session_prints_what_the_page_shows(command, shown, monkeypatc
     assert re.fullmatch(pattern, out), out
 
 
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")  # Lightning's advice
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning")  # Lightning asks torch
 @pytest.mark.parametrize("snippet", [body for kind, body in BLOCKS if kind == "python"])
 def test_a_python_snippet_runs(snippet, capsys):
     exec(compile(snippet, "docs", "exec"), {})

@@ -8,10 +8,12 @@ import pytest
 
 import headway
 
+# torchtitan cannot be imported without Triton, for which its integration's own tests have a stand-in
+LEFT_OUT = {"headway.__main__", "headway.integrations.torchtitan"}
 MODULES = ["headway", *(module.name for module in pkgutil.walk_packages(headway.__path__, "headway."))]
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in LEFT_OUT])
 def test_docstring_examples_give_what_they_show(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 

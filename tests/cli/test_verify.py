@@ -3,6 +3,7 @@ import json
 import pytest
 
 from tiny_models import tiny_config
+from tiny_speech import tiny_speech_model
 
 
 @pytest.fixture
@@ -29,6 +30,18 @@ def test_json_holds_both_sides_of_every_module(headway, folder):
     assert experts["times"] == 2
     assert experts["ledger"] == experts["counted"]
     assert experts["ledger"]["forward"] == 2 * 197 * 2 * (32 * 32 + 16 * 32)
+
+
+def test_a_saved_model_that_hears_is_verified_from_its_folder(headway, tmp_path):
+    tiny_speech_model("granite_speech").save_pretrained(tmp_path)
+    done = headway("verify", str(tmp_path), "--json")
+    record = json.loads(done.out)
+    assert (done.code, record["unexplained"], record["unseen"]) == (0, 0, [])
+    modules = {entry["module"]: entry for entry in record["modules"]}
+    blocks = modules["model.encoder.layers.*.attn"]
+    assert blocks["times"] == 2
+    assert blocks["ledger"] == blocks["counted"]
+    assert blocks["ledger"]["forward"] > 0
 
 
 @pytest.mark.parametrize(

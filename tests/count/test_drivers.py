@@ -19,6 +19,7 @@ VALUES = [
     ("pairs:chunked:2", 1 + 2 + 1 + 1 + 2, "language"),
     ("pairs:topk:2", 1 + 2 + 2 + 1 + 2, "language"),
     ("pairs:blocks:2:1", 1 + 2 + 1 + 1 + 2, "language"),
+    ("pairs:pools:2:1", 1 + 2 + 3 + 1 + 2, "language"),
     ("pairs:compressed:2", 0 + 1 + 1 + 0 + 1, "language"),
     ("pairs:compressed:topk:1:2", 1 + 2 + 2 + 1 + 2, "language"),
     ("pairs:cross", 3 * 4 + 2 * 0, "source"),

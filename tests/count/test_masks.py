@@ -43,6 +43,12 @@ def test_a_query_sees_its_own_block_and_whole_blocks_before(lengths, size, most)
     assert masks.block_pairs(lengths, size, most) == expected
 
 
+@given(lengths, st.integers(1, 9), st.integers(1, 4))
+def test_a_query_sees_whole_pools_and_the_tokens_that_fill_none_yet(lengths, size, most):
+    expected = drawn(lengths, lambda q, k: k <= q and k // size >= (q + 1) // size - most)  # the last pools, as any
+    assert masks.pool_pairs(lengths, size, most) == expected
+
+
 @given(lengths, st.integers(1, 9), st.integers(1, 9))
 def test_a_compressed_key_is_seen_once_all_its_tokens_are(lengths, rate, most):
     ready = [(q + 1) // rate for s in lengths for q in range(s)]

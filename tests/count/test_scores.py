@@ -26,6 +26,12 @@ def picked(count: int) -> torch.Tensor:
     return torch.zeros_like(CAUSAL).scatter(-1, chances.topk(count).indices, True) & CAUSAL
 
 
+def pooled(size, most):
+    """Show each query the last whole pools that end with it or before, and the tokens that fill no pool yet."""
+    after = (PLACE[:, None] + 1) // size  # the pool of the tail
+    return CAUSAL & (PLACE // size >= after - most)
+
+
 @pytest.mark.parametrize(
     ("mask", "driver"),
     [
@@ -35,6 +41,7 @@ def picked(count: int) -> torch.Tensor:
         (picked(9), "pairs:topk:9"),
         (CAUSAL & (PLACE[:, None] // 9 == PLACE // 9), "pairs:chunked:9"),
         (CAUSAL & (PLACE[:, None] // 4 - PLACE // 4 < 3), "pairs:blocks:4:3"),
+        (pooled(4, 3), "pairs:pools:4:3"),
         (compressed(4), "pairs:compressed:4"),
         (compressed(4, 7), "pairs:compressed:topk:4:7"),
         (torch.cat([CAUSAL, compressed(8)], dim=1), "pairs:causal+pairs:compressed:8"),

@@ -1,16 +1,24 @@
 """The callback in real Trainer runs: the FLOPs of the forwards that it really ran, in its own log."""
 
+import time
+
+import numpy as np
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from headway import Workload
+from headway import Workload, trace
 from headway.count.tracing.build import model_class
 from headway.devices import Peak
+from headway.errors import UsageError
 from headway.integrations import HeadwayCallback
+from headway.meter import Goodput
+from one_linear import Clock
 from tiny_models import tiny_config
+from tracker_files import leave_settings_out, read_events, read_mlflow, wandb_history
 
 LENGTHS = [5, 9] * 16
+PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 
 
 def collate(features):
@@ -32,45 +40,189 @@ class Reported(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_trainers_log_has_the_flops_of_its_forwards(tmp_path, accumulation):
+def tiny():
     config = tiny_config("qwen3")
-    model = model_class(config)._from_config(config)
+    return model_class(config)._from_config(config)
+
+
+def train(path, callbacks, *, resume=None, samples=list, **options):
+    """Run six steps of four samples, with an evaluation and a checkpoint every third, unless the options differ."""
     features = [{"input_ids": [7] * n, "labels": [7] * n, "mask": [1] * n} for n in LENGTHS]
-    reported, callback = Reported(), HeadwayCallback(peak=Peak("test", 1e9, "fp32", "made up for a test"))
     arguments = TrainingArguments(
-        str(tmp_path),
-        per_device_train_batch_size=4 // accumulation,
-        gradient_accumulation_steps=accumulation,
-        max_steps=6,
-        logging_steps=2,
-        eval_strategy="steps",
-        eval_steps=3,
-        save_steps=3,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )
+        str(path),
+        **{
+            "per_device_train_batch_size": 4, "max_steps": 6, "logging_steps": 2, "eval_strategy": "steps",
+            "eval_steps": 3, "save_steps": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True,
+            "remove_unused_columns": False, "dataloader_pin_memory": False,
+        }
+        | options,
+    )  # fmt: skip
     trainer = Trainer(
-        model,
+        tiny(),
         arguments,
-        train_dataset=features,
+        train_dataset=samples(features),
         eval_dataset=features[:4],
         data_collator=collate,
-        callbacks=[reported, callback],  # after the one that reports, as a user's callbacks are
+        callbacks=callbacks,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def of_headway(log):
+    return {name: value for name, value in log.items() if name.startswith("headway/")}
+
+
+def expected_flops(run):
+    """Count a run of samples of 5 and 9 tokens, from how many there were of both together."""
+    long = (run.tokens - 5 * run.segments) // 4
+    return trace(tiny()).count(Workload([5] * (run.segments - long) + [9] * long))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_trainers_log_has_the_flops_of_its_forwards(tmp_path, accumulation):
+    reported, callback = Reported(), HeadwayCallback(peak=PEAK)
+    sizes = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+    trainer = train(tmp_path, [reported, callback], **sizes)  # after the one that reports, as a user's callbacks are
 
     run = callback.run
     assert (run.segments, run.num_steps) == (6 * 4, 6)
-    long = (run.tokens - 5 * run.segments) // 4  # how many of the shuffled samples had 9 tokens instead of 5
-    expected = callback.meter.cost_model.count(Workload([5] * (run.segments - long) + [9] * long))
-    assert run.flops.total == expected.total
+    assert run.flops == expected_flops(run)
 
     logged = [log for log in trainer.state.log_history if "headway/mfu" in log]
     assert [log["step"] for log in logged] == [2, 4, 6]
     assert all("loss" in log and log["headway/mfu"] > 0 for log in logged)
-    assert [log["headway/mfu"] for log in reported.logs if "loss" in log] == [log["headway/mfu"] for log in logged]
+    assert [of_headway(log) for log in reported.logs if "loss" in log] == [of_headway(log) for log in logged]
+
+
+def test_a_callback_that_is_added_later_reports_first_as_well(tmp_path):
+    reported, callback = Reported(), HeadwayCallback(peak=PEAK)
+
+    trainer = Trainer(
+        tiny(),
+        TrainingArguments(
+            str(tmp_path), max_steps=2, logging_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            disable_tqdm=True, remove_unused_columns=False, dataloader_pin_memory=False, save_strategy="no",
+        ),
+        train_dataset=[{"input_ids": [7] * 5, "labels": [7] * 5, "mask": [1] * 5}] * 4,
+        data_collator=collate,
+        callbacks=[reported],
+    )  # fmt: skip
+    trainer.add_callback(callback)
+    trainer.train()
+    assert len(reported.logs) == 3
+    assert all("headway/mfu" in log for log in reported.logs if "loss" in log)
+
+
+def test_a_resumed_run_measures_its_own_steps_and_logs_under_the_steps_of_the_whole(tmp_path):
+    train(tmp_path, [HeadwayCallback(peak=PEAK)], max_steps=3)
+    callback = HeadwayCallback(peak=PEAK, names=("tokens", "num_steps"))
+    trainer = train(tmp_path, [callback], resume=True)
+    run = callback.run
+    assert (run.num_steps, run.segments) == (3, 3 * 4)
+    assert run.flops == expected_flops(run)
+    logged = {log["step"]: log for log in trainer.state.log_history if "headway/tokens" in log}
+    assert {step: log["headway/num_steps"] for step, log in logged.items()} == {4: 1, 6: 2}
+    assert sum(log["headway/tokens"] for log in logged.values()) == run.tokens
+
+
+class Slow(TrainerCallback):
+    """An evaluation that takes very long, by the clock that the meter reads."""
+
+    def __init__(self, clock):
+        self._clock = clock
+
+    def on_prediction_step(self, *_, **__):
+        self._clock.now_s += 1000.0
+
+    def on_step_begin(self, *_, **__):
+        self._clock.now_s += 1.0
+
+
+# 32 samples in fours are epochs of 8 steps
+@pytest.mark.parametrize(("options", "evaluations"), [({}, 2), ({"eval_strategy": "epoch", "max_steps": 16}, 2)])
+def test_an_evaluation_takes_no_time_of_the_steps(tmp_path, options, evaluations):
+    clock = Clock()
+    callback = HeadwayCallback(peak=PEAK, clock=clock)
+    train(tmp_path, [callback, Slow(clock)], save_strategy="no", **options)
+    steps = callback.run.num_steps
+    assert clock.now_s == 100.0 + steps * 1.0 + evaluations * 1000.0
+    assert callback.run.wall_s == steps
+
+
+def test_a_checkpoint_takes_no_time_of_the_steps(tmp_path, monkeypatch):
+    clock, save_model = Clock(), Trainer.save_model
+
+    def save_slowly(trainer, *args, **kwargs):
+        clock.now_s += 1000.0
+        save_model(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "save_model", save_slowly)
+    callback = HeadwayCallback(peak=PEAK, clock=clock)
+    train(tmp_path, [callback, Slow(clock)])  # with two evaluations, each before a checkpoint
+    assert clock.now_s == 100.0 + 6 * 1.0 + 4 * 1000.0
+    assert callback.run.wall_s == 6.0
+
+
+class SlowSamples(list):
+    """Samples that take their time."""
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def test_the_wait_for_samples_is_told_and_charged(tmp_path):
+    with Goodput(tmp_path / "goodput.jsonl") as ledger:
+        callback = HeadwayCallback(peak=PEAK, goodput=ledger)
+        train(tmp_path / "run", [callback], samples=SlowSamples, eval_strategy="no")
+        seconds = ledger.report().seconds
+    samples_s = 6 * 4 * 0.01
+    assert samples_s <= callback.run.data_wait_s <= callback.run.wall_s
+    assert seconds["data wait"] >= samples_s
+    assert seconds["step"] > 0
+
+
+def test_a_number_that_no_window_has_is_named(tmp_path):
+    callback = HeadwayCallback(peak=PEAK, names=("mfu", "mfuu"))
+    with pytest.raises(UsageError, match=r"a window has no mfuu to log; it has .*mfu, hfu"):
+        train(tmp_path, [callback])
+
+
+def test_hooks_are_not_called_by_hand():
+    with pytest.raises(UsageError, match=r"called by no transformers\.Trainer"):
+        HeadwayCallback().on_train_begin(None, None, None, model=None)
+
+
+@pytest.mark.slow
+# MLflow's models use a loader that SQLAlchemy 2.1 announces the end of; nothing that its user can change
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
+def test_trackers_hold_what_the_log_history_holds(tmp_path, monkeypatch):
+    import wandb
+
+    leave_settings_out(monkeypatch, tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "digits")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+    wandb.teardown()
+    callback = HeadwayCallback(peak=PEAK, names=("mfu", "tokens", "flops", "padding_share"))
+    trainer = train(tmp_path, [callback], report_to=["wandb", "tensorboard", "mlflow"])
+    history = [(log["step"], of_headway(log)) for log in trainer.state.log_history if "headway/mfu" in log]
+    assert [step for step, _ in history] == [2, 4, 6]
+    series = {name: [(step, log[name]) for step, log in history] for name in history[0][1]}
+    assert {"headway/mfu", "headway/tokens", "headway/flops/total", "headway/padding_share"} <= set(series)
+
+    held, _, status = read_mlflow(f"sqlite:///{tmp_path}/runs.db", "digits")
+    assert {name: values for name, values in held.items() if name.startswith("headway/")} == series
+    assert status == "FINISHED"
+
+    # these two are handed names below "train/"; TensorBoard's scalars are 32-bit floats
+    events = read_events(tmp_path / "tensorboard")
+    for name, values in series.items():
+        read = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
+        assert read == [(step, float(np.float32(value))) for step, value in values]
+    wandb.finish()  # the Trainer leaves its run open
+    rows = [row for row in wandb_history(tmp_path) if "train/headway/mfu" in row]
+    for name, values in series.items():
+        assert [(row["train/global_step"], row[f"train/{name}"]) for row in rows] == values

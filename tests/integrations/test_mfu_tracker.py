@@ -99,9 +99,11 @@ def test_the_callback_counts_what_the_trainer_ran(tmp_path, accumulation):
     assert run.flops.total == step_flops(LENGTHS)  # one epoch: every sample once
     for log in logs:
         assert log["throughput/hfu"] == log["throughput/mfu"] > 0
-        rows_per_s = log["throughput/mbu"] * SPEC_BYTES / (2 * headway.param_bytes(gpt2())) * (4 // accumulation)
-        tokens_per_row = log["throughput/tokens_per_sec"] / rows_per_s
-        assert min(LENGTHS) < tokens_per_row < max(LENGTHS)  # so each micro-batch read the weights twice
+        assert log["throughput/mbu"] > 0
+        assert log["throughput/tokens_per_sec"] > 0
+    weights = 2 * headway.param_bytes(gpt2())
+    assert run.bytes_moved > weights * run.num_batches  # read forward and backward, and more on top
+    assert run.mbu == pytest.approx(run.bytes_moved / run.wall_s / SPEC_BYTES)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from headway.devices import Peak
 from headway.errors import UsageError
 from headway.meter import Goodput, Meter
 from headway.meter.jsonl import read_jsonl
+from headway.meter.moved import traffic_of
 from one_linear import COST_MODEL, Clock
 from tiny_models import tiny_config
 
@@ -102,6 +104,19 @@ def test_a_skipped_update_was_computed_all_the_same():
     meter.count(Workload([10]))
     window = meter.step(skipped=True)
     assert (window.num_steps, window.num_skipped, window.tokens) == (1, 1, 10)
+
+
+def test_other_models_of_a_step_cost_what_they_cost_and_their_tokens_are_not_counted_again():
+    reference = replace(COST_MODEL, name="reference", rows=(replace(COST_MODEL.rows[0], forward=7),))
+    meter = Meter(COST_MODEL, peak=PEAK, log_every=1, others=[reference])
+    meter.count(Workload([10]))
+    meter.count(Workload([10]), forward_only=True)
+    meter.count(Workload([10]), forward_only=True, cost_model=reference)
+    window = meter.step()
+    assert window.flops.forward == 10 * (30 + 30 + 7)
+    assert (window.flops.total, window.tokens, window.num_batches) == (10 * (PER_TOKEN + 30 + 7), 10, 1)
+    with pytest.raises(UsageError, match="does not know the cost model one-linear: pass it to Meter as others"):
+        meter.count(Workload([10]), cost_model=replace(COST_MODEL))
 
 
 def test_recomputed_flops_enter_hfu_alone():
@@ -230,6 +245,7 @@ from headway.count import Workload, storage
 from headway.devices import Peak
 from headway.meter import Goodput, Meter
 from headway.meter.jsonl import read_jsonl
+from headway.meter.moved import traffic_of
 
 rank, port, path, dies = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "dies"
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -374,6 +390,30 @@ def test_compiling_has_a_bucket_of_its_own(tmp_path):
         seconds = ledger.report().seconds
     assert (seconds["compile"], seconds["step"]) == (20, 2)
     assert (window.num_steps, window.wall_s) == (1, 1.0)
+
+
+def test_mbu_is_what_the_steps_must_move_over_what_memory_could():
+    """Two micro-batches, one update by plain SGD of a 4 x 11 layer with bias behind an embedding of 11 x 4."""
+    model = linear_on("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"peak": PEAK, "clock": (clock := Clock()), "log_every": 1}
+    meter = Meter(model, optimizer=optimizer, memory_bytes_per_s=1e4, **options)
+    for _ in range(2):
+        meter.count({"input_ids": torch.zeros(1, 3, dtype=torch.long)})
+    clock.now_s += 2.0
+    window = meter.step()
+    weight = 4 * 11 * 4  # of the head, in fp32: read in both forwards and for both gradients of its input
+    least = 4 * weight
+    traffic = traffic_of(model, optimizer, cost_model=meter.cost_model)
+    expected = traffic.bytes_of(Workload([3, 3]), num_batches=2).total
+    assert window.bytes_moved == expected > least
+    assert window.as_record()["mbu"] == pytest.approx(expected / 2.0 / 1e4)
+    without = Meter(model, memory_bytes_per_s=1e4, **options)
+    without.count(Workload([3]))
+    clock.now_s += 1.0
+    assert without.step().as_record()["mbu"] is None
+    with pytest.raises(UsageError, match="a cost model has no weights for an optimizer"):
+        Meter(COST_MODEL, peak=PEAK, optimizer=optimizer)
 
 
 def test_a_closed_meter_keeps_its_run_and_takes_no_more():

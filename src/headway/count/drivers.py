@@ -200,6 +200,7 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     # each query keeps k of the keys it may see
     "pairs:topk:": (1, lambda w, k: _after_past(masks.sliding_pairs, w, k)),
     "pairs:blocks:": (2, lambda w, size, most: _after_past(masks.block_pairs, w, size, most)),
+    "pairs:pools:": (2, lambda w, size, most: _after_past(masks.pool_pairs, w, size, most)),
     "pairs:compressed:": (1, lambda w, rate: _after_past(masks.compressed_pairs, w, rate)),
     "pairs:compressed:topk:": (2, lambda w, rate, k: _after_past(masks.compressed_pairs, w, rate, k)),
     "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),

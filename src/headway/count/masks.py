@@ -185,6 +185,28 @@ def block_pairs(lengths: IntsLike, size: int, most: int) -> int:
     return int((head * (head + 1) // 2 + after * (n - 1) * b + own).sum())
 
 
+def pool_pairs(lengths: IntsLike, size: int, most: int) -> int:
+    """Count pairs of causal attention in which each query sees some whole pools, and the tokens that fill none yet.
+
+    Args:
+        lengths: segment lengths [tokens], shape (N,), each >= 1.
+        size: tokens in a pool; pools are cut from each segment's first token.
+        most: whole pools that each query sees at most.
+
+    Source: sum over t of min(t, most size + t mod size); the indexer of GLM-5.3-Flash, which always keeps the tail.
+
+    >>> pool_pairs([5], size=2, most=1)
+    11
+    """
+    s = _lengths(lengths)
+    p, n = _positive(size, "size"), _positive(most, "most")
+    head = np.minimum(s, p * n)
+    after = s - head
+    whole, rest = after // p, after % p
+    tail = whole * (p * (p - 1) // 2) + rest * (rest + 1) // 2
+    return int((head * (head + 1) // 2 + after * n * p + tail).sum())
+
+
 def compressed_pairs(lengths: IntsLike, rate: int, most: int | None = None) -> int:
     """Count pairs of queries and compressed keys, of which each stands for `rate` tokens that lie before the query.
 

@@ -1,26 +1,39 @@
-"""The meter in other people's loops: plain ones, Hugging Face's Trainer and its kin, Megatron's, torchtitan."""
+"""The meter in other people's loops: Hugging Face's and TRL's trainers, Accelerate, Lightning, torchtitan, Megatron."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.integrations.accelerate import AccelerateMeter
     from headway.integrations.hf_trainer import MFUCallback
     from headway.integrations.huggingface import HeadwayCallback
+    from headway.integrations.lightning import HeadwayMonitor
     from headway.integrations.megatron import FlopsAccumulator
     from headway.integrations.optimizer import MFUOptimizerWrapper
     from headway.integrations.torchtitan import with_headway
     from headway.integrations.tracking import track
 
 _HOME = {
+    "AccelerateMeter": "headway.integrations.accelerate",
     "FlopsAccumulator": "headway.integrations.megatron",
     "HeadwayCallback": "headway.integrations.huggingface",
+    "HeadwayMonitor": "headway.integrations.lightning",
     "MFUCallback": "headway.integrations.hf_trainer",
     "MFUOptimizerWrapper": "headway.integrations.optimizer",
     "track": "headway.integrations.tracking",
     "with_headway": "headway.integrations.torchtitan",
 }
 
-__all__ = ["FlopsAccumulator", "HeadwayCallback", "MFUCallback", "MFUOptimizerWrapper", "track", "with_headway"]
+__all__ = [
+    "AccelerateMeter",
+    "FlopsAccumulator",
+    "HeadwayCallback",
+    "HeadwayMonitor",
+    "MFUCallback",
+    "MFUOptimizerWrapper",
+    "track",
+    "with_headway",
+]
 
 
 def __getattr__(name: str) -> Any:

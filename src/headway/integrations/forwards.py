@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from headway.errors import WorkloadError
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import nn
 
+    from headway.count import CostModel, Workload
     from headway.meter import Meter
 
 
@@ -21,13 +26,34 @@ class ForwardCalls:
     Args:
         model: the innermost model, without wrappers such as DDP.
         meter: of the loop.
+        cost_model: of the model, one of the meter's `others`; or a function that says before each forward which it is.
+            None is the meter's own.
+        trained: the model whose mode tells training from evaluation; `model` itself where it is None. A reference
+            model is in evaluation mode all the time.
+        workload: makes a workload from the forward's arguments by name; None where they say it by themselves, as
+            transformers' do (see `workload_of`).
+
+    Attributes:
+        num_calls: forwards counted so far.
     """
 
-    def __init__(self, model: nn.Module, meter: Meter) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        meter: Meter,
+        *,
+        cost_model: CostModel | Callable[[], CostModel | None] | None = None,
+        trained: nn.Module | None = None,
+        workload: Callable[[Mapping[str, Any]], Workload] | None = None,
+    ) -> None:
         self._model = model
         self._meter = meter
+        self._cost_model = cost_model
+        self._trained = trained if trained is not None else model
+        self._workload = workload
         self._names = list(inspect.signature(model.forward).parameters)
         self._handle: Any = None
+        self.num_calls = 0
 
     def __enter__(self) -> Self:
         uncompiled = torch.compiler.disable(self._on_forward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -37,7 +63,19 @@ class ForwardCalls:
     def __exit__(self, *exception: object) -> None:
         self._handle.remove()
 
-    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training:
-            given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-            self._meter.count(given, forward_only=not torch.is_grad_enabled())
+    def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._trained.training:
+            return
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if (past := given.get("past_key_values")) is not None and past.get_seq_length():
+            raise WorkloadError(
+                f"{type(self._model).__name__} goes on from cached keys and values while it trains: it generates, and "
+                "that is not counted from its forwards. If it is no part of training, switch the model to eval() for "
+                "it; else count the step yourself: Meter.count with a Workload whose `past` says how much was cached."
+            )
+        self.num_calls += 1
+        self._meter.count(
+            given if self._workload is None else self._workload(given),
+            forward_only=not torch.is_grad_enabled(),
+            cost_model=self._cost_model() if callable(self._cost_model) else self._cost_model,
+        )

@@ -14,7 +14,7 @@ from headway.devices.table import DTYPES
 from headway.errors import UnknownDeviceError, UsageError
 from headway.integrations.gpu_spec import check_devices, get_gpu_spec
 from headway.integrations.huggingface import HeadwayCallback
-from headway.integrations.setups import SetupReader, param_bytes
+from headway.integrations.setups import SetupReader
 from headway.integrations.tracking import check_backward_factor
 from headway.meter.batches import workload_of
 from headway.meter.surroundings import device_of
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
     from headway.meter import Window
 
-_PASSES = 2  # over the weights, in each micro-batch: the forward and the backward
-
 
 class MFUCallback(HeadwayCallback):
     """Log `mfu`, `hfu`, `mbu` and `tokens_per_sec` of a `transformers.Trainer` run.
 
     What is counted are the batches that the Trainer really runs, over the wall time of whole steps: the optimizer and
-    the wait for data are in it, evaluations and checkpoints are not. Ranks are added up.
+    the wait for data are in it, evaluations and checkpoints are not. Ranks are added up. `mbu` is the
+    meter's (docs/mbu.md): the bytes that the steps must move at least, not the weights alone.
 
     Args:
         sample_batch: a sample of the forward's arguments by name, only to see before the first step that batches like
@@ -64,15 +63,13 @@ class MFUCallback(HeadwayCallback):
         if dtype is not None and dtype not in DTYPES:
             raise UsageError(f"dtype={dtype!r} is not known; dtypes are {', '.join(DTYPES)}.")
         check_devices(num_gpus)
-        super().__init__()
+        super().__init__(names=("mfu", "hfu", "mbu", "tokens_per_s"))
         self._sample = sample_batch
         self._dtype = dtype
         self._num_gpus = num_gpus
         self._backward_factor = check_backward_factor(backward_factor, hfu_backward_factor)
         self._start = f"{metric_prefix}/" if metric_prefix else ""
         self._device = device
-        self._step_bytes = 0
-        self._bytes_per_s = math.nan
 
     def on_train_begin(
         self,
@@ -84,30 +81,23 @@ class MFUCallback(HeadwayCallback):
         """Look the device up, trace the model and start the clock."""
         model = kwargs["model"]
         dtype = self._dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
-        self._peak = self._find_peak(self._device or device_of(model), dtype)
+        self._options |= self._peaks(self._device or device_of(model), dtype)
         self._recompute = SetupReader(model).read().recompute()
-        self._step_bytes = _PASSES * param_bytes(model)
         super().on_train_begin(args, state, control, **kwargs)
         if self._sample is not None and self.meter is not None:
             on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in self._sample.items()}
             self.meter.cost_model.count(workload_of(on_cpu, self.meter.cost_model))
 
-    def logged(self, window: Window) -> dict[str, Any]:
-        """Choose what the Trainer logs of a window."""
+    def numbers(self, window: Window) -> dict[str, int | float]:
+        """Pick what the Trainer logs of a window, under mfu-tracker's names."""
         hfu = window.hfu
         if self._backward_factor is not None:
             flops = window.flops.total + (self._backward_factor - 2) * window.flops.forward
             hfu = flops / window.wall_s / window.peak_flops_per_s
-        bytes_per_s = self._step_bytes * window.num_batches / window.wall_s
-        found = {
-            "mfu": window.mfu,
-            "hfu": hfu,
-            "mbu": bytes_per_s / (self._bytes_per_s * self._num_gpus * window.world_size),
-            "tokens_per_sec": window.tokens_per_s,
-        }
+        found = {"mfu": window.mfu, "hfu": hfu, "mbu": window.mbu, "tokens_per_sec": window.tokens_per_s}
         return {f"{self._start}{name}": value for name, value in found.items() if math.isfinite(value)}
 
-    def _find_peak(self, device: torch.device | str | None, dtype: str) -> Peak:
+    def _peaks(self, device: torch.device | str | None, dtype: str) -> dict[str, Any]:
         """Look up what the devices of this process can do; without it there is no number, and a warning says so."""
         name = str(device)
         try:
@@ -116,9 +106,11 @@ class MFUCallback(HeadwayCallback):
             peak = spec.peak(dtype)
         except UnknownDeviceError as error:
             warnings.warn(f"no MFU and no MBU will be logged: {error}", stacklevel=4)
-            return Peak(name, math.nan, dtype, "unknown", "override")
+            return {"peak": Peak(name, math.nan, dtype, "unknown", "override"), "memory_bytes_per_s": math.nan}
         try:
-            self._bytes_per_s = spec.bytes_per_s
+            bytes_per_s = spec.bytes_per_s * self._num_gpus
         except UnknownDeviceError as error:
             warnings.warn(f"no MBU will be logged: {error}", stacklevel=4)
-        return replace(peak, flops_per_s=peak.flops_per_s * self._num_gpus)
+            bytes_per_s = math.nan
+        peak = replace(peak, flops_per_s=peak.flops_per_s * self._num_gpus)
+        return {"peak": peak, "memory_bytes_per_s": bytes_per_s}

@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from transformers import DefaultFlowCallback, TrainerCallback
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback
 
-from headway.integrations.forwards import ForwardCalls
+from headway.errors import UsageError
+from headway.integrations.logged import LOGGED, logged
+from headway.integrations.references import References
 from headway.meter import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import ExitStack
 
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from headway.count import CostModel
+    from headway.count import CostModel, Workload
     from headway.devices import Peak
     from headway.meter import Window
 
-LOGGED = ("mfu", "hfu", "tokens_per_s", "tokens_per_s_per_device", "padding_share", "balance")
-
 
 class HeadwayCallback(TrainerCallback):
-    """Measure a `transformers.Trainer` run: pass it as `Trainer(callbacks=[HeadwayCallback()])`.
+    """Measure a `transformers.Trainer` run: pass it as `Trainer(callbacks=[HeadwayCallback()])`, and to TRL's likewise.
 
     FLOPs are counted from the forwards that the Trainer really runs, with accumulation, packing and padding as they
-    are; evaluation and saving are left out of the steps' time. The numbers join the Trainer's log dictionary before
-    anything reports it, so that `log_history`, W&B, TensorBoard and MLflow have them.
+    are; evaluation and saving are left out of the steps' time. Other models that the trainer holds and runs in its
+    steps, such as the reference of DPO, are found, traced and counted with them. The numbers join the Trainer's log
+    dictionary before anything reports it, so that `log_history`, W&B, TensorBoard and MLflow have them.
 
     Args:
         cost_model: of the model; traced when training begins where it is None.
         peak: as for `Meter`.
         prefix: of the names in the log: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.as_record()` that are logged.
+        names: keys of `Window.as_record()` that are logged. With "mbu" among them the model is traced once more.
         num_warmup_steps: first steps to leave out.
         recompute: as for `Meter`; taken from the Trainer's `gradient_checkpointing` where it is None.
+        workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
+        meter_options: what else `Meter` takes, such as `goodput` or `log_to`.
     """
 
     def __init__(
@@ -47,25 +52,19 @@ class HeadwayCallback(TrainerCallback):
         names: Sequence[str] = LOGGED,
         num_warmup_steps: int = 0,
         recompute: str | None = None,
+        workload: Callable[[Mapping[str, Any]], Workload] | None = None,
+        **meter_options: Any,
     ) -> None:
         self.meter: Meter | None = None
         self.run: Window | None = None
         self._cost_model = cost_model
-        self._peak = peak
         self._prefix = prefix
         self._names = tuple(names)
-        self._num_warmup_steps = num_warmup_steps
         self._recompute = recompute
-        self._calls: ForwardCalls | None = None
-
-    def on_init_end(self, *_: Any, **__: Any) -> None:
-        """Move before every callback that reports: they read the log dictionary in the order of the list."""
-        handler = sys._getframe(1).f_locals.get("self")  # the Trainer hands callbacks no reference to its list
-        callbacks = getattr(handler, "callbacks", None)
-        if isinstance(callbacks, list) and self in callbacks:
-            callbacks.remove(self)
-            flow = [i for i, callback in enumerate(callbacks) if isinstance(callback, DefaultFlowCallback)]
-            callbacks.insert(flow[0] + 1 if flow else 0, self)  # after the one that says what a step is followed by
+        self._workload = workload
+        self._options = {"peak": peak, "num_warmup_steps": num_warmup_steps, **meter_options}
+        self._calls: ExitStack | None = None
+        self._accelerator: Any = None
 
     def on_train_begin(
         self,
@@ -74,19 +73,41 @@ class HeadwayCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Trace the model and start the clock."""
+        """Trace the models and start the clock."""
         del state, control
-        model = kwargs["model"]
-        recompute = self._recompute or ("full" if args.gradient_checkpointing else "none")
+        trainer, model = _trainer(), kwargs["model"]
+        self._move_up(trainer.callback_handler.callbacks)
+        self._accelerator = trainer.accelerator
+        references = References(trainer, model)
         self.meter = Meter(
-            self._cost_model if self._cost_model is not None else model,
-            peak=self._peak,
+            model,
+            cost_model=self._cost_model,
             log_every=sys.maxsize,  # windows end where the Trainer logs
-            num_warmup_steps=self._num_warmup_steps,
-            recompute=recompute,
+            recompute=self._recompute or ("full" if args.gradient_checkpointing else "none"),
+            others=references.cost_models,
+            optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
+            **self._options,
         )
-        self._calls = ForwardCalls(model, self.meter).__enter__()
-        self.meter.start()
+        if self._calls is not None:
+            self._calls.close()  # of a run that ended in an error
+        self._calls = references.calls(self.meter, self._workload)
+        self.meter.await_data()
+
+    @property
+    def _training(self) -> Meter | None:
+        """The meter, while the Trainer trains."""
+        return self.meter if self._calls is not None else None
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note that the step's batches have come."""
+        if meter := self._training:
+            meter.got_data()
+
+    def _move_up(self, callbacks: list[TrainerCallback]) -> None:
+        """Move before every callback that reports: they read the log dictionary in the order of the list."""
+        callbacks.remove(self)
+        flow = [i for i, callback in enumerate(callbacks) if isinstance(callback, DefaultFlowCallback)]
+        callbacks.insert(flow[0] + 1 if flow else 0, self)  # after the one that says what a step is followed by
 
     def on_step_end(
         self,
@@ -96,11 +117,25 @@ class HeadwayCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """End an optimizer step; what follows is training again unless the Trainer evaluates or saves."""
-        del args, state, kwargs
         assert self.meter is not None
-        self.meter.step()
+        self.meter.step(skipped=self._accelerator.optimizer_step_was_skipped)
+        self.on_epoch_end(args, state, control, **kwargs)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Leave training if the Trainer is to evaluate or save now; else it waits for its next batch."""
+        del args, state, kwargs
+        if (meter := self._training) is None:
+            return
         if control.should_evaluate or control.should_save:
-            self.meter.leave("evaluation" if control.should_evaluate else "checkpoint")
+            meter.leave("evaluation" if control.should_evaluate else "checkpoint")
+        else:
+            meter.await_data()
 
     def on_evaluate(
         self,
@@ -111,15 +146,16 @@ class HeadwayCallback(TrainerCallback):
     ) -> None:
         """Go on after an evaluation, with a checkpoint if there is to be one."""
         del args, state, kwargs
-        if self.meter is not None and control.should_save:
-            self.meter.leave("checkpoint")
-        elif self.meter is not None:
-            self.meter.back()
+        meter = self._training
+        if meter and control.should_save:
+            meter.leave("checkpoint")
+        elif meter:
+            meter.await_data()
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Go on after a checkpoint."""
-        if self.meter is not None:
-            self.meter.back()
+        if meter := self._training:
+            meter.await_data()
 
     def on_log(
         self,
@@ -131,24 +167,46 @@ class HeadwayCallback(TrainerCallback):
         """Add the window since the last log to what the Trainer logs of a step."""
         del args, control
         logs: dict[str, Any] | None = kwargs.get("logs")
-        if self.meter is None or logs is None or "loss" not in logs:
+        meter = self._training
+        if meter is None or logs is None or "loss" not in logs:
             return  # an evaluation's log, or the summary at the end
-        window = self.meter.log()
+        window = meter.log()
         if window is None:
             return
-        found = self.logged(window)
+        found = self.numbers(window)
         logs.update(found)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(found)  # the Trainer copied the dictionary before it called us
 
-    def logged(self, window: Window) -> dict[str, Any]:
-        """Choose what the Trainer logs of a window, by name; what is not known is left out."""
-        record = window.as_record()
-        return {f"{self._prefix}/{name}": record[name] for name in self._names if record[name] is not None}
+    def numbers(self, window: Window) -> dict[str, int | float]:
+        """Pick what the Trainer logs of a window, by name."""
+        return logged(window, self._names, self._prefix)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Sum the run up in `run`."""
         if self._calls is not None:
-            self._calls.__exit__()
-        if self.meter is not None and self.meter.num_steps:
+            self._calls.close()
+            self._calls = None
+        if self.meter is None or not self.meter.num_steps:
+            return
+        try:
             self.run = self.meter.close()
+        except UsageError as error:  # a short run may have no counted step, which is no reason to fail it
+            warnings.warn(str(error), stacklevel=2)
+
+
+def _trainer() -> Trainer:
+    """Find the Trainer that calls: it hands its callbacks no reference to itself.
+
+    Raises:
+        UsageError: none does.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            return trainer
+    raise UsageError(
+        "HeadwayCallback is called by no transformers.Trainer: it finds there what a step runs. In a loop of your own "
+        "use headway.Meter."
+    )

@@ -20,11 +20,13 @@ from headway.meter.sinks import Sinks
 from headway.meter.sums import COUNTED, NS, Sums
 from headway.meter.surroundings import (
     Compilation,
+    bandwidth_of,
     device_here,
     device_of,
     largest_memory,
     peak_of,
     trace_of,
+    traffic_or_warn,
 )
 from headway.meter.together import Together
 from headway.meter.window import Window
@@ -51,8 +53,11 @@ class Meter:
 
     Args:
         model: the model that is trained (its ledger is traced once, on shapes), or its `CostModel`.
+        cost_model: of the model, where it is known already: nothing is traced then.
         peak: what one device can do; looked up from the model's device and dtype when None. Where it is unknown there
             is no MFU, and one warning says so.
+        optimizer: of the loop, or several: then windows tell their MBU, for which the model is traced once more.
+        memory_bytes_per_s: memory bandwidth of one device [B/s]; looked up when None.
         log_every: steps between two windows.
         num_warmup_steps: first steps to leave out. Steps in which torch.compile compiles are left out as well.
         recompute: activation checkpointing of this loop: "none", "full" or a pattern of block names.
@@ -64,6 +69,7 @@ class Meter:
             and what `leave` is told.
         smooth_over: windows, the last one included, over which a window's `smoothed` numbers go.
         packing_length: tokens that a micro-batch has room for, to see how full they are.
+        others: cost models of what else the steps run, such as DPO's reference; `count` is told which of them.
         timeout_s: how long other ranks are waited for when a window is logged [s].
         clock: monotonic clock [s].
 
@@ -78,7 +84,10 @@ class Meter:
         self,
         model: Any,
         *,
+        cost_model: CostModel | None = None,
         peak: Peak | None = None,
+        optimizer: Any = None,
+        memory_bytes_per_s: float | None = None,
         log_every: int = 10,
         num_warmup_steps: int = 0,
         recompute: str = "none",
@@ -88,6 +97,7 @@ class Meter:
         goodput: Goodput | None = None,
         smooth_over: int = 1,
         packing_length: int | None = None,
+        others: Sequence[CostModel] = (),
         timeout_s: float = 60.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -97,7 +107,8 @@ class Meter:
                 "at least 1 step, is smoothed over at least 1 window, and a number of warm-up steps is 0 or more."
             )
         self.device = device_here() if isinstance(model, CostModel) else device_of(model)
-        self.cost_model = model if isinstance(model, CostModel) else trace_of(model)
+        given = model if isinstance(model, CostModel) else cost_model
+        self.cost_model = given if given is not None else trace_of(model)
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
@@ -106,14 +117,17 @@ class Meter:
         self.goodput = goodput
         self.packing_length = packing_length
         self.num_steps = 0
+        self._traffic = None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute)
+        self._peak_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
         self._on_window = on_window
         self._clock = clock
         self._together: Together | None = None
         self._timeout_s = timeout_s
         self._log_to = log_to
         self._sinks: Sinks | None = None
-        self._pending = PendingSteps(self.cost_model, recompute, Arrival())
-        self._needed = needed(self.cost_model)
+        self._models = (self.cost_model, *others)
+        self._pending = PendingSteps(self._models, recompute, Arrival())
+        self._needed = tuple({name for cost_model in self._models for name in needed(cost_model)})
         self._run: list[Sums] = []
         self._whole: Window | None = None
         self._recent: deque[list[Sums]] = deque(maxlen=smooth_over)
@@ -121,10 +135,11 @@ class Meter:
         self._energy = WindowEnergy(None)
         self._has_warned = False
         self._compilation = Compilation()
-        self._batches: list[tuple[Any, bool]] = []
+        self._batches: list[tuple[Any, bool, int]] = []
         self._away_s = self._data_wait_s = 0.0
         self._last_s: float | None = None
         self._left_s: float | None = None
+        self._waits_since_s: float | None = None
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself."""
@@ -139,7 +154,7 @@ class Meter:
         if self.goodput is not None:
             self.goodput.switch("step")
             self._compilation.charge(self.goodput)
-        self._pending = PendingSteps(self.cost_model, self.recompute, Arrival(self.device))
+        self._pending = PendingSteps(self._models, self.recompute, Arrival(self.device), self._traffic)
         self._last_s = self._clock()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -147,35 +162,60 @@ class Meter:
         self.start()
         iterator = iter(loader)
         while True:
-            asked_s = self._clock()
-            if self.goodput is not None:
-                self.goodput.switch("data wait")
+            self.await_data()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             finally:
-                if self.goodput is not None:
-                    self.goodput.switch("step")
-                self._data_wait_s += self._clock() - asked_s
+                self.got_data()
             yield batch
 
-    def count(self, batch: Any, *, forward_only: bool = False) -> None:
+    def await_data(self) -> None:
+        """Note that the loop waits for data from now on, until `got_data`; `batches` does so by itself."""
+        self.start()
+        self.back()
+        self.got_data()
+        self._waits_since_s = self._clock()
+        if self.goodput is not None:
+            self.goodput.switch("data wait")
+
+    def got_data(self) -> None:
+        """Note that the loop has its batch; without an `await_data` before, nothing happens."""
+        if self._waits_since_s is None:
+            return
+        self._data_wait_s += self._clock() - self._waits_since_s
+        self._waits_since_s = None
+        if self.goodput is not None:
+            self.goodput.switch("step")
+
+    def count(self, batch: Any, *, forward_only: bool = False, cost_model: CostModel | None = None) -> None:
         """Add what one forward of a step computes, and its backward.
 
         Args:
             batch: a `Workload`, or the forward's arguments by name (see `workload_of`).
             forward_only: it has no backward, as that of a reference model. Its tokens are then not counted again.
+            cost_model: one of `others` where it is not the trained model's; its tokens are not counted again either.
 
         Raises:
+            UsageError: the cost model is not one of `others`.
             WorkloadError: the batch does not say what it computes.
         """
         self.start()
+        which = 0 if cost_model is None else self._place_of(cost_model)
         if isinstance(batch, Workload):
-            self._batches.append((batch, forward_only))
+            self._batches.append((batch, forward_only, which))
             return
         copied, late = on_host(batch, self._needed)
-        self._batches.append((copied if late else workload_of(copied, self.cost_model), forward_only))
+        self._batches.append((copied if late else workload_of(copied, self._models[which]), forward_only, which))
+
+    def _place_of(self, cost_model: CostModel) -> int:
+        for place, known in enumerate(self._models):
+            if known is cost_model:
+                return place
+        raise UsageError(
+            f"this meter does not know the cost model {cost_model.name}: pass it to Meter as others=[...]."
+        )
 
     def leave(self, bucket: Bucket = "evaluation") -> None:
         """Leave the time from now until `back` out of the steps': it is not training.
@@ -184,6 +224,7 @@ class Meter:
             bucket: what it is in the run's goodput, such as "evaluation" or "checkpoint".
         """
         self.start()
+        self.got_data()
         self.back()
         self._left_s = self._clock()
         self._energy.leave()
@@ -348,6 +389,8 @@ class Meter:
             peak_memory_bytes=self._memory,
             energy_j=math.nan if whole.totals["num_without_energy"] else whole.totals["energy_mj"] / 1000,
             packing_length=self.packing_length,
+            bytes_moved=whole.totals["bytes_moved"],
+            peak_bytes_per_s=self._peak_bytes_per_s,
             num_batches=whole.totals["num_batches"],
             ceiling_flops_per_s=self.ceiling.flops_per_s if self.ceiling is not None else math.nan,
             extra=self._pending.extra,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,11 @@ from headway.meter.batches import workload_of
 from headway.meter.sums import NS, Sums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from headway.count import CostModel
     from headway.meter.late import Arrival
+    from headway.meter.traffic import Traffic
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
@@ -29,7 +30,7 @@ class Step:
         data_wait_s: part of `wall_s` that was spent waiting for data [s].
         skipped: its update was left out.
         left_out: warm-up, or it compiled something.
-        batches: what was computed, and whether without a backward.
+        batches: what was computed, whether without a backward, and by which of the models.
         end: its end in the device's queue.
         extra: the loop's own numbers.
     """
@@ -39,7 +40,7 @@ class Step:
     data_wait_s: float
     skipped: bool
     left_out: bool
-    batches: list[tuple[Any, bool]]
+    batches: list[tuple[Any, bool, int]]
     end: Arrival
     extra: Mapping[str, Any]
 
@@ -48,19 +49,25 @@ class PendingSteps:
     """Adds steps up once the device has passed them, and never waits for it.
 
     Args:
-        cost_model: the model's cost rows.
+        cost_models: cost rows of the model that is trained, and of the others that its steps run.
         recompute: as `CostModel.count` takes it.
         start: where the first step begins in the device's queue.
+        traffic: what this rank must move; None where it is not asked for.
     """
 
-    def __init__(self, cost_model: CostModel, recompute: str, start: Arrival) -> None:
+    def __init__(
+        self, cost_models: Sequence[CostModel], recompute: str, start: Arrival, traffic: Traffic | None = None
+    ) -> None:
         self.extra: dict[str, Any] = {}
-        self._cost_model = cost_model
+        self._cost_models = cost_models
         self._recompute = recompute
         self._last_end = start
-        self._keys = tuple(dict.fromkeys((row.component, row.driver) for row in cost_model.rows))
+        self._traffic = traffic
+        self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
+        self._keys = tuple(dict.fromkeys((row.component, row.driver) for model in cost_models for row in model.rows))
         self._steps: deque[Step] = deque()
-        self._workloads: dict[bool, list[Workload]] = {False: [], True: []}  # by whether without a backward
+        # by whether without a backward, and by which of the models
+        self._workloads: defaultdict[tuple[bool, int], list[Workload]] = defaultdict(list)
         self._sums = Sums(self._keys)
 
     def __len__(self) -> int:
@@ -104,23 +111,39 @@ class PendingSteps:
         if step.left_out:
             totals["num_left_out"] += 1
             return
-        for batch, forward_only in step.batches:
-            workload = batch if isinstance(batch, Workload) else workload_of(batch, self._cost_model)
-            self._workloads[forward_only].append(workload)
-            totals["num_batches"] += not forward_only
+        for batch, forward_only, which in step.batches:
+            workload = batch if isinstance(batch, Workload) else workload_of(batch, self._cost_models[which])
+            self._workloads[forward_only, which].append(workload)
+            totals["num_batches"] += not forward_only and not which
         totals["wall_ns"] += round(wall_s * NS)
         totals["data_wait_ns"] += round(min(step.data_wait_s, wall_s) * NS)
         totals["num_steps"] += 1
         totals["num_skipped"] += step.skipped
+        self._updates[0] += 1
+        self._updates[1] += step.skipped
 
     def _count(self) -> None:
         """Turn the workloads so far into FLOPs."""
-        for forward_only, workloads in self._workloads.items():
-            if not workloads:
-                continue
+        for (forward_only, which), workloads in self._workloads.items():
             workload = Workload.total(workloads)
-            recompute = "none" if forward_only else self._recompute
-            self._sums.add_count(self._cost_model.count(workload, recompute=recompute, forward_only=forward_only))
-            if not forward_only:
+            recompute = "none" if forward_only or which else self._recompute
+            count = self._cost_models[which].count(workload, recompute=recompute, forward_only=forward_only)
+            self._sums.add_count(count)
+            if not forward_only and not which:
                 self._sums.add_quantities(workload)
-        self._workloads = {False: [], True: []}
+        if self._traffic is not None and self._updates[0]:
+            self._sums.totals["bytes_moved"] += self._moved(self._traffic)
+        self._workloads.clear()
+        self._updates = [0, 0]
+
+    def _moved(self, traffic: Traffic) -> int:
+        """Count the bytes that the trained model's part of the steps so far moved at least."""
+        trained, (steps, skipped) = self._workloads[False, 0], self._updates
+        return traffic.bytes_of(
+            Workload.total(trained),
+            num_batches=max(len(trained), steps),
+            num_with_towers=sum(bool(len(w.grids) or len(w.audio)) for w in trained),
+            num_steps=steps,
+            num_skipped=skipped,
+            num_forward_only=len(self._workloads[True, 0]),
+        ).total

@@ -22,6 +22,7 @@ _TOTALS = (
     "data_wait_ns",
     "energy_mj",
     "num_without_energy",  # windows of ranks that cannot tell their energy
+    "bytes_moved",
     *COUNTED,
 )
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")

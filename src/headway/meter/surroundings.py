@@ -8,13 +8,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from headway.count import CostModel
-from headway.errors import UnknownDeviceError, UsageError
+from headway.errors import HeadwayError, UnknownDeviceError, UsageError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from headway.devices import Peak
     from headway.meter.goodput import Goodput
+    from headway.meter.traffic import Traffic
 
 
 def device_here() -> Any:
@@ -59,6 +60,31 @@ def peak_of(model: Any, device: Any) -> Peak:
     except UnknownDeviceError as error:
         warnings.warn(f"no MFU will be shown: {error}", stacklevel=3)
         return Peak(str(device), math.nan, str(dtype).removeprefix("torch."), "unknown", "override")
+
+
+def bandwidth_of(device: Any) -> float:
+    """Look a device's memory bandwidth up [B/s]; NaN where the table has none."""
+    from headway.devices import device_at
+
+    if device is None or device.type == "cpu":
+        return math.nan
+    try:
+        return device_at(device).memory_bytes_per_s or math.nan
+    except UnknownDeviceError:
+        return math.nan
+
+
+def traffic_or_warn(model: Any, optimizer: Any, cost_model: CostModel, recompute: str) -> Traffic | None:
+    """Find what a model and its optimizer must move; None, and a warning, where that cannot be said."""
+    from headway.meter.moved import traffic_of
+
+    if isinstance(model, CostModel):
+        raise UsageError("a cost model has no weights for an optimizer: give the model itself, or no optimizer.")
+    try:
+        return traffic_of(model, optimizer, cost_model=cost_model, recompute=recompute)
+    except HeadwayError as error:
+        warnings.warn(f"no MBU will be shown: {error}", stacklevel=3)
+        return None
 
 
 class Compilation:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from headway.meter.traffic import mbu
 from headway.meter.utilisation import Utilisation
 
 _SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
@@ -33,6 +34,8 @@ class Window(Utilisation):
         num_batches: micro-batches with a backward, of all ranks.
         packing_length: tokens that a micro-batch has room for; None where it was not said.
         energy_j: energy that the boards of all ranks drew [J]; NaN where one cannot tell.
+        bytes_moved: bytes that the steps of all ranks moved at least; 0 where the meter was given no optimizer.
+        peak_bytes_per_s: memory bandwidth of one device [B/s]; NaN where it is not known.
         smoothed: this window and some before it as one; None for the first.
         extra: the loop's own numbers (loss, learning rate): those of this rank's last step.
     """
@@ -53,6 +56,8 @@ class Window(Utilisation):
     num_batches: int = 0
     packing_length: int | None = None
     energy_j: float = math.nan
+    bytes_moved: int = 0
+    peak_bytes_per_s: float = math.nan
     smoothed: Window | None = None
     extra: dict[str, float]
 
@@ -65,6 +70,13 @@ class Window(Utilisation):
     def mfu_of_ceiling(self) -> float:
         """Useful FLOPs / (wall time x measured ceiling), a fraction; NaN without a ceiling."""
         return self.flops_per_s / (self.ceiling_flops_per_s * self.world_size)
+
+    @property
+    def mbu(self) -> float:
+        """Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known."""
+        if not self.bytes_moved:
+            return math.nan
+        return mbu(self.bytes_moved, self.wall_s, self.peak_bytes_per_s * self.world_size)
 
     @property
     def fill(self) -> float:
@@ -110,6 +122,8 @@ class Window(Utilisation):
             "patches_per_s": self.patches / self.wall_s,
             "flops_share_by_component": self._shares(),
             "mfu_of_ceiling": self.mfu_of_ceiling,
+            "mbu": self.mbu,
+            "bytes_moved": self.bytes_moved or None,
             "fill": self.fill,
             "energy_j": self.energy_j,
             "joules_per_token": self.joules_per_token,

@@ -178,7 +178,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
     ):
         output = call(model, arguments)
         if backward:
-            backward_from(output)
+            backward_from(output, on_shapes=True)
             recorder.check_backward()
             model.zero_grad(set_to_none=True)
     if any(new is not old for new, old in zip_longest(model.modules(), modules)):

@@ -40,7 +40,7 @@ class _Attend(torch.autograd.Function):
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         for t in (q, k, v, *extra):
             out.sources |= t.sources  # type: ignore[attr-defined]  # new_empty of a phantom is one
-        out.fed = True  # type: ignore[attr-defined]
+        out.fed = operation.fed  # type: ignore[attr-defined]
         return out
 
     @staticmethod
@@ -87,7 +87,7 @@ def attend(
             "have no data in a trace."
         )
     heads, qk, vo = q.shape[-3], q.shape[-1], v.shape[-1]
-    tensors = [t if isinstance(t, Phantom) else phantom(t, fed=True) for t in (q, k, v)]
+    tensors = [t if isinstance(t, Phantom) else phantom(t, fed=True) for t in recorder.attends(q, k, v)]
     q_from, k_from, v_from = (Operand.of(t).sources for t in tensors)
     products = (
         ("dgrad", 2 * heads * vo, v_from),
@@ -97,7 +97,7 @@ def attend(
     )
     block, unit_flops = recorder.block_of(module), 2 * heads * (qk + vo)
     operation = Operation(module, "attention", pairs, unit_flops, products, block, driver=driver, masked=masked)
-    operation.longest = longest
+    operation.longest, operation.fed = longest, any(t.fed for t in tensors)
     recorder.add(operation)
     extras = [t for t in extra if isinstance(t, Phantom)]
     out: torch.Tensor = _Attend.apply(operation, *tensors, *extras)  # type: ignore[no-untyped-call]
@@ -120,6 +120,7 @@ def _transformers_seam(
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     window = kwargs.get("sliding_window")
     driver, longest = "", 0
+    query, key, value = of_one_batch(query, key, value)
     if boundaries is not None:
         lengths = np.diff(boundaries.tolist())
         longest = int(lengths.max())
@@ -127,6 +128,8 @@ def _transformers_seam(
     elif attention_mask is not None:
         picked = _picked(module, path, key.shape[-2], kwargs)
         pairs, driver = masked_pairs(_recorder, path, attention_mask, query, key, picked)
+        if window and driver == "pairs:causal" and query.shape[-2] <= window:
+            driver = f"pairs:sliding:{window}"  # which no segment has exceeded yet
     else:
         pairs, driver = plain_pairs(query, key, causal, window)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
@@ -166,6 +169,15 @@ def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> 
     picked.scatter_(-1, index if int(index.min()) >= 0 else index.masked_fill(index < 0, blocks), True)
     by_block = picked[:, None, :, :blocks]
     return by_block if size == 1 else by_block.repeat_interleave(size, dim=-1)[..., :keys]
+
+
+def of_one_batch(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Repeat queries, keys or values [batch, heads, tokens, size] that all rows of a batch share, as learnt ones."""
+    batches = [t.shape[:-3] for t in tensors]
+    if len(set(batches)) == 1:
+        return [*tensors]
+    batch: tuple[int, ...] = torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return [t.expand(*batch, *t.shape[-3:]) for t in tensors]
 
 
 def plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:

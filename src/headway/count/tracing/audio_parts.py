@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _FEATURES = "get_audio_features"
 _TOKENS = ("audio_token_id", "audio_token_index")
 _MASKS = ("input_features_mask", "feature_attention_mask")  # true for each frame that is not padding
+_SAMPLES = "chunk_sample_lengths"  # of the waveform that each clip's frames come from
 _NUMBERS = (1, 2, 3, 1)  # clips in each run
 _PAIRS = ("audio_pairs:full", "audio_pairs:relative", "audio_offsets")
 
@@ -49,17 +50,18 @@ class AudioFeatures(Part):
         self.token = self._find_token()
         self._has_method = self._probe.has(_FEATURES)
         try:
-            self.speech = hearing.find(self._config, self.takes, self._ask)
+            self.speech = self._find()
         except TraceError:
             if not self._has_method:
                 raise
             self._has_method = False  # it wants the text too, or what a forward does without
-            self.speech = hearing.find(self._config, self.takes, self._ask)
+            self.speech = self._find()
         if self.speech.fixed:
             self.drivers = [f"clips:{self.speech.fixed}"]
         else:
-            windowed = hearing.windowed("audio_pairs", hearing.windows(self._config))
-            self.strided = ["audio", *_PAIRS, *windowed]
+            windows = hearing.windows(self._config)
+            causal = [f"audio_pairs:sliding:{window}" for window in windows]
+            self.strided = ["audio", *_PAIRS, *hearing.windowed("audio_pairs", windows), *causal]
             self.drivers = [*self.strided, "clips"]
 
     @classmethod
@@ -103,10 +105,21 @@ class AudioFeatures(Part):
             )
         return int(token)
 
+    def _find(self) -> Speech:
+        return hearing.find(self._config, self.takes, self._ask, masked=bool(self._masks()))
+
+    def _masks(self) -> list[str]:
+        """List the masks of frames; one that the forward takes and the tower does not is of text positions."""
+        heard = self._probe.takes(_FEATURES) if self._has_method else self._accepted
+        return [name for name in _MASKS if name in self._accepted and name in heard]
+
     def _heard(self, speech: Speech, clips: int, frames: int, floats: Floats) -> dict[str, Any]:
         """Make the arguments that carry clips of one length."""
         real = (torch.arange(speech.padded(frames)) < frames).expand(clips, -1)
-        masks = {name: real for name in _MASKS if name in self._accepted}
+        masks = dict.fromkeys(self._masks(), real)
+        if _SAMPLES in self._accepted:
+            (hop, *_) = hearing.numbers(self._config, "hop_length")
+            masks[_SAMPLES] = torch.full((clips,), frames * hop)
         return {self.takes: floats(speech.of(clips, frames)), **masks}
 
     def _ask(self, speech: Speech, frames: int) -> int:
@@ -127,6 +140,39 @@ class AudioWaves(AudioFeatures):
     """Clips as samples of a waveform [clips, samples]: `input_values` beside `input_ids`."""
 
     takes = "input_values"
+
+
+class AddedAudio(AudioFeatures):
+    """One clip with each text, as long as it: features are added to the embeddings one by one (Voxtral Realtime)."""
+
+    fills = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.drivers = [driver for driver in self.drivers if driver != "clips"]  # there are as many as segments
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model that hears and whose configuration has no token for what it hears."""
+        hears = any(hasattr(type(module), _FEATURES) for module in model.modules())
+        named = hears and any(hasattr(c, name) for c in hearing.subconfigs(model.config) for name in _TOKENS)
+        return super().of(model) if hears and not named else None
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give one clip."""
+        return {"audio": [self.speech.lengths[run]]}
+
+    def positions(self, workload: Workload) -> int:
+        """Count the positions that the clip is added to."""
+        return sum(map(self._positions_of, workload.audio.tolist()))
+
+    def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
+        """Add features; every position of the text takes one."""
+        (frames,) = workload.audio.tolist()
+        batch |= self._heard(self.speech, 1, frames, floats)
+
+    def _find_token(self) -> int:
+        return plain_token(self._config)
 
 
 def _has_tower(model: Any) -> bool:

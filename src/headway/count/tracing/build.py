@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,12 +15,24 @@ from headway.count.tracing.experts import keep_every_row
 from headway.count.tracing.phantom import phantom
 from headway.errors import TraceError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def twin_of_model(model: nn.Module) -> nn.Module:
+
+def _bfloat16(_tensor: torch.Tensor) -> torch.dtype:
+    """Say what a phantom of floats becomes: the ledger does not depend on it."""
+    return torch.bfloat16
+
+
+def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dtype] = _bfloat16) -> nn.Module:
     """Copy a model's modules, hooks and settings, with phantoms in place of its parameters and buffers.
 
     Tied parameters stay tied, and each keeps whether it is trained. What wraps or shards the model is left out. The
     model itself is not touched and no weight is copied.
+
+    Args:
+        model: the model.
+        dtype_of: what the phantom of a parameter or buffer of floats is made of.
     """
     model = unwrap.whole(model)
     memo: dict[int, Any] = {}
@@ -28,7 +40,7 @@ def twin_of_model(model: nn.Module) -> nn.Module:
     states = (t for t in held if isinstance(t, torch.Tensor) and t.grad_fn is not None)  # kept from an earlier forward
     for tensor in (*model.parameters(), *model.buffers(), *states):
         if id(tensor) not in memo:
-            memo[id(tensor)] = _stand_in(tensor)
+            memo[id(tensor)] = _stand_in(tensor, dtype_of(tensor))
     return unwrap.copy_modules(model, memo)
 
 
@@ -159,18 +171,15 @@ def model_class(config: Any) -> Any:
     raise TraceError(f"transformers has no causal or image-text model for a configuration of {type(config).__name__}.")
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Make the phantom of one parameter or buffer; integer buffers stay real, the data of the others is known.
-
-    Floats become bfloat16 whatever they are: the ledger does not depend on it, and grouped products take nothing else.
-    """
+def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Make the phantom of one parameter or buffer; integer buffers stay real, the data of the others is known."""
     tensor = unwrap.unsharded(tensor)
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
-    shape = phantom(tensor.detach().to("meta", torch.bfloat16))
+    shape = phantom(tensor.detach().to("meta", dtype))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(shape, tensor.requires_grad)
-    shape.known = None if tensor.is_meta else tensor.detach().to("cpu", torch.bfloat16)
+    shape.known = None if tensor.is_meta else tensor.detach().to("cpu", dtype)
     return shape
 
 

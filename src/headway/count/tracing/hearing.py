@@ -18,9 +18,11 @@ from headway.errors import TraceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# one length a run; no two alike in what strides of 2, 3, 4 or 8 leave over
-_FREE = (1201, 2003, 1606, 2408)
+# one length a run; no two alike in what strides of 4 or 8 leave over, nor all in the same half of 16
+_FREE = (1201, 2011, 1606, 2408)
 _EVEN = (1200, 2016, 1632, 2400)  # for what takes multiples only
+# windows in a clip, and the longest, where a last one that is partly filled could not be followed
+_BLOCKS, _LONGEST_BLOCK = (5, 11, 7, 13), 1000
 _SAMPLES = 160  # of a waveform for each frame of features: speech at 16 kHz, a frame each 10 ms
 _WIDTHS = (80, 128)  # mel bands where a configuration does not say
 _LONGEST_WINDOW = 1 << 14
@@ -91,19 +93,20 @@ def phantom_floats(shape: Sequence[int]) -> Phantom:
     return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
 
 
-def find(config: Any, argument: str, hear: Callable[[Speech, int], object]) -> Speech:
+def find(config: Any, argument: str, hear: Callable[[Speech, int], object], *, masked: bool = True) -> Speech:
     """Find out how a model takes speech.
 
     Args:
         config: of the model.
         argument: that carries the speech.
         hear: runs the model on a layout, of so many frames; raises where the shapes do not fit.
+        masked: whether clips may be padded: a mask can say how much of them is real.
 
     Raises:
         TraceError: the model runs on none that is known.
     """
     refused: Exception | None = None
-    for speech in _layouts(config, waves=argument == "input_values"):
+    for speech in _layouts(config, waves=argument == "input_values", masked=masked):
         try:
             for frames in dict.fromkeys(speech.lengths):
                 hear(speech, frames)
@@ -119,7 +122,7 @@ def find(config: Any, argument: str, hear: Callable[[Speech, int], object]) -> S
     ) from refused
 
 
-def _layouts(config: Any, waves: bool) -> Iterator[Speech]:
+def _layouts(config: Any, waves: bool, masked: bool) -> Iterator[Speech]:
     shapes: list[tuple[int | str, ...]]
     if waves:
         shapes = [("frames",), (1, "frames")]
@@ -129,8 +132,11 @@ def _layouts(config: Any, waves: bool) -> Iterator[Speech]:
         widths = dict.fromkeys([*single, *(width * frames for width in single for frames in stacks)])
         shapes = [shape for width in widths for shape in ((width, "frames"), ("frames", width))]
     unit = _SAMPLES if waves else 1
-    for lengths, multiples in ((_FREE, [1, *windows(config)]), (_EVEN, [1])):
+    for lengths, multiples in ((_FREE, [1, *(windows(config) if masked else ())]), (_EVEN, [1])):
         for multiple in multiples:
             yield from (Speech(shape, tuple(n * unit for n in lengths), multiple=multiple) for shape in shapes)
+    blocks = [size for size in windows(config) if size <= _LONGEST_BLOCK]
+    for block in sorted(blocks, reverse=True):  # clips that end within one window would not show it
+        yield from (Speech(shape, tuple(n * block * unit for n in _BLOCKS)) for shape in shapes)
     for positions in numbers(config, "max_source_positions|max_position_embeddings"):
         yield from (Speech(shape, (2 * positions,) * 4, 2 * positions) for shape in shapes)

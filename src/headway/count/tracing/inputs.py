@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headway.count.tracing import build
-from headway.count.tracing.audio_parts import AudioFeatures, AudioWaves
+from headway.count.tracing.audio_parts import AddedAudio, AudioFeatures, AudioWaves
 from headway.count.tracing.encoder_parts import PageFrames, SourceFrames
 from headway.count.tracing.grid_parts import Grids
 from headway.count.tracing.image_parts import (
@@ -65,6 +65,7 @@ PARTS: tuple[type[Part], ...] = (
     VideoFrames,
     FlattenedPatches,
     Proteins,
+    AddedAudio,
     AudioFeatures,
     AudioWaves,
 )  # a model takes the first that fits for each argument
@@ -125,7 +126,10 @@ class Inputs:
         plans: list[dict[str, Any]] = [{}, {}, {}, {}]
         for run, part in itertools.product(range(4), self.parts):
             plans[run] |= part.sizes(run)
-        lengths = [self.positions(Workload([1], **plan)) + self._lengths[run] for run, plan in enumerate(plans)]
+        inside = [self.positions(Workload([1], **plan)) for plan in plans]
+        if any(part.fills for part in self.parts):
+            return [Workload([length], **plan) for length, plan in zip(inside, plans, strict=True)]
+        lengths = [length + self._lengths[run] for run, length in enumerate(inside)]
         extra = min(extra, max(self._places - max(lengths) - _PRIME_GAP, 0))
         return [
             Workload([_next_prime(length + (extra if run else 0))], **plans[run]) for run, length in enumerate(lengths)
@@ -261,11 +265,30 @@ def call(model: nn.Module, arguments: Any) -> Any:
     return model(*arguments) if isinstance(arguments, tuple | list) else model(arguments)
 
 
-def backward_from(output: Any) -> None:
-    """Run backward from the sum of the logits, else of the first floats, or list of them, that an output holds.
+def backward_from(output: Any, *, on_shapes: bool = False) -> None:
+    """Run backward from the sum of what `floats_of` finds in an output.
+
+    Args:
+        output: of a forward.
+        on_shapes: whether the forward was given tensors without data.
 
     Raises:
-        TraceError: the output holds no tensor of floats.
+        TraceError: the output holds no tensor of floats, or real ones where there should be none.
+    """
+    floats = floats_of(output)
+    if on_shapes and not isinstance(floats, Phantom):
+        raise TraceError(
+            "the model's forward computes on real tensors when it is traced: something laid over it leads back to the "
+            "original model. Trace the model before it is altered, and pass that cost model on."
+        )
+    floats.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def floats_of(output: Any) -> torch.Tensor:
+    """Return the logits, else the first floats, or list of them, that an output holds.
+
+    Raises:
+        TraceError: there are none.
     """
     pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
     while pending:
@@ -273,8 +296,7 @@ def backward_from(output: Any) -> None:
         if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
             value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            return
+            return value
         if isinstance(value, dict):
             value = list(value.values())
         if isinstance(value, tuple | list):

@@ -27,12 +27,14 @@ class Part(ABC):
         drivers: what its tower's costs may be proportional to.
         strided: drivers that count what the tower's convolutions make of its frames, up to the slash.
         routes: arguments that send the inputs another way through the model.
+        fills: whether the inputs say how long the text is.
     """
 
     takes: ClassVar[str]
     drivers: Sequence[str]
     strided: Sequence[str] = ()
     routes: Sequence[str] = ()
+    fills: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

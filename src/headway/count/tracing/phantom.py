@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from headway.count.tracing import joined, made_up
 from headway.errors import TraceError
 
 aten = torch.ops.aten
@@ -69,6 +70,7 @@ class Phantom(torch.Tensor):
         self.scores = None
         self.stays = None
         self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
+        self.parts: joined.Parts | None = None  # what is known of some places along an axis
         self.writes = 0  # in-place operations on it or on its views
         self.picked = False  # rows that an index picked, or a view of such
         self._known: tuple[torch.Tensor, int] | None = None
@@ -76,11 +78,11 @@ class Phantom(torch.Tensor):
     @property
     def known(self) -> torch.Tensor | None:
         """Data of a constant; None for what is not known, or was written to since."""
-        return self._known[0] if self._known is not None and self._known[1] == _root(self).writes else None
+        return self._known[0] if self._known is not None and self._known[1] == root(self).writes else None
 
     @known.setter
     def known(self, value: torch.Tensor | None) -> None:
-        self._known = None if value is None else (value, _root(self).writes)
+        self._known = None if value is None else (value, root(self).writes)
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]  # torch's keyword only steers its printing
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
@@ -144,7 +146,7 @@ def is_identity(tensor: torch.Tensor) -> bool:
     return square and torch.equal(tensor, torch.eye(len(tensor), dtype=tensor.dtype))
 
 
-def _root(tensor: Phantom) -> Phantom:
+def root(tensor: Phantom) -> Phantom:
     """Follow a view to the tensor that it looks at."""
     return tensor if tensor.base is None else tensor.base
 
@@ -186,7 +188,7 @@ def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _key(value: Any) -> Any:
     """Describe an argument by all that decides its operation's result shape; scalars by type too, since 1 == 1.0."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
     if isinstance(value, tuple | list):
         return tuple(_key(v) for v in value)
     return type(value), value
@@ -196,6 +198,8 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation's meta kernel, or recall what it gave for the same shapes."""
     if func._overloadpacket is aten._pack_padded_sequence:
         return _pack(*args)
+    if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # all that it takes on shapes
+        return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
         key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
@@ -286,7 +290,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
     known = _constant(func, args, kwargs, out) if forward and product is None else None
     view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
-    base = None if view_of is None else _root(view_of)
+    base = None if view_of is None else root(view_of)
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -304,9 +308,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 made.scores = product or None
             return made
-        return _integers(packet, args, value) if known is None else known
+        return made_up.integers(packet, args, value) if known is None else known
 
-    return _map(wrap, out)
+    made = _map(wrap, out)
+    if forward:
+        joined.follow(packet, args, [t for t in _tensors(made) if isinstance(t, Phantom)])
+    return made
 
 
 def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
@@ -325,28 +332,9 @@ def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom],
 
 def _detached(source: Phantom) -> Phantom:
     """Copy a phantom without what its gradient would flow to."""
-    copied = Phantom(source.meta.detach(), 0, source.fed, _root(source))
+    copied = Phantom(source.meta.detach(), 0, source.fed, root(source))
     copied.known, copied.stays = source.known, source.stays
     return copied
-
-
-def _integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
-    """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once."""
-    if not value.is_meta:
-        return value
-    if packet is aten.ne:  # unknown floats do not happen to be the number that code looks for
-        return torch.ones(value.shape, dtype=value.dtype)
-    if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
-        return torch.zeros(value.shape, dtype=value.dtype)
-    axis = 2 if packet is aten.topk else 1
-    dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
-    forced = args[0].forced
-    if forced is not None and dim % value.dim() == value.dim() - 1:
-        order = torch.arange(args[0].shape[-1]).expand(args[0].shape).scatter(-1, forced, -1)
-        return order.argsort(dim=-1, stable=True)[..., : value.shape[-1]].to(value.dtype)
-    size = [1] * value.dim()
-    size[dim] = -1
-    return torch.arange(value.shape[dim], dtype=value.dtype).view(size).expand(value.shape).clone()
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
@@ -394,5 +382,5 @@ def _overwritten(
     tensor.stays = stays
     if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:
         tensor.forced = args[2] if args[1] % tensor.dim() == tensor.dim() - 1 else None
-    _root(tensor).writes += 1
+    root(tensor).writes += 1
     tensor.known = known

@@ -41,6 +41,10 @@ class Probe:
         """Say whether the model, or a part of it, has a method of this name."""
         return any(hasattr(type(module), name) for module in self._given.modules())
 
+    def takes(self, name: str) -> list[str]:
+        """List the arguments of a method, of the model or of a part of it; the innermost that has one is asked."""
+        return list(inspect.signature(self._method(name)).parameters)
+
     def rows(self, name: str, arguments: dict[str, Any]) -> int:
         """Count the rows of features that a method such as `get_image_features` gives: each is a text position.
 
@@ -48,11 +52,10 @@ class Probe:
             name: of the method, of the model or of a part of it; the innermost that has one is asked.
             arguments: the forward's arguments; the method gets those that it names.
         """
-        method: Callable[..., Any] = [getattr(m, name) for m in self._model.modules() if hasattr(type(m), name)][-1]
-        named = inspect.signature(method).parameters
-        output = self._run(method, {key: value for key, value in arguments.items() if key in named})
+        named = self.takes(name)
+        output = self._run(self._method(name), {key: value for key, value in arguments.items() if key in named})
         if isinstance(output, dict):
-            pooled = output.get("pooler_output")
+            pooled = getattr(output, "pooler_output", None)  # which not every class of outputs declares
             output = output["last_hidden_state"] if pooled is None else pooled
         return _rows(output)
 
@@ -95,6 +98,10 @@ class Probe:
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run the whole model forward."""
         return self._run(self._model, arguments)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        methods: list[Callable[..., Any]] = [getattr(m, name) for m in self._model.modules() if hasattr(type(m), name)]
+        return methods[-1]
 
     def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with Recorder(self._model, lambda _: "") as recorder, Seams(recorder), torch.no_grad():

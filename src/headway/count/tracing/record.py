@@ -67,7 +67,7 @@ class Recorder:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
-        self._mask_pairs: dict[int, tuple[torch.Tensor, int, str]] = {}
+        self._mask_pairs: dict[tuple[int, int], tuple[torch.Tensor, int, str]] = {}
         self._found: dict[int, tuple[Any, Any]] = {}
 
     @property
@@ -78,11 +78,12 @@ class Recorder:
     def allowed(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
         """Count the pairs that a boolean mask [(batch, heads,) queries, keys] allows one head, and name its driver.
 
-        The count is over the batch. Layers share a mask, so each is counted once.
+        The count is over the batch. Layers share a mask, so each is counted once for a batch.
         """
-        if id(mask) not in self._mask_pairs:
-            self._mask_pairs[id(mask)] = (mask, *self.count(mask, batch, queries, keys))  # held: its id stays its own
-        return self._mask_pairs[id(mask)][1:]
+        shared = (id(mask), batch)
+        if shared not in self._mask_pairs:
+            self._mask_pairs[shared] = (mask, *self.count(mask, batch, queries, keys))  # held: its id stays its own
+        return self._mask_pairs[shared][1:]
 
     def count(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
         """Do as `allowed` does, for a mask that no other layer shares."""
@@ -142,6 +143,10 @@ class Recorder:
         """Append an operation of the forward pass."""
         self.operations.append(operation)
         return operation
+
+    def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the queries, keys and values as the attention kernel takes them: here as they come."""
+        return operands
 
     def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
         """Record one operation; returns it if its result may be scores, False if it is another product, else None."""

@@ -139,6 +139,7 @@ def name(mask: torch.Tensor) -> str:
         f"pairs:{'sliding' if banded else 'topk'}:{most}": place.clamp(max=most),
         f"pairs:chunked:{size}": (place - 1) % size + 1,
         f"pairs:blocks:{size}:{most // size}": place.minimum(most - size + (place - 1) % size + 1),
+        f"pairs:pools:{size}:{most // size}": place.minimum(most // size * size + place % size),
     }
     return next((driver for driver, shown in known.items() if torch.equal(seen, shown)), "")
 

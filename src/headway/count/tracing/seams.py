@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
 from headway.count.tracing import seams_flash, seams_flex
-from headway.count.tracing.attention import attend, masked_pairs, plain_pairs, set_recorder
+from headway.count.tracing.attention import attend, masked_pairs, of_one_batch, plain_pairs, set_recorder
 from headway.count.tracing.phantom import Phantom, aten, blank, phantom
 from headway.count.tracing.readers import READERS
 from headway.count.tracing.swap import Swapped
@@ -109,6 +109,7 @@ class Seams(TorchFunctionMode):
     ) -> torch.Tensor:
         """Stand in for `F.scaled_dot_product_attention`."""
         path = self.recorder.module
+        query, key, value = of_one_batch(query, key, value)
         if attn_mask is not None:
             pairs, driver = masked_pairs(self.recorder, path, attn_mask, query, key)
         elif is_causal and query.shape[-2] != key.shape[-2]:

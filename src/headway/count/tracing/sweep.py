@@ -1,6 +1,6 @@
 """Trace every language architecture of the installed transformers and say which ledgers are complete.
 
-    python -m headway.count.tracing.sweep docs/architectures.md       all of them: half an hour on 2 cores
+    python -m headway.count.tracing.sweep docs/architectures.md       all of them: five minutes on 2 cores
     python -m headway.count.tracing.sweep --only llama,qwen3_vl -     some, to the terminal
 
 Each architecture is built from its configuration class's own defaults, at full width with at most four layers a tower,
@@ -26,6 +26,7 @@ import torch
 from headway.count.conventions.verl import LISTED_TYPES
 from headway.count.tracing import build, defaults, trace
 from headway.count.tracing.inputs import Inputs
+from headway.count.workload import Workload
 from headway.errors import HeadwayError, TraceError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ TASKS = {
 }
 _SMALL = {"vocab_size": 4096, "intermediate_size": 512, "moe_intermediate_size": 64}  # of a real model, at most
 _FIRST_SPECIAL = 4000  # of the numbers that special tokens get in a small vocabulary
+_TEXT = 131  # tokens that a real model is run on
 _MOST_REAL = 1_500_000_000  # parameters of a real model: 6 GB
 _LIMIT_S = 120  # for one architecture; the slowest that end take about 30 s
 
@@ -111,17 +113,17 @@ def _fitted(config: Any, class_name: str) -> Any:
 
 
 def _runs(config: Any, failure: Exception) -> bool:
-    """Say whether transformers itself runs a model on real tensors, where a trace failed with a foreign error.
+    """Say whether transformers itself runs a model on real token ids, where a trace failed with a foreign error.
 
-    Only the same kind of error, raised at the same place in transformers, counts against them.
+    Only the same kind of error, raised at the same place in transformers, counts against them; and only on text alone,
+    which cannot be at fault, as images or speech in a wrong form would be.
     """
     try:
         config = _small(config)
         if sum(p.numel() for p in build.twin_of_config(config).parameters()) > _MOST_REAL:
             return True
         model = build.model_class(config)._from_config(config, dtype=torch.float32)
-        made = Inputs(model)
-        model(**made.arguments(made.workloads()[0], torch.device("cpu")))
+        model(**Inputs(model).arguments(Workload([_TEXT]), torch.device("cpu")))
     except Exception as error:  # noqa: BLE001  # any failure of foreign code is a result here
         return type(error) is not type(failure) or _place(error) != _place(failure)
     return True

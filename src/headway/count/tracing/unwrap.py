@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from contextlib import contextmanager
+import types
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,12 +103,19 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         shell.__dict__.update(copy.deepcopy(kept, memo))
     twin = _bare(copy.deepcopy(model, memo))
     for module in twin.modules():
-        for name, value in vars(module).items():
-            if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
-                setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
+        _let_go(module, memo)
     return twin
+
+
+def _let_go(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Take from a copied module what still leads to the original, and its checkpointing."""
+    for name, value in vars(module).items():
+        if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
+            setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
+    if getattr(module, "gradient_checkpointing", False):
+        module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
+    if "forward" in vars(module):  # laid over by a trainer
+        module.forward = _rebound(vars(module)["forward"], memo)
 
 
 @contextmanager
@@ -145,6 +153,34 @@ def _bare(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         module._modules[name] = _bare(child)
     return module
+
+
+def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
+    """Copy a function so that what it closes over of the original model is the twin's; anything else stays as it is.
+
+    `copy.deepcopy` follows bound methods and leaves functions, with all that they close over, alone.
+    """
+    if id(thing) in memo:
+        return memo[id(thing)]
+    copied = thing
+    if isinstance(thing, types.MethodType):
+        copied = types.MethodType(_rebound(thing.__func__, memo), _rebound(thing.__self__, memo))
+    elif isinstance(thing, functools.partial):
+        bound = [_rebound(argument, memo) for argument in thing.args]
+        named = {name: _rebound(argument, memo) for name, argument in thing.keywords.items()}
+        copied = functools.partial(_rebound(thing.func, memo), *bound, **named)
+    elif isinstance(thing, types.FunctionType) and thing.__closure__ is not None:
+        cells = tuple(types.CellType() for _ in thing.__closure__)
+        copied = types.FunctionType(thing.__code__, thing.__globals__, thing.__name__, thing.__defaults__, cells)
+        copied.__kwdefaults__ = thing.__kwdefaults__
+        memo[id(thing)] = functools.update_wrapper(copied, thing)  # before it is followed: it may close over itself
+        for cell, original in zip(cells, thing.__closure__, strict=True):
+            with suppress(ValueError):  # a cell that is empty stays so
+                cell.cell_contents = _rebound(original.cell_contents, memo)
+    elif hasattr(thing, "__wrapped__") and not isinstance(thing, types.FunctionType):
+        copied = object.__new__(type(thing))  # an object that stands for a function, as accelerate's mixed precision
+        copied.__dict__.update({key: _rebound(value, memo) for key, value in vars(thing).items()})
+    return copied
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -208,7 +208,8 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
         forward[path] += units * row.forward
         backward[path] += units * needed
         ops.setdefault(path, row.op)
-        if row.op == "attention" and (drivers.tower(row.driver) == "language" or row.driver == "patch_pairs:frame"):
+        shown = drivers.tower(row.driver) == "language" or row.driver == "patch_pairs:frame"
+        if row.op == "attention" and (shown or _heard_pairs(row.driver)):
             of_driver = scores.setdefault(row.module, {})
             ahead, back = of_driver.get(row.driver, (0, 0))  # attention by hand has a row for scores, one for values
             of_driver[row.driver] = (ahead + row.forward, back + needed)
@@ -220,6 +221,13 @@ def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line
             Line(module, ops.get(module, "-"), ours, theirs, _explain(module, ours, counted, scores, workload))
         )
     return lines
+
+
+def _heard_pairs(driver: str) -> str:
+    """Name all pairs of the positions of each clip or source, of which a driver counts some; "" if it counts others."""
+    pairs, slash, steps = driver.partition("/")
+    kind = pairs.partition(":")[0]
+    return f"{kind}:full{slash}{steps}" if kind in ("audio_pairs", "source_pairs") else ""
 
 
 def _explain(
@@ -247,6 +255,7 @@ def _explain(
         allowed, run = ledger[0] // per_score, seen[0] // per_score
         # one text's queries over all keys, its own and compressed ones beside them; or all pictures in a row
         whole = workload.num_segments == 1 and run % workload.tokens == 0 and run >= allowed
-        if (whole or run == workload.patches**2) and seen == (run * per_score, run * per_score_back):
+        heard = {drivers.parse(_heard_pairs(d))(workload) for d in scores[module] if _heard_pairs(d)}  # all of a clip
+        if (whole or run == workload.patches**2 or run in heard) and seen == (run * per_score, run * per_score_back):
             return f"eager attention runs all {run:,} scores, the mask allows {allowed:,}"
     return None

@@ -1,0 +1,81 @@
+"""Loops written with Hugging Face's Accelerate: the meter with its accumulation, wrappers and trackers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headway.integrations.forwards import ForwardCalls
+from headway.integrations.logged import LOGGED, logged
+from headway.meter import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from accelerate import Accelerator
+    from torch import nn
+
+    from headway.count import Workload
+    from headway.meter import Window
+
+
+class AccelerateMeter(Meter):
+    """Measure a loop around `accelerator.accumulate`: FLOPs from the forwards that the prepared model really runs.
+
+    Call `step` after every micro-batch; an optimizer step ends where Accelerate synchronises gradients. Each window is
+    logged through the accelerator's trackers as well.
+
+    Args:
+        accelerator: of the loop.
+        model: what `accelerator.prepare` gave back, or the model inside.
+        completed_steps: optimizer steps of earlier processes, from whose number on the trackers are given the steps.
+        prefix: of the names in the trackers: "headway" logs `headway/mfu` and the others of `names`.
+        names: keys of `Window.as_record()` that the trackers are given.
+        workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
+        on_window: as for `Meter`; called after the trackers.
+        meter_options: what else `Meter` takes.
+
+    >>> meter = AccelerateMeter(accelerator, model, log_every=10)   # doctest: +SKIP
+    >>> for batch in meter.batches(loader):                         # doctest: +SKIP
+    ...     with accelerator.accumulate(model):
+    ...         accelerator.backward(model(**batch).loss)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...     meter.step()
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        *,
+        completed_steps: int = 0,
+        prefix: str = "headway",
+        names: Sequence[str] = LOGGED,
+        workload: Callable[[Mapping[str, Any]], Workload] | None = None,
+        on_window: Callable[[Window], None] | None = None,
+        **meter_options: Any,
+    ) -> None:
+        inner: nn.Module = accelerator.unwrap_model(model)
+        super().__init__(inner, on_window=self._log_window, **meter_options)
+        self._accelerator = accelerator
+        self._completed_steps = completed_steps
+        self._prefix = prefix
+        self._names = tuple(names)
+        self._then = on_window
+        self._calls = ForwardCalls(inner, self, workload=workload).__enter__()
+
+    def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
+        """End a micro-batch, and the optimizer step if Accelerate let the optimizer run; as `Meter.step` otherwise."""
+        if not self._accelerator.sync_gradients:
+            return None
+        return super().step(skipped=skipped or self._accelerator.optimizer_step_was_skipped, **extra)
+
+    def _log_window(self, window: Window) -> None:
+        numbers = logged(window, self._names, self._prefix)
+        self._accelerator.log(numbers, step=self._completed_steps + window.step)
+        if self._then is not None:
+            self._then(window)
+
+    def _let_go(self) -> None:
+        self._calls.__exit__()
+        super()._let_go()

@@ -1,0 +1,221 @@
+"""Read off a model and its optimizer what each parameter makes one rank move: dtypes, shards, state."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headway.count import trace
+from headway.count.drivers import tower
+from headway.count.recompute import run_again
+from headway.count.tracing import unwrap
+from headway.count.tracing.saved import saved_activations
+from headway.errors import UsageError
+from headway.meter.states import is_sharded, local, state_bytes
+from headway.meter.traffic import ParameterBytes, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from headway.count import CostModel
+    from headway.count.cost_model import Row
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One parameter as a rank holds it.
+
+    Attributes:
+        parameter: what the optimizer updates; one rank's shard where it is sharded.
+        dtype: in which forward sees it.
+        sharded: whether it is gathered for forward and backward.
+    """
+
+    parameter: torch.Tensor
+    dtype: torch.dtype
+    sharded: bool
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole parameter as forward sees it."""
+        return self.parameter.numel() * self.dtype.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of what this rank updates."""
+        return local(self.parameter).nbytes
+
+
+def traffic_of(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    cost_model: CostModel | None = None,
+    recompute: str = "none",
+    autocast: torch.dtype | None = None,
+    compiled: bool | None = None,
+    inputs: Any = None,
+) -> Traffic:
+    """Find what one rank must move for a model: weights, gradients, optimizer state and saved activations.
+
+    Args:
+        model: as it is trained: wrapped by DDP, sharded by `fully_shard`, compiled, with frozen parts or adapters.
+        optimizer: what updates it, or several; without, no update is counted. Its state is read as it is after a
+            first step; of PyTorch's own optimizers it is known before.
+        cost_model: the model's ledger; traced when None.
+        recompute: activation checkpointing, as for `CostModel.count`.
+        autocast: dtype of `torch.autocast` around forward.
+        compiled: whether `torch.compile` or fused kernels run it, which save less than the plain operations do; seen
+            on the modules when None.
+        inputs: as for `trace`.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        UsageError: the ledger is of another model, or ranks hold parts of one product (tensor parallelism).
+    """
+    plain = unwrap.whole(model)
+    cost = trace(model, inputs=inputs) if cost_model is None else cost_model
+    held = _held(plain)
+    if [h.parameter.numel() for h in held] != [p.numel for p in cost.parameters]:
+        raise UsageError(
+            f"the cost model {cost.name} has other parameters than the {type(plain).__name__} at hand: trace the model "
+            "as it is trained, adapters included, or leave cost_model out."
+        )
+    saved = saved_activations(
+        plain,
+        inputs=inputs,
+        dtypes={id(p): h.dtype for p, h in zip(plain.parameters(), held, strict=True)},
+        autocast=autocast,
+        products_only=_is_compiled(model) if compiled is None else compiled,
+    )
+    always, towers = _parts(cost, held, recompute, autocast, saved.reached, _updated(optimizer))
+    return Traffic(always, towers, saved.rows, saved.left_out)
+
+
+def _parts(
+    cost: CostModel,
+    held: Sequence[_Held],
+    recompute: str,
+    autocast: torch.dtype | None,
+    reached: int,
+    state: dict[int, int],
+) -> list[ParameterBytes]:
+    """Add up what every micro-batch moves, and what only those with pictures or sound do."""
+    trained = sum(1 << i for i, h in enumerate(held) if h.parameter.requires_grad)
+    read = _read(cost, trained, recompute)
+    gated = _of_towers(cost, read)
+    cast = autocast.itemsize if autocast else sys.maxsize
+    sizes = [p.active * min(h.dtype.itemsize, cast) for h, p in zip(held, cost.parameters, strict=True)]
+    parts = []
+    for kept in (~gated, gated):
+        forward, dgrad, recomputed = (sum(n for i, n in enumerate(sizes) if (bits & kept) >> i & 1) for bits in read)
+        given = [h for i, h in enumerate(held) if (reached & kept) >> i & 1]
+        updated = [h for h in given if id(h.parameter) in state]
+        parts.append(
+            ParameterBytes(
+                forward,
+                dgrad,
+                recomputed,
+                gradients=sum(h.whole_bytes if h.sharded else 2 * h.local_bytes for h in given),
+                gradients_of_step=sum(h.local_bytes if h.sharded else -h.local_bytes for h in given),
+                gradients_of_update=sum(h.local_bytes for h in updated),
+                update=2 * sum(h.local_bytes + state[id(h.parameter)] for h in updated),
+            )
+        )
+    return parts
+
+
+def _read(cost: CostModel, trained: int, recompute: str) -> tuple[int, int, int]:
+    """Find the parameters, bit i for parameter i, that products read: of forward, of backward, of recomputation."""
+    again = run_again(cost.rows, trained, recompute, cost.name)
+    forward = dgrad = recomputed = 0
+    for i, row in enumerate(cost.rows):
+        weights = _weights(row)
+        forward |= weights
+        if any(gradient.phase == "dgrad" and gradient.needs & trained for gradient in row.gradients):
+            dgrad |= weights
+        recomputed |= weights if i in again else 0
+    return forward, dgrad, recomputed
+
+
+def _weights(row: Row) -> int:
+    """Find the parameters that a row's weight is made of, bit i for parameter i."""
+    return functools.reduce(operator.or_, (g.needs for g in row.gradients if g.phase == "wgrad"), 0)
+
+
+def _of_towers(cost: CostModel, read: tuple[int, int, int]) -> int:
+    """Find the parameters that only pictures and clips use; those of no product go with their component's."""
+    seen, rest, of_rest = 0, 0, set()
+    for row in cost.rows:
+        weights = _weights(row)
+        if tower(row.driver) in ("vision", "audio"):
+            seen |= weights
+        else:
+            rest |= weights
+            of_rest.add(row.component.partition(".")[0])
+    if not rest:  # a model of pictures alone
+        return 0
+    for i, p in enumerate(cost.parameters):
+        if not read[0] >> i & 1 and p.component.partition(".")[0] in {"vision", "audio"} - of_rest:
+            seen |= 1 << i
+    return seen & ~rest
+
+
+def _held(model: nn.Module) -> list[_Held]:
+    """List a model's parameters as this rank holds them, tied ones once.
+
+    Raises:
+        UsageError: ranks hold parts of one product.
+    """
+    gathered: dict[int, Any] = {}
+    for module in model.modules():
+        for group in _sharded_groups(module):
+            for shard in group.fsdp_params:
+                for parameter in (shard.sharded_param, getattr(shard, "_unsharded_param", None)):
+                    gathered[id(parameter)] = shard
+    found = []
+    for name, parameter in model.named_parameters():
+        shard = gathered.get(id(parameter))
+        if shard is None and not is_sharded(parameter):
+            found.append(_Held(parameter, parameter.dtype, sharded=False))
+        elif shard is not None and not shard.is_dtensor:
+            kept = shard.sharded_param
+            found.append(_Held(kept, shard.mp_policy.param_dtype or kept.dtype, sharded=True))
+        else:
+            raise UsageError(
+                f"{name} is split over ranks that share one product (tensor or expert parallelism): which activations "
+                "and weights each of them moves is not known here. MBU is counted on one rank, under DDP and under "
+                "fully_shard."
+            )
+    return found
+
+
+def _sharded_groups(module: Any) -> list[Any]:
+    """List what `fully_shard` keeps about the parameters that it gathers for a module; older ones keep one group."""
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _updated(optimizers: Any) -> dict[int, int]:
+    """Map each parameter's id to the bytes of its optimizer state on this rank."""
+    if optimizers is None:
+        return {}
+    found: dict[int, int] = {}
+    for optimizer in [optimizers] if hasattr(optimizers, "param_groups") else optimizers:
+        found |= state_bytes(optimizer)
+    return found
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules())

@@ -1,0 +1,159 @@
+"""MBU: the bytes that a step must move at least, over what the memory could have moved in its time.
+
+What is counted, and why it is a lower bound, is in docs/mbu.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from headway.count import drivers
+from headway.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from fractions import Fraction
+
+    from headway.count import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Bytes that one rank's step must move, reads and writes together.
+
+    Attributes:
+        weights: read by forward, by the gradients of activations, and once more by recomputation.
+        gradients: of parameters, written by backward, added up over micro-batches and read by the update.
+        optimizer: parameters and optimizer state, read and written by the update.
+        activations: saved for backward, written once and read once.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterBytes:
+    """Bytes that the parameters of a part of a model make one rank move.
+
+    Attributes:
+        forward: weights that products of one forward read.
+        dgrad: weights that products of one backward read.
+        recomputed: weights that the recomputation of one forward reads.
+        gradients: moved for gradients in each micro-batch.
+        gradients_of_step: added once for each optimizer step; below 0 where its first micro-batch only writes what
+            later ones read and write, and no update reads it.
+        gradients_of_update: of these, what the update reads.
+        update: parameters and optimizer state that one update reads and writes.
+    """
+
+    forward: int = 0
+    dgrad: int = 0
+    recomputed: int = 0
+    gradients: int = 0
+    gradients_of_step: int = 0
+    gradients_of_update: int = 0
+    update: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a model and its optimizer move per micro-batch, per update and per unit of a batch's drivers.
+
+    Attributes:
+        always: what every micro-batch uses.
+        towers: what only micro-batches with images, videos or audio clips use.
+        saved: driver and bytes that autograd saves per unit of it.
+        left_out: modules whose saved activations no driver explains; they are missing.
+    """
+
+    always: ParameterBytes
+    towers: ParameterBytes
+    saved: tuple[tuple[str, Fraction], ...]
+    left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def _saved(self) -> list[tuple[Callable[[Workload], int], int, int]]:
+        return [(drivers.parse(driver), *factor.as_integer_ratio()) for driver, factor in self.saved]
+
+    def bytes_of(
+        self,
+        workload: Workload,
+        *,
+        num_batches: int = 1,
+        num_with_towers: int | None = None,
+        num_steps: int = 1,
+        num_skipped: int = 0,
+        num_forward_only: int = 0,
+    ) -> StepBytes:
+        """Count what one rank moves in one or more steps.
+
+        Args:
+            workload: what the rank's micro-batches with a backward compute in all.
+            num_batches: how many micro-batches that is.
+            num_with_towers: how many of them hold images, videos or audio clips; at least 1, where the workload has
+                any, when None.
+            num_steps: optimizer steps that they make up.
+            num_skipped: steps of which the update was left out.
+            num_forward_only: micro-batches without a backward, which are not in `workload`.
+
+        Returns:
+            Bytes, exact; never more than the steps moved.
+
+        Raises:
+            UsageError: numbers that contradict each other.
+        """
+        if not 0 <= num_skipped <= num_steps <= num_batches or num_forward_only < 0:
+            raise UsageError(
+                f"num_batches={num_batches}, num_steps={num_steps}, num_skipped={num_skipped}, "
+                f"num_forward_only={num_forward_only}: a step has at least one micro-batch, and no more steps are "
+                "skipped than there are. Give the numbers of one rank."
+            )
+        if num_with_towers is None:
+            num_with_towers = int(len(workload.grids) > 0 or len(workload.audio) > 0)
+        weights = gradients = optimizer = 0
+        for part, batches in ((self.always, num_batches), (self.towers, min(num_with_towers, num_batches))):
+            steps = -(-batches * num_steps // num_batches) if batches else 0  # as few steps as hold these micro-batches
+            updates = max(steps - num_skipped, 0)
+            weights += batches * (part.forward + part.dgrad + part.recomputed)
+            gradients += batches * part.gradients + steps * part.gradients_of_step
+            gradients += updates * part.gradients_of_update
+            optimizer += updates * part.update
+        weights += num_forward_only * self.always.forward
+        saved = sum(evaluate(workload) * numerator // denominator for evaluate, numerator, denominator in self._saved)
+        return StepBytes(weights, gradients, optimizer, 2 * saved)
+
+
+def mbu(num_bytes: int, wall_s: float, bytes_per_s: float) -> float:
+    """Return the share of what the memory could have moved that had to be moved at least.
+
+    Args:
+        num_bytes: of one device [bytes].
+        wall_s: wall-clock time [s].
+        bytes_per_s: memory bandwidth of one device, by its datasheet or measured [B/s].
+
+    Returns:
+        A fraction; NaN without a bandwidth.
+
+    Raises:
+        UsageError: the time or the bandwidth is not above 0.
+
+    >>> mbu(24_000_000_000, wall_s=0.02, bytes_per_s=4.8e12)
+    0.25
+    """
+    if wall_s <= 0 or bytes_per_s <= 0:
+        raise UsageError(
+            f"wall_s={wall_s} and bytes_per_s={bytes_per_s}: both must be above 0. The bandwidth is the device's "
+            "memory_bytes_per_s (`headway devices NAME` shows it)."
+        )
+    return num_bytes / (wall_s * bytes_per_s) if math.isfinite(bytes_per_s) else math.nan

@@ -1,0 +1,89 @@
+"""The meter in loops with a real accelerator: accumulation, mixed precision, evaluation, trackers."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from headway import Workload, trace
+from headway.count.tracing.build import model_class
+from headway.devices import Peak
+from headway.integrations import AccelerateMeter
+from tiny_models import tiny_config
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+PEAK = Peak("test", 1e12, "fp32", "made up for a test")
+LENGTHS = [12, 12, 12, 12, 7, 7, 7, 7]  # four micro-batches of two rows
+
+
+def tiny():
+    config = tiny_config("qwen3")
+    return model_class(config)._from_config(config, dtype=torch.float32)
+
+
+def prepared(accelerator, lengths=LENGTHS):
+    """Prepare a model, an optimizer and a loader of two rows per batch."""
+    model = tiny()
+    rows = [{"input_ids": torch.full((length,), 7)} for length in lengths]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+
+
+def run(accelerator, meter, model, optimizer, loader):
+    for batch in meter.batches(loader):
+        with accelerator.accumulate(model):
+            loss = model(**batch, labels=batch["input_ids"]).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        meter.step(loss=loss.item())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(("accumulation", "steps"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_a_step_is_what_accelerate_accumulates(accumulation, steps, precision):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision)
+    model, optimizer, loader = prepared(accelerator)
+    windows = []
+    meter = AccelerateMeter(accelerator, model, peak=PEAK, log_every=1, on_window=windows.append)
+    run(accelerator, meter, model, optimizer, loader)
+    whole = meter.close()
+    cost = trace(tiny())
+    assert whole.num_steps == len(windows) == steps
+    assert whole.flops == cost.count(Workload(LENGTHS))
+    assert windows[0].flops == cost.count(Workload(LENGTHS[: 2 * accumulation]))
+    assert windows[-1].extra["loss"] > 0
+
+
+def test_a_forward_after_the_end_or_in_evaluation_is_not_counted():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = prepared(accelerator)
+    meter = AccelerateMeter(accelerator, model, peak=PEAK)
+    run(accelerator, meter, model, optimizer, loader)
+    with meter.away():
+        model.eval()
+        model(input_ids=torch.full((1, 30), 7))
+        model.train()
+    assert meter.close().tokens == sum(LENGTHS)
+    model(input_ids=torch.full((1, 30), 7))
+    assert meter.close().tokens == sum(LENGTHS)
+
+
+def test_trackers_are_given_every_window_at_the_step_of_the_whole_run(tmp_path):
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    model, optimizer, loader = prepared(accelerator)
+    windows = []
+    meter = AccelerateMeter(
+        accelerator, model, peak=PEAK, log_every=2, completed_steps=100, on_window=windows.append,
+        names=("mfu", "tokens", "flops", "step"),
+    )  # fmt: skip
+    run(accelerator, meter, model, optimizer, loader)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    read = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert read["headway/tokens"] == [(102, 48.0), (104, 28.0)]
+    mfu = [torch.tensor(window.mfu, dtype=torch.float32).item() for window in windows]
+    assert read["headway/mfu"] == list(zip([102, 104], mfu, strict=True))
+    assert {"headway/step", "headway/flops/total"} <= set(read)
