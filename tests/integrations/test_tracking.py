@@ -92,6 +92,20 @@ def test_what_is_frozen_is_not_billed():
         assert result.flops == witness.get_total_flops() == profile_flops(layers, (x,))
 
 
+def test_a_model_that_is_changed_in_place_is_traced_again_when_it_is_profiled():
+    model, batch = gpt2(), batch_of(LENGTHS)
+    assert profile_flops(model, kwargs=batch) == step_flops(LENGTHS)
+    model.resize_token_embeddings(200, mean_resizing=False)  # 40 more rows of the embedding, which is the head
+    with track(profile_flops(model, kwargs=batch), spec=SPEC, dtype="fp32") as result:
+        run(model, batch)
+    assert result.flops == step_flops(LENGTHS) + 6 * 40 * 32 * sum(LENGTHS)
+    layers = nn.Sequential(nn.Linear(8, 4, bias=False))
+    x = torch.zeros(2, 8)
+    assert profile_flops(layers, (x,)) == 2 * 64 * 2
+    layers.append(nn.Linear(4, 3, bias=False))
+    assert profile_flops(layers, (x,)) == 2 * 64 * 2 + 3 * 2 * 24
+
+
 def test_a_model_without_tokens_is_counted_for_each_shape_that_it_is_given():
     convolution = nn.Conv2d(3, 8, 3)
     for size, rows in ((8, 1), (10, 4)):

@@ -105,14 +105,14 @@ class WatchedBlock(Block):
                 "the model before it was profiled or tracked, pass what torch.compile returned; of CUDA graphs and "
                 "other models pass the FLOPs as a plain number, int(flops), or the batch, track(model, batch=batch)."
             )
+        forwards, backwards = set(map(id, watch.forwards)), set(map(id, watch.backwards))
         parts, workloads = [], []
         for call in watch.forwards:
-            has_backward = any(call is own for own in watch.backwards)
-            count, workload = self._count(call, forward_only=not has_backward)
+            count, workload = self._count(call, forward_only=id(call) not in backwards)
             parts.append(count)
             workloads.append(workload)
         for call in watch.backwards:
-            if all(call is not own for own in watch.forwards):  # its forward ran before the block
+            if id(call) not in forwards:  # its forward ran before the block
                 parts.append(_without_forward(self._count(call, forward_only=False)[0]))
         if self._added:
             parts.append(replace(_stated(self._added), convention=parts[0].convention))

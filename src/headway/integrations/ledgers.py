@@ -12,7 +12,7 @@ from torch import nn
 
 from headway.count import CostModel, FlopCount, Workload, trace
 from headway.count.tracing.unwrap import whole
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError, UsageError, WorkloadError
 from headway.integrations.setups import Setup, SetupReader, param_bytes
 from headway.meter.batches import needed, workload_of
 from headway.meter.late import Arrival, on_host
@@ -117,8 +117,8 @@ class Ledger:
         Raises:
             TraceError: an operation cannot be explained.
         """
-        key = None if self.takes_tokens else _shapes(given)
         setup = setup if setup is not None else self.setup.read()
+        key = (setup.version, None if self.takes_tokens else _shapes(given))
         if (key, setup.trained) not in self._applied:
             if key not in self._traces:
                 self._traces[key] = trace(self.model, inputs=None if self.takes_tokens else _on_cpu(given))
@@ -139,7 +139,7 @@ class Ledger:
             return Call(self, _without_data(given), dtype)
         try:
             _refuse_past(given)
-            model = self._traces[None]  # whoever watches has had it traced
+            model = next(reversed(self._traces.values()))  # whoever watches has had it traced
             copied, late = on_host(given, needed(model))
             return Call(self, copied if late else workload_of(copied, model), dtype)
         except HeadwayError as error:  # a loop is not broken by being watched
@@ -213,14 +213,14 @@ def _refuse_past(given: Mapping[str, Any]) -> None:
     """Refuse a forward that goes on from cached keys and values: its batch does not say how many.
 
     Raises:
-        UsageError: it does.
+        WorkloadError: it does.
     """
     cache = given.get("past_key_values")
     ids = next((given[name] for name in _IDS if given.get(name) is not None), None)
     if cache is None or ids is None or not hasattr(cache, "get_seq_length"):
         return
     if cache.get_seq_length() > ids.shape[1]:
-        raise UsageError(
+        raise WorkloadError(
             "the model was called with past_key_values, as generation does: the keys that it reads are not in the "
             "batch. Leave generation out of the block, or count it with Workload(..., past=...)."
         )

@@ -161,7 +161,7 @@ def profile_flops_with_hfu(
         TraceError, WorkloadError, UsageError: as for `profile_flops`.
     """
     ledger = ledger_of(model)
-    ledger.setup.look_again()
+    ledger.setup.look_again()  # adapters may have been added
     setup = ledger.setup.read()
     ledger.prepare()
     call = ledger.note(args or (), kwargs or {}).arrived()

@@ -11,6 +11,7 @@ from headway.count.tracing.unwrap import whole
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from headway.count import CostModel
@@ -25,12 +26,14 @@ class Setup:
         checkpointed: paths of the blocks that are run again in the backward.
         num_blocks: blocks that could be.
         to_the_end: whether they are run again to their ends, as `use_reentrant=True` does.
+        version: of the model: another number for other parameters.
     """
 
     trained: tuple[bool, ...]
     checkpointed: tuple[str, ...]
     num_blocks: int
     to_the_end: bool
+    version: int
 
     def recompute(self) -> str:
         """Say what is run again, as `CostModel.count` takes it.
@@ -65,6 +68,9 @@ class SetupReader:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
+        self._version = 0
+        self._marks: list[tuple[int, torch.Size]] = []
+        self._parameters: list[Any] = []
         self.look_again()
 
     def look_again(self) -> None:
@@ -73,7 +79,10 @@ class SetupReader:
         if model is None:
             return
         inner = whole(model)
-        self._parameters: list[Any] = [weakref.ref(parameter) for parameter in inner.parameters()]
+        marks = [(id(parameter), parameter.shape) for parameter in inner.parameters()]
+        self._version += marks != self._marks
+        self._marks = marks
+        self._parameters = [weakref.ref(parameter) for parameter in inner.parameters()]
         paths = checkpointable_blocks(inner)
         self._blocks = [(path, weakref.ref(module)) for path, module in inner.named_modules() if path in paths]
         self._last = self._read()
@@ -97,6 +106,7 @@ class SetupReader:
             tuple([path for path, _ in on]),
             len(self._blocks),
             any(getattr(function, "keywords", {}).get("use_reentrant", False) for _, function in on),
+            self._version,
         )
 
 

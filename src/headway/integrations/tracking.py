@@ -22,6 +22,7 @@ from headway.meter import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
