@@ -68,6 +68,37 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     model.train().requires_grad_(True)
     made = inputs_for(model, inputs)
 
+    runs, workloads, windows = _watch(model, made)
+    windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
+    explained = _explain(runs, workloads, [*made.drivers, *windowed], made.strided)
+    operations, fitted = [op for op, _ in explained], [f for _, f in explained]
+    names = classify.components(model, operations, fitted)
+    shares = classify.expert_shares(operations, fitted)
+    resting = classify.resting(model, shares)
+    homes = classify.parameter_components(operations, names, parameters)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    source, idle = _source(model), classify.idle_modules(model, operations, parameters)
+    if idle:
+        idle, notes = _elsewhere(model, made, workloads[0], runs[0].operations, parameters, idle)
+        source |= notes
+    return CostModel(
+        name or type(model).__name__,
+        tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
+        tuple(
+            Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares, resting), home, p in trainable)
+            for p, home in zip(parameters, homes, strict=True)
+        ),
+        source,
+        tuple(f"{path} (it never ran)" for path in idle),
+    )
+
+
+def _watch(model: nn.Module, made: Any) -> tuple[list[Recorder], list[Workload], list[int]]:
+    """Run a model on workloads that tell its drivers apart.
+
+    Returns:
+        What it ran on each; the workloads; and the windows that its attention may have [tokens].
+    """
     workloads = made.workloads()
     runs = [_run(model, made.arguments(workloads[0]), backward=True)]
     first = runs[0].operations
@@ -83,28 +114,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
             runs[1:] = [_run(model, made.arguments(other), backward=True) for other in workloads[1:]]
             break
-    windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
-    explained = _explain(runs, workloads, [*made.drivers, *windowed], made.strided)
-    operations, fitted = [op for op, _ in explained], [f for _, f in explained]
-    names = classify.components(model, operations, fitted)
-    shares = classify.expert_shares(operations, fitted)
-    resting = classify.resting(model, shares)
-    homes = classify.parameter_components(operations, names, parameters)
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    source, idle = _source(model), classify.idle_modules(model, operations, parameters)
-    if idle:
-        idle, notes = _elsewhere(model, made, workloads[0], first, parameters, idle)
-        source |= notes
-    return CostModel(
-        name or type(model).__name__,
-        tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
-        tuple(
-            Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares, resting), home, p in trainable)
-            for p, home in zip(parameters, homes, strict=True)
-        ),
-        source,
-        tuple(f"{path} (it never ran)" for path in idle),
-    )
+    return runs, workloads, windows
 
 
 def _elsewhere(
