@@ -41,7 +41,7 @@ def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
     array = np.asarray(values)
     if array.size == 0:
         return array.astype(np.int64)
-    if not (np.issubdtype(array.dtype, np.integer) or (booleans and array.dtype == np.bool_)):
+    if array.dtype.kind not in ("iub" if booleans else "iu"):
         raise WorkloadError(f"{what} must be whole numbers, got {array.dtype} values such as {array.flat[0]!r}.")
     return array.astype(np.int64, copy=False)
 

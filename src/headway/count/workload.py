@@ -92,6 +92,16 @@ class Workload:
             _past=_per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
         )
 
+    @classmethod
+    def _of_lengths(cls, lengths: Ints, images: IntsLike, videos: IntsLike, slots: int) -> Workload:
+        """Build a workload of lengths that were counted here, each at least 1 and together within the slots."""
+        workload = object.__new__(cls)
+        grids = {"_images": grids_of(images, "images"), "_videos": grids_of(videos, "videos")}
+        workload._set(
+            int(lengths.sum()), slots, None, _segments=lengths, **grids, _sources=NONE, _audio=NONE, _past=NONE
+        )
+        return workload
+
     def _set(self, tokens: int, slots: int, packs: int | None, **arrays: Ints) -> None:
         for name, value in arrays.items():
             if value.base is not None or value.flags.writeable:
@@ -300,7 +310,7 @@ class Workload:
         else:
             for row in mask:
                 lengths += np.unique_counts(row[row > 0]).counts.tolist()
-        return cls(lengths, images, videos, slots=mask.size)
+        return cls._of_lengths(np.asarray(lengths, dtype=np.int64), images, videos, mask.size)
 
     @classmethod
     def from_position_ids(
@@ -344,13 +354,13 @@ class Workload:
         starts[:, :1] = True
         if attention_mask is None:
             lengths = np.diff(np.flatnonzero(starts), append=starts.size)
-            return cls(lengths, images, videos, slots=starts.size)
+            return cls._of_lengths(lengths, images, videos, starts.size)
         keep = as_ints(attention_mask, "attention_mask", booleans=True) > 0
         if keep.shape != starts.shape:
             raise WorkloadError(f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree.")
         segment_of_slot = starts.reshape(-1).cumsum() - 1
         lengths = np.bincount(segment_of_slot[keep.reshape(-1)]) if keep.any() else np.zeros(0, dtype=np.int64)
-        return cls(lengths[lengths > 0], images, videos, slots=starts.size)
+        return cls._of_lengths(lengths[lengths > 0], images, videos, starts.size)
 
 
 def _joined_per_segment(workloads: Sequence[Workload], lengths: Sequence[Ints]) -> Ints:
