@@ -1,9 +1,20 @@
 import json
 
 import pytest
+import transformers
 
 from tiny_models import tiny_config
 from tiny_speech import tiny_speech_model
+
+_T5 = {
+    "vocab_size": 160, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "architectures": ["T5ForConditionalGeneration"],
+}  # fmt: skip
+_LED = {
+    "vocab_size": 160, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "attention_window": 8,
+    "architectures": ["LEDForConditionalGeneration"],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,3 +68,20 @@ def test_mistakes_are_one_paragraph(headway, arguments, code, message):
     done = headway("verify", *arguments)
     assert done.code == code
     assert message in " ".join(done.err.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.T5Config(**_T5), "eager attention runs all 38,809 scores, the mask allows 19,503"),
+        # 311 tokens and a window of 8 are padded to 39 windows
+        (transformers.LEDConfig(**_LED), "the encoder computes whole windows, in chunks that overlap: 312 for 311"),
+    ],
+    ids=["t5", "led"],
+)
+def test_an_encoder_decoder_of_a_folder_is_explained(headway, tmp_path, config, reason):
+    config.save_pretrained(tmp_path)
+    done = headway("verify", str(tmp_path))
+    assert (done.code, "UNEXPLAINED" in done.out) == (0, False)
+    assert reason in done.out
+    assert "PyTorch cannot see  nothing that ran here" in done.out

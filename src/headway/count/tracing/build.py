@@ -192,11 +192,21 @@ def number_parameters(model: nn.Module) -> list[str]:
     return names
 
 
-def run_every_layer(model: nn.Module) -> None:
-    """Switch off LayerDrop, which skips layers of some models at random while they train; their cost is of them all."""
-    for holder in (*model.modules(), *configs(model)):
-        for name in [key for key, value in vars(holder).items() if key.endswith("layerdrop") and value]:
-            setattr(holder, name, 0.0)
+def run_every_layer(model: nn.Module) -> list[tuple[Any, str, float]]:
+    """Switch off LayerDrop, which skips layers of some models at random while they train; their cost is of them all.
+
+    Returns:
+        What was switched off: (holder, attribute, value).
+    """
+    drops = [
+        (holder, name, value)
+        for holder in (*model.modules(), *configs(model))
+        for name, value in vars(holder).items()
+        if name.endswith("layerdrop") and value
+    ]
+    for holder, name, _ in drops:
+        setattr(holder, name, 0.0)
+    return drops
 
 
 def configs(model: nn.Module) -> list[Any]:

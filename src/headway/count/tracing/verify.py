@@ -1,16 +1,14 @@
 """Hold a ledger against PyTorch's own counter, on a real step of a real model, module by module.
 
 The step runs with eager attention and eager experts, whose products PyTorch's formulas see singly. Some differences
-are then expected: eager attention computes the whole square of scores whatever the mask allows; rotary angles are an
-outer product without parameters, which is no model FLOP; a causal convolution runs over its padding; and a recurrence
-is counted in its recurrent form, whatever chunks or loops it runs in. What runs inside a recurrence is told apart from
-the rest of its module, which must agree.
+are then expected, and `differences` says which. What runs inside a recurrence is told apart from the rest of its
+module, which must agree.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +18,19 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from headway.count import drivers
 from headway.count.tracing import trace
+from headway.count.tracing.build import configs, run_every_layer
 from headway.count.tracing.classify import inside
+from headway.count.tracing.differences import RECURRENCE, Billed, explain
 from headway.count.tracing.inputs import backward_from, call, inputs_for
 from headway.count.tracing.replacing import watched
+from headway.count.tracing.scores import HIDDEN
 
 if TYPE_CHECKING:
-    from headway.count.cost_model import CostModel
+    from headway.count.cost_model import CostModel, Row
     from headway.count.workload import Workload
 
 aten = torch.ops.aten
-_RECURRENCE = " (recurrence)"  # after a module's path: what it runs inside its recurrence
 _CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 
@@ -65,6 +64,8 @@ class Counted(TorchDispatchMode):
         too_much: FLOPs of convolutions that PyTorch counts and no token has, by module path and whether it is backward.
         unseen: kernels that PyTorch's counter has no formula for.
         fused: the same, by module path.
+        of_expert: forward FLOPs of each expert of a list, by the list's path and its own.
+        softmaxes: places of each, those that no mask had hidden, and places for each query; by module path.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -78,6 +79,8 @@ class Counted(TorchDispatchMode):
         self.too_much: Counter[tuple[str, bool]] = Counter()
         self.unseen: set[str] = set()
         self.fused: dict[str, str] = {}
+        self.of_expert: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.softmaxes: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
 
     def __enter__(self) -> Any:
         def enter(module: nn.Module, _args: Any) -> None:
@@ -98,8 +101,8 @@ class Counted(TorchDispatchMode):
         """Wrap a function so that what it runs is told apart from the rest of the running module."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            path = self._stack[-1].removesuffix(_RECURRENCE)
-            self._stack.append(path + _RECURRENCE)
+            path = self._stack[-1].removesuffix(RECURRENCE)
+            self._stack.append(path + RECURRENCE)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -113,6 +116,9 @@ class Counted(TorchDispatchMode):
             for path in list(counter):
                 home = next((home for home in experts if inside(path, [home])), path)
                 if home != path:
+                    if counter is self.forward:
+                        expert = path.removeprefix(f"{home}.").partition(".")[0]
+                        self.of_expert[home][expert] += counter[path]
                     counter[home] += counter.pop(path)
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,6 +132,8 @@ class Counted(TorchDispatchMode):
         elif any(a.requires_grad for a in operands):
             # the first operation after a node was made is its own; dropout, say, allocates before it makes one
             self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, path)
+        if packet is aten._softmax and node is None:
+            self.softmaxes[path].append((out.numel(), int(torch.count_nonzero(args[0] > HIDDEN)), out.shape[-1]))
         if packet not in flop_registry:
             if func.namespace != "aten" or packet.__name__.startswith("_scaled_dot_product"):
                 self.fused[path] = str(func)
@@ -173,12 +181,11 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
         TraceError: the model has no complete ledger.
     """
     cost = trace(model, inputs=inputs)
-    eager: list[Any] = [
-        m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
-    ]
+    eager = configs(model)
     before = [(c._attn_implementation, c._experts_implementation) for c in eager]
     for config in eager:
         config._attn_implementation = config._experts_implementation = "eager"
+    drops = run_every_layer(model)
     held = [parameter.grad for parameter in model.parameters()]
     counted = Counted(model)
     try:
@@ -188,74 +195,23 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
     finally:
         for config, (attention, experts) in zip(eager, before, strict=True):
             config._attn_implementation, config._experts_implementation = attention, experts
+        for holder, name, value in drops:
+            setattr(holder, name, value)
         for parameter, grad in zip(model.parameters(), held, strict=True):
             parameter.grad = grad
     counted.gather({row.module for row in cost.rows if row.op == "experts"})
-    return _compare(cost, counted, workload), counted.unseen
+    return _compare(cost, counted, workload, model), counted.unseen
 
 
-def _compare(cost: CostModel, counted: Counted, workload: Workload) -> list[Line]:
+def _compare(cost: CostModel, counted: Counted, workload: Workload, model: nn.Module) -> list[Line]:
     trained = sum(1 << i for i, p in enumerate(cost.parameters) if p.trainable)
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
-    ops: dict[str, str] = {}
-    # attention: module -> driver -> FLOPs per score, forward and backward
-    scores: dict[str, dict[str, tuple[int, int]]] = {}
+    rows: defaultdict[str, list[Row]] = defaultdict(list)
     for row in cost.rows:
-        units = drivers.parse(row.driver)(workload)
-        needed = sum(g.flops for g in row.gradients if g.needs & trained)
-        path = row.module + _RECURRENCE if row.op == "recurrence" else row.module
-        forward[path] += units * row.forward
-        backward[path] += units * needed
-        ops.setdefault(path, row.op)
-        shown = drivers.tower(row.driver) == "language" or row.driver == "patch_pairs:frame"
-        if row.op == "attention" and (shown or _heard_pairs(row.driver)):
-            of_driver = scores.setdefault(row.module, {})
-            ahead, back = of_driver.get(row.driver, (0, 0))  # attention by hand has a row for scores, one for values
-            of_driver[row.driver] = (ahead + row.forward, back + needed)
+        rows[row.module + RECURRENCE if row.op == "recurrence" else row.module].append(row)
     lines = []
-    for module in dict.fromkeys([*forward, *counted.forward, *counted.outer, *counted.backward]):
-        ours = (forward[module], backward[module])
+    for module in dict.fromkeys([*rows, *counted.forward, *counted.outer, *counted.backward]):
+        billed = Billed(module, tuple(rows[module]), trained, workload)
         theirs = (counted.forward[module] + counted.outer[module], counted.backward[module])
-        lines.append(
-            Line(module, ops.get(module, "-"), ours, theirs, _explain(module, ours, counted, scores, workload))
-        )
+        op = rows[module][0].op if rows[module] else "-"
+        lines.append(Line(module, op, billed.flops, theirs, explain(billed, counted, model)))
     return lines
-
-
-def _heard_pairs(driver: str) -> str:
-    """Name all pairs of the positions of each clip or source, of which a driver counts some; "" if it counts others."""
-    pairs, slash, steps = driver.partition("/")
-    kind = pairs.partition(":")[0]
-    return f"{kind}:full{slash}{steps}" if kind in ("audio_pairs", "source_pairs") else ""
-
-
-def _explain(
-    module: str,
-    ledger: tuple[int, int],
-    counted: Counted,
-    scores: dict[str, dict[str, tuple[int, int]]],
-    workload: Workload,
-) -> str | None:
-    seen = (counted.forward[module], counted.backward[module])
-    why = "rotary angles: an outer product without parameters is no model FLOP" if counted.outer[module] else ""
-    if seen == ledger:
-        return why
-    if seen == (ledger[0] + counted.too_much[module, False], ledger[1] + counted.too_much[module, True]):
-        return (
-            "a causal convolution's padding is no token's, and PyTorch takes a grouped one's backward for a dense one's"
-        )
-    if module.endswith(_RECURRENCE):
-        return "a recurrence is counted in its recurrent form; it ran in chunks, or in a loop of elementwise products"
-    if module in counted.fused and seen == (0, 0):
-        return f"PyTorch's counter has no formula for {counted.fused[module]}"
-    per_scores = set(scores.get(module, {}).values())
-    if len(per_scores) == 1:
-        ((per_score, per_score_back),) = per_scores
-        allowed, run = ledger[0] // per_score, seen[0] // per_score
-        # one text's queries over all keys, its own and compressed ones beside them; or all pictures in a row
-        whole = workload.num_segments == 1 and run % workload.tokens == 0 and run >= allowed
-        heard = {drivers.parse(_heard_pairs(d))(workload) for d in scores[module] if _heard_pairs(d)}  # all of a clip
-        if (whole or run == workload.patches**2 or run in heard) and seen == (run * per_score, run * per_score_back):
-            return f"eager attention runs all {run:,} scores, the mask allows {allowed:,}"
-    return None
