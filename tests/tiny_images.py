@@ -313,7 +313,7 @@ _IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-IMAGE_FAMILIES = tuple(_IMAGE_FAMILIES)
+IMAGE_FAMILIES = tuple(f for f, (name, _) in _IMAGE_FAMILIES.items() if hasattr(transformers, name))
 
 
 def tiny_image_config(family: str) -> PreTrainedConfig:

@@ -63,11 +63,10 @@ def qwen3_next():
     q, k, v = leaf(TOKENS, 2, 8), leaf(TOKENS, 2, 8), leaf(TOKENS, 4, 12)
     g, beta = leaf(TOKENS, 4), leaf(TOKENS, 4)
     log_decay, rate = -F.softplus(g), beta.sigmoid()
-    arguments = [x[None] for x in (q, k, v, log_decay, rate)]
-    theirs = modeling_qwen3_next.torch_chunk_gated_delta_rule(*arguments, chunk_size=8, use_qk_l2norm_in_kernel=True)[
-        0
-    ][0]
-    q, k = (unit(x).repeat_interleave(2, dim=1) for x in (q, k))
+    q, k = (x.repeat_interleave(2, dim=1) for x in (q, k))  # transformers 5.17 takes them so alone
+    chunks = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    theirs = chunks(*(x[None] for x in (q, k, v, log_decay, rate)), chunk_size=8, use_qk_l2norm_in_kernel=True)[0][0]
+    q, k = unit(q), unit(k)
     return (q / math.sqrt(8), k, v, log_decay.exp()[..., None], rate), linear_attention, theirs
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+import checkpointing
 import headway
 from headway import GPUSpec
 from headway.errors import UsageError, WorkloadError
@@ -111,7 +112,7 @@ def test_recomputation_is_in_hfu_alone(tmp_path):
     exact, stated = MFUCallback(metric_prefix=""), MFUCallback(backward_factor=3.0, num_gpus=2)
     logged = {}
     for callback in (exact, stated):
-        history = run_trainer(tmp_path, callback, activation_checkpointing=True)
+        history = run_trainer(tmp_path, callback, **{checkpointing.NAME: True})
         logged[callback] = next(log for log in history if any(key.endswith("mfu") for key in log))
         assert callback.run.flops.total == step_flops(LENGTHS)
         assert callback.run.flops.recompute == recomputed_flops(LENGTHS)

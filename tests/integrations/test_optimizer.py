@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 
+import checkpointing
 from headway import MFUOptimizerWrapper
 from headway.errors import UsageError
 from tiny_gpt2 import batch_of, gpt2, recomputed_flops, step_flops
@@ -229,7 +230,7 @@ def test_profiled_before_compiling():
 
 def test_a_backward_factor_is_for_hfu_alone():
     model = gpt2()
-    model.activation_checkpointing_enable()
+    checkpointing.enable(model)
     exact, stated = tracked(model), tracked(model, hfu_backward_factor=3.0)
     for optimizer, ratio in ((exact, 1 + recomputed_flops(LENGTHS) / step_flops(LENGTHS)), (stated, 4 / 3)):
         with optimizer.track_step(num_tokens=100) as result:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import checkpointing
 import headway.flops
 from headway import (
     GPUSpec,
@@ -90,7 +91,7 @@ def test_both_numbers_of_a_checkpointed_model():
     model, batch = gpt2(), batch_of(LENGTHS)
     plain = profile_flops_with_hfu(model, kwargs=batch)
     assert plain.flops == plain.hfu_flops == step_flops(LENGTHS)
-    model.activation_checkpointing_enable()
+    checkpointing.enable(model)
     again = profile_flops_with_hfu(model, kwargs=batch)
     assert again.flops == step_flops(LENGTHS)
     assert again.hfu_flops == step_flops(LENGTHS) + recomputed_flops(LENGTHS)

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+import checkpointing
 from headway import Workload, trace
 from headway.integrations import FlopsAccumulator, HeadwayCallback, HeadwayMonitor
 from headway.meter import Meter
@@ -78,7 +79,7 @@ def transformers_trainer(path, accumulation):
 
 def trl_sft(path, accumulation, **packing):
     callback = HeadwayCallback(peak=PEAK)
-    given = SFTConfig(**arguments(path, accumulation), bf16=False, activation_checkpointing=False, **packing)
+    given = SFTConfig(**arguments(path, accumulation), bf16=False, **{checkpointing.NAME: False}, **packing)
     data, tokenizer = Dataset.from_list(ROWS), tiny_tokenizer()
     SFTTrainer(tiny(), given, train_dataset=data, processing_class=tokenizer, callbacks=[callback]).train()
     return callback.run

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
+import checkpointing
 from headway import Meter, Peak, Workload, param_bytes, profile_flops, trace, track
 from headway.errors import UnknownDeviceError, UsageError, WorkloadError
 from headway.integrations.watching import ledger_of
@@ -116,7 +117,7 @@ def test_a_model_without_tokens_is_counted_for_each_shape_that_it_is_given():
 
 def test_what_checkpointing_runs_again_is_in_hfu_alone():
     model, batch = gpt2(), batch_of(LENGTHS)
-    model.activation_checkpointing_enable()
+    checkpointing.enable(model)
     with track(model, spec=SPEC) as result:
         run(model, batch)
     assert result.flops == step_flops(LENGTHS)
@@ -131,10 +132,10 @@ def test_what_checkpointing_runs_again_is_in_hfu_alone():
 def test_a_choice_of_checkpointed_blocks_is_read_off_the_model():
     model = gpt2()
     assert ledger_of(model).setup.read().recompute() == "none"
-    model.activation_checkpointing_enable()
+    checkpointing.enable(model)
     model.transformer.h[0].gradient_checkpointing = False
     assert ledger_of(model).setup.read().recompute() == "transformer.h.1"
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    checkpointing.enable(model, {"use_reentrant": True})
     assert ledger_of(model).setup.read().recompute() == "reentrant"
 
 

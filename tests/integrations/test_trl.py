@@ -6,6 +6,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+import checkpointing
 from headway import Workload, trace
 from headway.count.tracing.build import model_class
 from headway.devices import Peak
@@ -39,7 +40,7 @@ def train(trainer_class, config_class, path, model, data, callback, *, given=Non
     """Run one epoch, with what else is given to the trainer and its arguments."""
     arguments = config_class(
         str(path), num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", bf16=False,
-        dataloader_pin_memory=False, logging_steps=1, **{"activation_checkpointing": False} | options,
+        dataloader_pin_memory=False, logging_steps=1, **{checkpointing.NAME: False} | options,
     )  # fmt: skip
     trainer = trainer_class(
         model,
@@ -161,7 +162,7 @@ def test_checkpointing_enters_hfu_and_leaves_the_reference_alone(tmp_path):
     cost = trace(model)
     callback = HeadwayCallback(peak=PEAK)
     given = {"ref_model": tiny()}
-    train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given=given, activation_checkpointing=True)
+    train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given=given, **{checkpointing.NAME: True})
     trained, reference = cost.count(Workload(PAIRS), recompute="full"), cost.count(Workload(PAIRS), forward_only=True)
     assert trained.recompute > 0
     assert callback.run.flops == trained + reference

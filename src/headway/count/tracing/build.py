@@ -252,14 +252,19 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
     return [min(length, most) for length in found if length <= LONGEST_WINDOW]
 
 
+# towers that hand a flash kernel no boundaries of images (transformers 5.17), but make a mask for any other
+_MASKED_TOWERS = ("pixtral",)
+
+
 def use_seams(model: nn.Module) -> None:
     """Point attention at the recording seams and experts at grouped products; let every layer run, on every row."""
     run_every_layer(model)
     keep_every_row(model)
     if configs(model):
         attention.register()
-    for config in configs(model):
-        config._attn_implementation = attention.TEXT if hasattr(config, "vocab_size") else attention.TOWER
+    for config in {id(config): config for config in configs(model)}.values():  # one sets those inside it too
+        masked = hasattr(config, "vocab_size") or config.model_type in _MASKED_TOWERS
+        config._attn_implementation = attention.TEXT if masked else attention.TOWER
         config._experts_implementation = "grouped_mm"
         config.use_cache = False  # some forwards do not take it as an argument
     for module in model.modules():

@@ -52,8 +52,14 @@ class Probe:
             name: of the method, of the model or of a part of it; the innermost that has one is asked.
             arguments: the forward's arguments; the method gets those that it names.
         """
-        named = self.takes(name)
-        output = self._run(self._method(name), {key: value for key, value in arguments.items() if key in named})
+        method = self._method(name)
+        given = {}
+        for key, parameter in inspect.signature(method).parameters.items():
+            if key in arguments:
+                given[key] = arguments[key]
+            elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                given[key] = self._setting(key)
+        output = self._run(method, given)
         if isinstance(output, dict):
             pooled = getattr(output, "pooler_output", None)  # which not every class of outputs declares
             output = output["last_hidden_state"] if pooled is None else pooled
@@ -102,6 +108,11 @@ class Probe:
     def _method(self, name: str) -> Callable[..., Any]:
         methods: list[Callable[..., Any]] = [getattr(m, name) for m in self._model.modules() if hasattr(type(m), name)]
         return methods[-1]
+
+    def _setting(self, name: str) -> Any:
+        """Look up what a forward reads from a configuration and hands to its methods (Llama 4 in transformers 5.17)."""
+        configs: list[Any] = build.subconfigs(self._given.config)
+        return next((getattr(config, name) for config in configs if hasattr(config, name)), None)
 
     def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with Recorder(self._model, lambda _: "") as recorder, Seams(recorder), torch.no_grad():
