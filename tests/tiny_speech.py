@@ -156,7 +156,7 @@ _SPEECH_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SPEECH_FAMILIES = tuple(_SPEECH_FAMILIES)
+SPEECH_FAMILIES = tuple(f for f, (name, _) in _SPEECH_FAMILIES.items() if hasattr(transformers, name))
 
 
 def tiny_speech_config(family: str) -> PreTrainedConfig:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from headway.count import Workload, trace
 from headway.count.tracing.inputs import Inputs
 from headway.count.tracing.verify import verify
 from tiny_speech import SPEECH_FAMILIES, tiny_speech_model
+from witness import count_forward
 
 CPU = torch.device("cpu")
 
@@ -44,14 +44,12 @@ def test_the_forward_is_what_flop_counter_mode_counts(family):
     made = Inputs(model)
     workload = made.workloads()[0]
     arguments = made.arguments(workload, CPU)
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        model(**arguments)
+    _, counted = count_forward(model, arguments)
     cost = trace(model)
     # two layers of eager attention run the whole square of the text's scores: 2 x 2 products of 4 heads x 8
     n = workload.tokens
     hidden = 2 * (n * n - n * (n + 1) // 2) * 2 * 2 * 32
-    assert cost.count(workload).forward == counter.get_total_flops() - hidden
+    assert cost.count(workload).forward == sum(counted.values()) - hidden
 
 
 def test_attention_in_blocks_costs_its_blocks():
@@ -82,6 +80,7 @@ def test_a_clip_that_is_added_to_its_text_says_how_long_that_is():
     assert rows["language_model.layers.1.self_attn"].driver == "pairs:sliding:4096"
 
 
+@pytest.mark.skipif("dots3_note" not in SPEECH_FAMILIES, reason="transformers 5.17 has no Dots-3-Note")
 def test_convolutions_over_time_and_frequency_leave_an_eighth_of_the_frames():
     rows = {row.module.removeprefix("model.audio_tower."): row for row in trace(real("dots3_note")).rows}
     # 3 x 3 weights of 12 x 12 channels at each eighth frame, begun ones too, and 2 of the 16 bands

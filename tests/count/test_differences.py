@@ -25,6 +25,8 @@ _STREAMS = {
     "hidden_size": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "num_encoder_layers": 1, "num_decoder_layers": 1,
     "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
 }  # fmt: skip
+# transformers 5.17 counts an expert's tokens over an axis of one, so that it drops none
+DROPS = not transformers.__version__.startswith("5.17")
 CAUSAL = "eager attention runs all 529 scores, the mask allows 276"
 # name of the configuration -> its options, and the reasons that a step has, with numbers derived here
 CASES = {
@@ -34,11 +36,7 @@ CASES = {
     # no expert takes more than 5 of a text's tokens, which are alike: all choose the same one
     "SwitchTransformers": (
         dict(_T5, **_SPARSE, expert_capacity=5, dropout_rate=0.0),
-        {
-            CAUSAL,
-            "experts take 5 rows at most: the router dropped 32 of 37",
-            "experts take 5 rows at most: the router dropped 18 of 23",
-        },
+        {CAUSAL, *(f"experts take 5 rows at most: the router dropped {n - 5} of {n}" for n in (37, 23) if DROPS)},
     ),
     "NllbMoe": (
         dict(_BART, num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from headway.count import Workload, drivers, trace
 from headway.count.tracing.build import configs, model_class
@@ -113,6 +114,8 @@ class Probabilities(TorchDispatchMode):
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_is_billed_for_the_pairs_whose_probability_is_not_zero(name):
     class_name, options, expected = MODELS[name]
+    if "indexed_attention" in str(options) and "indexed_attention" not in ALLOWED_LAYER_TYPES:
+        pytest.skip("transformers 5.17 refuses the layers of its own GLM-5-Next")
     torch.manual_seed(0)
     config = getattr(transformers, class_name)(**options)
     model = model_class(config)._from_config(config, dtype=torch.float32)

@@ -2,8 +2,8 @@
 
 A reason is given only where it predicts what PyTorch counted, forward and backward, to the FLOP; the pairs that a mask
 allows are those that the real softmaxes went over. Three can do less, and their words say so: the chunks of a
-recurrence are a bound from below, scores that end in no softmax one from above, and a kernel that PyTorch has no
-formula for is not seen at all.
+recurrence are a bound from below, scores that end in no softmax one from above; a kernel that PyTorch has no formula
+for, or a recurrence of elementwise products, is not seen at all.
 """
 
 from __future__ import annotations
@@ -95,6 +95,11 @@ def _recurrence(ledger: tuple[int, int], seen: tuple[int, int]) -> str | None:
     the reads alone, and those of its backward that its reads need. Chunks read and write the state as often and
     multiply inside each chunk too, so they run no less.
     """
+    if seen == (0, 0):
+        return (
+            "a recurrence is counted in its recurrent form; it ran in elementwise products, of which PyTorch counts "
+            "none: held against nothing"
+        )
     half = ledger[0] // 2
     if 2 * seen[0] == ledger[0] and seen[1] in (0, half, 2 * half) and seen[1] <= ledger[1]:
         return "a recurrence is counted in its recurrent form; its loop writes the state elementwise and reads it here"
