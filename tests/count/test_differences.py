@@ -10,6 +10,7 @@ from transformers import DeepseekV4Config
 from headway.count import Workload, trace
 from headway.count.tracing import verify as module
 from headway.count.tracing.build import model_class
+from headway.count.tracing.inputs import Inputs
 from headway.count.tracing.verify import verify
 from tiny_models import tiny_config
 
@@ -63,6 +64,28 @@ CASES = {
     "ProphetNet": (_STREAMS, {"each of 2 streams runs its scores whole, as the text does"}),
 }
 
+# speech that an encoder reads, as features or as a waveform
+_SMALL = {
+    "intermediate_size": 48, "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2, "hidden_size": 32,
+    "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4, "encoder_num_key_value_heads": 4,
+    "decoder_num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_SPEECH_ENCODER = {
+    "hidden_size": 32, "speech_encoder_layers": 2, "speech_encoder_attention_heads": 4,
+    "speech_encoder_intermediate_size": 48, "feature_projection_input_dim": 16, "conv_depthwise_kernel_size": 5,
+}  # fmt: skip
+SPEECH = {
+    "Speech2Text": (
+        "Speech2TextForConditionalGeneration",
+        dict(_BART, input_feat_per_channel=16, conv_channels=24, max_source_positions=600, max_target_positions=400),
+    ),
+    "Moonshine": ("MoonshineForConditionalGeneration", _SMALL),
+    "SeamlessM4T": (
+        "SeamlessM4TForSpeechToText",
+        {key: value for key, value in _BART.items() if key != "d_model"} | _SPEECH_ENCODER,
+    ),
+}
+
 
 def real(family):
     torch.manual_seed(0)
@@ -81,6 +104,21 @@ def test_each_difference_has_the_reason_that_the_code_gives(family):
     assert unseen == set()
     assert {line.explanation for line in lines} == {"", *CASES[family][1]}
     assert sum(line.ledger[0] for line in lines) > 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "the encoder trained"])
+@pytest.mark.parametrize("family", SPEECH)
+def test_speech_that_an_encoder_reads_counts_what_pytorch_dispatches(family, frozen):
+    name, options = SPEECH[family]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**_TEXT, **options)).train()
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_("encoder" in path or not frozen)
+    lines, unseen = verify(model, Inputs(model).workloads()[1])
+    assert unseen == set()
+    assert {line.op for line in lines if line.explanation is None} == set()
+    # convolutions are grouped ones, whose backward PyTorch takes for that of dense ones
+    assert {line.op for line in lines if line.explanation} <= {"attention", "convolution", "-"}
 
 
 @pytest.mark.parametrize("family", ["LongT5", "LED", "PegasusX"])
