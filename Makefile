@@ -1,5 +1,5 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
-# make check  set up, then lint, types and fast tests (about a minute)
+# make check  set up, then lint, types and fast tests (a few minutes)
 # make test   set up, then the whole test suite (minutes)
 # make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (five minutes)
 # make format rewrite the sources as ruff formats them

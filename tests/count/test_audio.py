@@ -25,11 +25,13 @@ def differences(model, run):
 
 
 @pytest.mark.parametrize("family", SPEECH_FAMILIES)
+@pytest.mark.slow
 def test_clips_in_a_text_count_what_pytorch_dispatches(family):
     assert differences(real(family), 2) == []  # three clips: forward and backward, module by module
 
 
 @pytest.mark.parametrize("family", SPEECH_FAMILIES)
+@pytest.mark.slow
 def test_a_frozen_text_still_sends_gradients_to_what_hears(family):
     model = real(family)
     for name, parameter in model.named_parameters():
@@ -81,6 +83,7 @@ def test_a_clip_that_is_added_to_its_text_says_how_long_that_is():
 
 
 @pytest.mark.skipif("dots3_note" not in SPEECH_FAMILIES, reason="transformers 5.17 has no Dots-3-Note")
+@pytest.mark.slow
 def test_convolutions_over_time_and_frequency_leave_an_eighth_of_the_frames():
     rows = {row.module.removeprefix("model.audio_tower."): row for row in trace(real("dots3_note")).rows}
     # 3 x 3 weights of 12 x 12 channels at each eighth frame, begun ones too, and 2 of the 16 bands

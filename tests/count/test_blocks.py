@@ -1,5 +1,6 @@
 """Attention in blocks or streams that are masked differently, against real eager models."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,6 +95,7 @@ def test_streams_are_billed_for_the_keys_that_each_of_them_sees():
     assert billed == 2 * 2 * HEADS * SIZE * pairs
 
 
+@pytest.mark.slow
 def test_a_real_step_runs_what_the_ledger_says():
     # five blocks of eight, each over three; the causal square
     executed = {f"source_pairs:local:{RADIUS}:{RADIUS}": 5 * 8 * 24, "pairs:causal": TOKENS**2}

@@ -122,6 +122,7 @@ def test_speech_that_an_encoder_reads_counts_what_pytorch_dispatches(family, fro
 
 
 @pytest.mark.parametrize("family", ["LongT5", "LED", "PegasusX"])
+@pytest.mark.slow
 def test_frozen_layers_have_the_same_reasons(family):
     model, workload = real(family)
     for name, parameter in model.named_parameters():
@@ -131,6 +132,7 @@ def test_frozen_layers_have_the_same_reasons(family):
 
 @pytest.mark.parametrize("family", ["SwitchTransformers", "NllbMoe", "LongT5", "LED", "PegasusX", "ProphetNet"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.slow
 def test_no_reason_covers_a_ledger_that_is_wrong(family, phase, monkeypatch):
     wrong = set()
 

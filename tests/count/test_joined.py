@@ -42,6 +42,7 @@ def rotated(packed, _n):
 
 
 @pytest.mark.parametrize("take", [split, cut, picked])
+@pytest.mark.slow
 def test_a_mask_that_was_joined_to_activations_is_read_when_it_is_taken_out(take):
     (row,) = [row for row in trace(Joining(take)).rows if row.op == "attention"]
     assert row.driver == "pairs:causal"

@@ -104,6 +104,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.slow
 def test_a_loop_over_time_follows_the_tokens(loop):
     model = Language(LOOPS[loop]())
     cost = trace(model)

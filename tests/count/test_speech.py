@@ -58,6 +58,7 @@ def test_forward_counts_what_pytorch_dispatches(family):
     assert causal < square
 
 
+@pytest.mark.slow
 def test_a_whisper_of_the_large_size_costs_what_its_layers_say():
     config = transformers.WhisperConfig(
         d_model=1280, encoder_layers=32, decoder_layers=32, encoder_attention_heads=20, decoder_attention_heads=20,

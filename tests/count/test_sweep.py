@@ -32,6 +32,7 @@ def test_complete_ledgers_name_their_drivers_and_refusals_their_reason():
     assert "swaps modules of its own" in outcomes["big_bird"].detail
 
 
+@pytest.mark.slow
 def test_a_model_that_shares_layers_or_keys_is_swept_with_all_its_layers():
     outcomes = sweep(["zamba", "gemma3n_text"])
     assert {o.model_type: (o.status, o.detail) for o in outcomes} == {
@@ -51,6 +52,7 @@ def test_depths_are_cut_by_the_fields_that_a_configuration_has():
     assert (config.num_encoder_layers, config.num_decoder_layers) == (2, 2)
 
 
+@pytest.mark.slow
 def test_an_architecture_that_transformers_does_not_run_either_counts_neither_way():
     # deepseek_v2 does not say how many experts a token visits; the other's heads are of an odd size, 2048 // 28
     text, speech = sweep(["deepseek_v2", "qwen3_omni_moe_thinker"])
