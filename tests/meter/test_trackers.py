@@ -339,7 +339,8 @@ def test_a_scrape_is_possible_before_the_first_record_and_of_what_is_not_finite(
 def test_the_port_is_free_again_after_closing():
     with open_sink("prometheus:127.0.0.1:0") as sink:
         port = sink.port
-    open_sink(f"prometheus:127.0.0.1:{port}").close()
+    with open_sink(f"prometheus:127.0.0.1:{port}") as again:
+        assert again.port == port
 
 
 def test_a_taken_port_is_an_error_that_says_so():

@@ -18,7 +18,7 @@ def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
     Every second is in exactly one bucket, from the first process's start to the last line; goodput is the share of
     steps that were not lost to a restart. A run that is going on can be looked at, too.
 
-    Example: headway goodput runs/digits
+    Example: headway goodput runs/digits/run
     """
     from headway.meter.goodput_report import read_goodput
 
