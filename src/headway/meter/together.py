@@ -66,7 +66,7 @@ class Together:
             work = dist.all_gather(every, mine, group=self._group, async_op=True)
             work.wait(self._timeout)
         except RuntimeError as error:
-            self._group = None
+            self.close()
             raise RankLostError(
                 f"rank {self.rank} of {self.size} could not add its numbers up with the others: "
                 f"{str(error).splitlines()[0]}. A rank has died or left the loop; from here on this rank logs its own."
