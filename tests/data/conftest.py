@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from headway.data import Encoder, Sample, read_samples
+from headway.data import Chat, Encoder, read_samples
 from headway.demo.processor import write_processor
 from headway.models import load_processor
 from headway.models.load import Processor
@@ -54,7 +54,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def many(write: Callable[..., Path]) -> list[Sample]:
+def many(write: Callable[..., Path]) -> list[Chat]:
     """Forty chats of different lengths, every third with a picture."""
     lines = []
     for number in range(40):

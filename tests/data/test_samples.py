@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from headway.data import ImagePart, TextPart, read_samples
+from headway.data import ImagePart, Media, TextPart, read_samples
 from headway.errors import DataError
 
 
@@ -15,15 +15,16 @@ def test_strings_and_parts_become_messages_in_order(write):
     file = write(chat(("user", parts), ("assistant", "One.")), pictures={"in/a.png": (16, 16)})
     (sample,) = read_samples(file)
     image = file.parent / "in" / "a.png"
-    assert sample.messages[0].parts == (TextPart("See "), ImagePart(image), TextPart("!"))
+    assert sample.messages[0].parts == (TextPart("See "), ImagePart(Media(str(image))), TextPart("!"))
     assert sample.messages[0].text == "See !"
-    assert sample.images == (image,)
+    assert sample.images == (Media(str(image)),)
     assert sample.answer == "One."
 
 
 def test_line_numbers_count_blank_lines(write):
     file = write(chat(("user", "a")), "", "   ", chat(("user", "b")))
-    assert [sample.line for sample in read_samples(file)] == [1, 4]
+    samples = read_samples(file)
+    assert [(sample.origin.row, sample.origin.place) for sample in samples] == [(0, "line 1"), (1, "line 4")]
 
 
 @pytest.mark.parametrize(

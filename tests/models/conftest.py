@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import PreTrainedConfig
 
 import tiny_models
-from headway.data import Sample, read_samples
+from headway.data import Chat, read_samples
 from headway.demo.processor import write_processor
 from headway.models import load_processor
 from headway.models.load import Processor
@@ -46,7 +46,7 @@ def tiny_config(processor: Any) -> Callable[[str], PreTrainedConfig]:
 
 
 @pytest.fixture(scope="session")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+def chats(tmp_path_factory: pytest.TempPathFactory) -> list[Chat]:
     """Chats of different lengths: no, one and several images of different shapes, one and two answers."""
     folder = tmp_path_factory.mktemp("chats")
     rng = np.random.default_rng(7)

@@ -10,21 +10,39 @@ from headway.data.loader import PackLoader
 from headway.data.pack import Budget, PackReport, pack
 from headway.data.producer import Stage
 from headway.data.rooms import Size
-from headway.data.samples import ImagePart, Message, Sample, TextPart, read_samples
+from headway.data.samples import (
+    AudioPart,
+    Chat,
+    Document,
+    ImagePart,
+    Media,
+    Message,
+    Origin,
+    Sample,
+    TextPart,
+    VideoPart,
+    read_samples,
+)
 
 __all__ = [
+    "AudioPart",
     "Batch",
     "Budget",
+    "Chat",
+    "Document",
     "EncodedSample",
     "Encoder",
     "ImagePart",
+    "Media",
     "Message",
+    "Origin",
     "PackLoader",
     "PackReport",
     "Sample",
     "Size",
     "Stage",
     "TextPart",
+    "VideoPart",
     "collate",
     "pack",
     "read_samples",

@@ -7,14 +7,14 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headway.data.samples import Message, Sample, TextPart
+from headway.data.samples import Chat, Message, TextPart
 from headway.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 """First and one past the last character."""
 
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_Chat = list[dict[str, Any]]
+_Turns = list[dict[str, Any]]
 
 
 class ChatTemplate:
@@ -42,7 +42,7 @@ class ChatTemplate:
         self._template: str = template
         self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
 
-    def prompt(self, messages: Sequence[Message], sample: Sample) -> str:
+    def prompt(self, messages: Sequence[Message], sample: Chat) -> str:
         """Messages as text, opened for the assistant to answer.
 
         Raises:
@@ -50,7 +50,7 @@ class ChatTemplate:
         """
         return self._render(self._chat(messages), sample, opened=True)
 
-    def with_answers(self, sample: Sample) -> tuple[str, list[Span]]:
+    def with_answers(self, sample: Chat) -> tuple[str, list[Span]]:
         """The whole chat as text, and where the assistant's own words stand in it, closing tokens included.
 
         A template may mark those words itself ({% generation %}). Otherwise a turn begins where the chat before it ends
@@ -83,12 +83,12 @@ class ChatTemplate:
             spans.append((len(before), len(whole.rstrip())))
         return text, spans
 
-    def _opening(self, whole: str, chat: _Chat, sample: Sample) -> str:
+    def _opening(self, whole: str, chat: _Turns, sample: Chat) -> str:
         """What the template puts before an assistant turn that begins the chat: all up to its generation prompt."""
         header = self._render(chat[:1], sample, opened=True)[len(whole) :]
         return whole[: whole.find(header) + len(header)] if header and header in whole else ""
 
-    def _render(self, chat: _Chat, sample: Sample, opened: bool = False) -> str:
+    def _render(self, chat: _Turns, sample: Chat, opened: bool = False) -> str:
         try:
             text: str = self._processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=opened)
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # what templates raise is theirs to choose
@@ -98,7 +98,7 @@ class ChatTemplate:
             ) from error
         return text
 
-    def _chat(self, messages: Sequence[Message]) -> _Chat:
+    def _chat(self, messages: Sequence[Message]) -> _Turns:
         """Messages in the form that templates read."""
         if not self._sees_images:
             return [{"role": message.role, "content": message.text} for message in messages]

@@ -5,8 +5,8 @@ M images.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import ChatTemplate, Span
 from headway.data.rooms import Size
-from headway.data.samples import Sample
+from headway.data.samples import Chat, Media
 from headway.errors import ConfigError, DataError
 from headway.models.load import Processor, RopeIndex
 
@@ -109,7 +109,7 @@ class Encoder:
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         self.template = ChatTemplate(processor, self.sees_images)
 
-    def encode(self, sample: Sample) -> EncodedSample:
+    def encode(self, sample: Chat) -> EncodedSample:
         """Encode a chat for training: every assistant turn is supervised, its closing token included.
 
         Raises:
@@ -130,7 +130,7 @@ class Encoder:
             )
         return encoded
 
-    def encode_prompt(self, sample: Sample) -> EncodedSample:
+    def encode_prompt(self, sample: Chat) -> EncodedSample:
         """Encode a chat up to its last assistant turn, opened for the model to answer; for evaluation.
 
         Raises:
@@ -140,16 +140,16 @@ class Encoder:
         messages = sample.messages[: turns[-1]] if turns else sample.messages
         if not messages:
             raise DataError(f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer.")
-        images = Sample(messages, sample.path, sample.line).images
+        images = replace(sample, messages=messages).images
         return self._tensors(self.template.prompt(messages, sample), [], sample, images)
 
-    def _tensors(self, text: str, spans: list[Span], sample: Sample, paths: Sequence[Path]) -> EncodedSample:
-        if paths and not self.sees_images:
+    def _tensors(self, text: str, spans: list[Span], sample: Chat, pictures: Sequence[Media]) -> EncodedSample:
+        if pictures and not self.sees_images:
             raise DataError(
-                f"{sample.where}: the chat holds {len(paths)} images, but the model reads text alone. Choose an "
+                f"{sample.where}: the chat holds {len(pictures)} images, but the model reads text alone. Choose an "
                 "image-text model, or a dataset without images."
             )
-        out = self._process(text, [open_image(path, sample.where) for path in paths], sample)
+        out = self._process(text, [open_image(picture, sample.where) for picture in pictures], sample)
         ids = torch.tensor(_row(out["input_ids"]), dtype=torch.long)
         replaced = (out.get("text_replacement_offsets") or [[]])[0]
         starts = torch.tensor([start for start, _ in _row(out["offset_mapping"])])
@@ -160,12 +160,12 @@ class Encoder:
         grids, pixels, types = torch.zeros(0, 3, dtype=torch.long), None, None
         if self.sees_images:
             types = torch.tensor(self._token_types(out, ids), dtype=torch.int32)
-            if not paths and bool(types.any()):
+            if not pictures and bool(types.any()):
                 raise DataError(
                     f"{sample.where}: the chat's text holds the model's image placeholder but the chat has no image. "
                     "Remove the placeholder from the text; images are parts of their own."
                 )
-        if paths:
+        if pictures:
             if "image_grid_thw" not in out:
                 raise ConfigError(
                     f"The processor {type(self.processor).__name__} gives no patch grids (image_grid_thw) for its "
@@ -175,7 +175,7 @@ class Encoder:
             pixels = torch.as_tensor(out["pixel_values"]).float()
         return EncodedSample(ids, labels, self._positions(ids, types, grids), pixels, grids, types, sample.where)
 
-    def _process(self, text: str, images: list[Pillow.Image], sample: Sample) -> Any:
+    def _process(self, text: str, images: list[Pillow.Image], sample: Chat) -> Any:
         options: dict[str, Any] = {"return_offsets_mapping": True}
         starts_right = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
         if starts_right or not self.sees_images:
@@ -203,21 +203,23 @@ class Encoder:
         return positions[:, 0].cpu()
 
 
-def open_image(path: Path, where: str) -> Pillow.Image:
+def open_image(media: Media, where: str) -> Pillow.Image:
     """Read a whole picture as RGB, turned upright by its EXIF tag.
 
     Raises:
         DataError: the file is missing, cut short or no picture; the message names the sample.
     """
+    encoded = b""
     try:
-        with Pillow.open(path) as opened:
+        encoded = media.read()
+        with Pillow.open(BytesIO(encoded)) as opened:
             opened.load()
             return ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
-        kept = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
+        kept = "missing" if isinstance(error, FileNotFoundError) else f"{len(encoded)} bytes"
         raise DataError(
-            f"{where}: the image {path} ({kept}) cannot be read: {error}. It may be cut short or of an unknown format; "
-            "copy it again, convert it to PNG or JPEG, or delete the line."
+            f"{where}: the image {media} ({kept}) cannot be read: {error}. It may be cut short or of an unknown "
+            "format; copy it again, convert it to PNG or JPEG, or delete the line."
         ) from error
 
 

@@ -9,7 +9,7 @@ from headway.data.encode import Encoder
 from headway.data.pack import Budget, PackReport, Strategy
 from headway.data.prefetch import Prefetcher
 from headway.data.producer import OVERLONG, Overlong, Producer, Stage
-from headway.data.samples import Sample
+from headway.data.samples import Chat
 from headway.errors import CheckpointError, ConfigError, DataError
 
 
@@ -44,12 +44,12 @@ class PackLoader:
 
     def __init__(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[Chat],
         encoder: Encoder,
         budget: Budget,
         strategy: Strategy = "best_fit",
         *,
-        stages: Sequence[Stage | tuple[Sequence[Sample], int]] = (),
+        stages: Sequence[Stage | tuple[Sequence[Chat], int]] = (),
         epochs: int | None = None,
         seed: int = 0,
         shuffle: bool = True,

@@ -10,7 +10,7 @@ from headway.data.collate import Batch, collate
 from headway.data.encode import EncodedSample, Encoder
 from headway.data.pack import Budget, Packer, PackReport, Strategy, over_budget
 from headway.data.rooms import Size
-from headway.data.samples import Sample
+from headway.data.samples import Chat, Origin
 from headway.errors import DataError
 
 Overlong = Literal["error", "drop", "truncate"]
@@ -25,7 +25,7 @@ class Stage(NamedTuple):
         epochs: how often; None for endlessly.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[Chat]
     epochs: int | None
 
 
@@ -133,7 +133,7 @@ class Producer:
                 epoch, cursor = epoch + 1, 0
             epoch, cursor = 0, 0
 
-    def _admit(self, sample: Sample) -> tuple[EncodedSample | None, bool]:
+    def _admit(self, sample: Chat) -> tuple[EncodedSample | None, bool]:
         """Encode a sample and apply the policy: the sample or None if it is dropped, and whether it was cut."""
         encoded = self.cache.get(sample)
         if encoded is None:
@@ -157,14 +157,14 @@ class SampleCache:
 
     def __init__(self, limit_bytes: int) -> None:
         self.free_bytes = limit_bytes
-        self.kept: dict[tuple[Any, int], EncodedSample] = {}
+        self.kept: dict[Origin, EncodedSample] = {}
 
-    def get(self, sample: Sample) -> EncodedSample | None:
+    def get(self, sample: Chat) -> EncodedSample | None:
         """The encoded sample, if it was kept."""
-        return self.kept.get((sample.path, sample.line))
+        return self.kept.get(sample.origin)
 
-    def put(self, sample: Sample, encoded: EncodedSample) -> None:
+    def put(self, sample: Chat, encoded: EncodedSample) -> None:
         """Keep an encoded sample, if there is room."""
         if encoded.num_bytes <= self.free_bytes:
             self.free_bytes -= encoded.num_bytes
-            self.kept[sample.path, sample.line] = encoded
+            self.kept[sample.origin] = encoded

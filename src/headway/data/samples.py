@@ -1,4 +1,4 @@
-"""Chat samples as they lie on disk: one JSON object per line, images beside the file."""
+"""What is learnt from: chats and documents, typed, and where each came from."""
 
 import json
 import posixpath
@@ -6,9 +6,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from headway.errors import DataError
 
 ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a sample came from.
+
+    Attributes:
+        source: the source's name in the run's mixture.
+        file: path or URL of the file.
+        row: place in the source, from 0, the same for every reader.
+        place: the place as people say it, such as "line 3".
+    """
+
+    source: str
+    file: str
+    row: int
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image, video or audio clip: a file or its bytes.
+
+    Attributes:
+        path: a file, or a URL that fsspec opens; None where the bytes came with the sample.
+        data: the encoded bytes; None where they are to be read from `path`.
+    """
+
+    path: str | None = None
+    data: bytes | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.path is not None else f"{len(self.data or b'')} bytes within the sample"
+
+    def read(self) -> bytes:
+        """The encoded bytes.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        if "://" not in self.path:
+            return Path(self.path).read_bytes()
+        with fsspec.open(self.path, "rb") as file:
+            content: bytes = file.read()
+        return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +73,44 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A picture inside a message, by file."""
+    """A picture inside a message."""
 
-    path: Path
+    media: Media
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPart:
+    """A video inside a message."""
+
+    media: Media
+
+
+@dataclass(frozen=True, slots=True)
+class AudioPart:
+    """A sound inside a message."""
+
+    media: Media
+
+
+Part = TextPart | ImagePart | VideoPart | AudioPart
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat: who speaks (one of `ROLES`) and the parts of what is said, in order."""
+    """One turn of a chat.
+
+    Attributes:
+        role: who speaks, one of `ROLES`.
+        parts: what is said, in order.
+        tool_calls: calls that the assistant makes, each as chat templates read them:
+            {"type": "function", "function": {"name": ..., "arguments": {...}}}.
+        name: the tool that answers, in a turn with the role "tool"; None elsewhere.
+    """
 
     role: str
-    parts: tuple[TextPart | ImagePart, ...]
+    parts: tuple[Part, ...]
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    name: str | None = None
 
     @property
     def text(self) -> str:
@@ -39,22 +119,43 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One chat, and the line it came from."""
+class Chat:
+    """A conversation to learn the assistant's turns of.
+
+    Attributes:
+        messages: the turns, at least one.
+        origin: where it came from.
+        tools: JSON schemas of the functions that the assistant may call.
+    """
 
     messages: tuple[Message, ...]
-    path: Path
-    line: int
+    origin: Origin
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def where(self) -> str:
-        """File and line, for messages to people."""
-        return f"{self.path}, line {self.line}"
+        """File and place, for messages to people."""
+        return str(self.origin)
 
     @property
-    def images(self) -> tuple[Path, ...]:
-        """The chat's picture files, in order."""
-        return tuple(part.path for message in self.messages for part in message.parts if isinstance(part, ImagePart))
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of all messages, in order."""
+        return tuple(part for message in self.messages for part in message.parts)
+
+    @property
+    def images(self) -> tuple[Media, ...]:
+        """The chat's pictures, in order."""
+        return tuple(part.media for part in self.parts if isinstance(part, ImagePart))
+
+    @property
+    def videos(self) -> tuple[Media, ...]:
+        """The chat's videos, in order."""
+        return tuple(part.media for part in self.parts if isinstance(part, VideoPart))
+
+    @property
+    def audio(self) -> tuple[Media, ...]:
+        """The chat's sounds, in order."""
+        return tuple(part.media for part in self.parts if isinstance(part, AudioPart))
 
     @property
     def answer(self) -> str:
@@ -63,7 +164,28 @@ class Sample:
         return turns[-1] if turns else ""
 
 
-def read_samples(path: str | Path) -> list[Sample]:
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Running text of a pre-training corpus, every token of it learnt.
+
+    Attributes:
+        content: the words, or the token ids [tokens] of a corpus that was tokenised before.
+        origin: where it came from.
+    """
+
+    content: str | tuple[int, ...]
+    origin: Origin
+
+    @property
+    def where(self) -> str:
+        """File and place, for messages to people."""
+        return str(self.origin)
+
+
+Sample = Chat | Document
+
+
+def read_samples(path: str | Path) -> list[Chat]:
     """Read a dataset of chats.
 
     Each line is `{"messages": [{"role": ..., "content": ...}, ...]}`; content is a string, or a list of
@@ -83,12 +205,12 @@ def read_samples(path: str | Path) -> list[Sample]:
     (Message(role='user', parts=(TextPart(text='Hi'),)),)
     """
     file = Path(path)
-    samples = []
+    samples: list[Chat] = []
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    samples.append(_sample(line, file, number))
+                    samples.append(_sample(line, file, number, len(samples)))
     except OSError as error:
         raise DataError(
             f"The dataset {file} cannot be read: {error.strerror or error}. Give the path of a JSONL file with one "
@@ -103,7 +225,7 @@ def read_samples(path: str | Path) -> list[Sample]:
     return samples
 
 
-def _sample(line: str, file: Path, number: int) -> Sample:
+def _sample(line: str, file: Path, number: int, row: int) -> Chat:
     where = f"{file}, line {number}"
     try:
         content = json.loads(line)
@@ -118,8 +240,9 @@ def _sample(line: str, file: Path, number: int) -> Sample:
         raise DataError(
             f'{where}: the list "messages" is empty. A chat needs at least one message; delete the line or fill it.'
         )
-    return Sample(
-        tuple(_message(m, file.parent, f"{where}, message {i}") for i, m in enumerate(messages, 1)), file, number
+    return Chat(
+        tuple(_message(m, file.parent, f"{where}, message {i}") for i, m in enumerate(messages, 1)),
+        Origin(file.stem, str(file), row, f"line {number}"),
     )
 
 
@@ -143,7 +266,7 @@ def _part(content: Any, folder: Path, where: str) -> TextPart | ImagePart:
     value = content.get(kind)
     if not isinstance(value, str):
         raise DataError(f'{where}: a part of type "{kind}" needs a string "{kind}", got {_short(value)}.')
-    return TextPart(value) if kind == "text" else ImagePart(_image_path(value, folder, where))
+    return TextPart(value) if kind == "text" else ImagePart(Media(str(_image_path(value, folder, where))))
 
 
 def _image_path(name: str, folder: Path, where: str) -> Path:
