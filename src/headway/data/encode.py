@@ -5,7 +5,7 @@ M images.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import Any
 
@@ -44,6 +44,10 @@ class EncodedSample:
     grids_M3: torch.Tensor
     token_types_S: torch.Tensor | None
     where: str
+    video_pixels_PD: torch.Tensor | None = None
+    video_grids_M3: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 3, dtype=torch.long))
+    audio_features_AMF: torch.Tensor | None = None
+    audio_lengths_A: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     @property
     def tokens(self) -> int:
