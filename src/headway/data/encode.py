@@ -15,7 +15,7 @@ from PIL import ImageOps
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import ChatTemplate, Span
-from headway.data.rooms import Size
+from headway.data.plan.budget import Size
 from headway.data.samples import Chat, Media
 from headway.errors import ConfigError, DataError
 from headway.models.load import Processor, RopeIndex
