@@ -18,10 +18,10 @@ from headway.errors import ConfigError
 MAX_IMAGE_PIXELS = 89_478_485
 """Default bound on an image [pixels]: a quarter GiB of 24-bit colour, as Pillow's own `Image.MAX_IMAGE_PIXELS`."""
 
-# What Pillow's readers raise on damaged files.
+# What Pillow's readers raise on damaged files; warnings where a program has made them errors.
 _DAMAGE = (
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError, AttributeError,
-    struct.error, zlib.error, Pillow.DecompressionBombError, Pillow.DecompressionBombWarning,
+    struct.error, zlib.error, Pillow.DecompressionBombError, Warning,
 )  # fmt: skip
 # Formats whose header gives the decoded size and, but for late PNG chunks, the orientation.
 _TELLING_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")
