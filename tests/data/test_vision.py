@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from headway.data import EncodedSample
+from headway.data import EncodedSample, Origin
 from headway.data.collate import Collator
 from headway.data.vision import vision_geometry
 from headway.errors import ConfigError, DataError
@@ -70,7 +70,7 @@ def sample(model, number, parts, dtype=torch.float32):
         pixels_PD=pixels("image"),
         grids_M3=tensors["image"],
         token_types_S=types_S,
-        where=f"line {number}",
+        origin=Origin("made up", "made up", number, f"line {number}"),
         video_pixels_PD=pixels("video"),
         video_grids_M3=tensors["video"],
     )
