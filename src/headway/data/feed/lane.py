@@ -1,0 +1,315 @@
+"""A lane of a stream: a part of the data, read in order, shuffled in a buffer and packed as it comes.
+
+A stream is cut into a fixed number of lanes, whatever the number of ranks and workers. What a lane hands out follows
+from its number, the data and the settings alone; ranks only share the lanes among them.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+from headway.data.feed.make import Dropped, Made, PackMaker, Piece, Skipped
+from headway.data.feed.track import Place, Track
+from headway.data.plan.budget import Budget, Size, over_budget
+from headway.data.plan.items import Overlong
+from headway.data.plan.order import Stage
+from headway.data.plan.packer import Fit, Packer
+from headway.data.plan.permute import key_of
+from headway.data.samples import Sample
+from headway.errors import CheckpointError, ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What all lanes of a stream share.
+
+    Attributes:
+        maker: encodes and collates; the stages name its sources.
+        stages: what plays, in order, as for a plan.
+        budget: of a pack.
+        strategy: of the online packer.
+        overlong: what becomes of a sample that exceeds a pack.
+        lanes: number of lanes.
+        shuffle: samples that wait to be drawn at random, in each lane; 1 keeps the order of the files [samples].
+        open_packs: packs that are open at a time, in each lane [packs].
+        seed: of the order of shards and of the draws.
+
+    Raises:
+        ConfigError: a number below 1, or a stage that does not fit a stream.
+    """
+
+    maker: PackMaker
+    stages: tuple[Stage, ...]
+    budget: Budget
+    strategy: Fit = "best_fit"
+    overlong: Overlong = "error"
+    lanes: int = 16
+    shuffle: int = 128
+    open_packs: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.lanes, self.shuffle, self.open_packs) < 1:
+            raise ConfigError(
+                f"The stream got lanes={self.lanes}, shuffle={self.shuffle}, open_packs={self.open_packs}; each must "
+                "be at least 1."
+            )
+        for stage in self.stages:
+            for play in stage.plays:
+                if play.epochs is not None and play.epochs != int(play.epochs):
+                    raise ConfigError(
+                        f"The source {play.source!r} plays {play.epochs} epochs, but a stream is read in whole ones. "
+                        "Give a whole number, or use an index."
+                    )
+
+
+class Waiting(NamedTuple):
+    """A sample, or a part of one, that was read and is not handed out yet.
+
+    Attributes:
+        place: where it was read.
+        start: the part's first token in the sample [tokens].
+        stop: one past its last; 0 where the sample has not been measured yet [tokens].
+        patches: vision patches of the part [patches].
+        sample: what was read.
+    """
+
+    place: Place
+    start: int
+    stop: int
+    patches: int
+    sample: Sample
+
+    @property
+    def size(self) -> Size:
+        """What it takes of a pack."""
+        return Size(self.stop - self.start, self.patches)
+
+    @property
+    def key(self) -> list[Any]:
+        """What finds it again, as plain JSON values."""
+        return [list(self.place), self.start, self.stop, self.patches]
+
+
+class LanePack(NamedTuple):
+    """What a lane hands out.
+
+    Attributes:
+        made: the pack; once the lane has ended one of padding, with what was left out since the last.
+        has_ended: whether the lane has.
+        state: where it stands afterwards, as plain JSON values.
+    """
+
+    made: Made
+    has_ended: bool
+    state: dict[str, Any]
+
+
+class Lane:
+    """One lane, from its beginning or from a state on.
+
+    Args:
+        streaming: what it shares with the others.
+        number: of the lane, from 0.
+        state: where it stood; None for the beginning.
+    """
+
+    def __init__(self, streaming: Streaming, number: int, state: dict[str, Any] | None = None) -> None:
+        self._streaming, self._number = streaming, number
+        self._packer = Packer(streaming.budget, streaming.strategy)
+        self.turn = 0  # packs handed out
+        self._draws = 0
+        self._buffer: list[Waiting] = []
+        self._parts: deque[Waiting] = deque()  # measured, to be packed next
+        self._open: dict[int, list[Waiting]] = {}
+        self._skipped: list[Skipped] = []
+        self._dropped: list[Dropped] = []
+        self._begin_stage(0)
+        if state is not None:
+            self._restore(state)
+
+    def next_pack(self) -> LanePack:
+        """Read on until a pack is complete, and make it.
+
+        Raises:
+            DataError: a sample cannot be used and is not to be skipped, or exceeds a pack under the policy "error".
+        """
+        members = self._next_members()
+        self.turn += members is not None
+        pieces = [(self._piece(one), partial(_sample, one)) for one in members or []]
+        made = self._streaming.maker.make(pieces)
+        made = made._replace(skipped=(*self._skipped, *made.skipped), dropped=tuple(self._dropped))
+        self._skipped, self._dropped = [], []
+        return LanePack(made, members is None, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """Where the lane stands, as plain JSON values."""
+        return {
+            "turn": self.turn,
+            "draws": self._draws,
+            "stage": self._stage,
+            "drawn": list(self._drawn),
+            "places": [None if place is None else list(place) for place in self._places],
+            "buffer": [one.key for one in self._buffer],
+            "parts": [one.key for one in self._parts],
+            "open": [[one.key for one in members] for members in self._open.values()],
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.turn, self._draws = state["turn"], state["draws"]
+        self._begin_stage(state["stage"], state["drawn"], state["places"])
+        samples = self._read_again([*state["buffer"], *state["parts"], *chain.from_iterable(state["open"])])
+
+        def waiting(key: list[Any]) -> Waiting:
+            place = Place(*key[0])
+            return Waiting(place, *key[1:], samples[place])
+
+        self._buffer = [waiting(key) for key in state["buffer"]]
+        self._parts = deque(waiting(key) for key in state["parts"])
+        for keys in state["open"]:
+            members = [waiting(key) for key in keys]
+            number = self._packer.open(members[0].size)
+            for one in members[1:]:
+                self._packer.put(number, one.size)
+            self._open[number] = members
+
+    def _read_again(self, keys: list[list[Any]]) -> dict[Place, Sample]:
+        """Samples that had been read before the state was saved, read once more from the first of them on."""
+        needed = sorted({Place(*key[0]) for key in keys})
+        samples: dict[Place, Sample] = {}
+        for (stage, play), group in groupby(needed, key=lambda place: place[:2]):
+            places = list(group)
+            track = self._track(stage, play)
+            for here, _, sample in track.rows(places[0]):
+                if here in places and isinstance(sample, DataError):
+                    raise sample
+                if here in places:
+                    samples[here] = sample
+                if here >= places[-1]:
+                    break
+        missing = [place for place in needed if place not in samples]
+        if missing:
+            raise CheckpointError(
+                f"The stream no longer holds {len(missing)} of the samples that its saved state names. Resume with the "
+                "data as they were, or start a new run from the checkpoint's weights."
+            )
+        return samples
+
+    def _next_members(self) -> list[Waiting] | None:
+        """The samples of the next pack; None once there are no more."""
+        while True:
+            if self._parts:
+                size = self._parts[0].size
+                if self._packer.find(size) is None and len(self._open) == self._streaming.open_packs:
+                    return self._hand_out(min(self._open, key=lambda number: self._packer.open_packs[number]))
+                self._open.setdefault(self._packer.place(size), []).append(self._parts.popleft())
+            elif (waiting := self._draw()) is not None:
+                self._measure(waiting)
+            elif self._open:
+                return self._hand_out(next(iter(self._open)))
+            else:
+                return None
+
+    def _hand_out(self, number: int) -> list[Waiting]:
+        self._packer.close(number)
+        return self._open.pop(number)
+
+    def _draw(self) -> Waiting | None:
+        """One of the samples in the buffer, chosen by the lane's key and the number of draws."""
+        while len(self._buffer) < self._streaming.shuffle and (read := self._read()) is not None:
+            self._buffer.append(read)
+        if not self._buffer:
+            return None
+        chosen = key_of(self._streaming.seed, self._number, self._draws) % len(self._buffer)
+        self._draws += 1
+        self._buffer[chosen], self._buffer[-1] = self._buffer[-1], self._buffer[chosen]
+        return self._buffer.pop()
+
+    def _read(self) -> Waiting | None:
+        """The next sample of the source whose turn it is; None once all stages have ended."""
+        while True:
+            alive = [number for number, place in enumerate(self._places) if place is not None]
+            if not alive or (self._most is not None and sum(self._drawn) >= self._most):
+                if self._stage + 1 == len(self._streaming.stages):
+                    return None
+                self._begin_stage(self._stage + 1)
+                continue
+            number = min(alive, key=lambda at: ((self._drawn[at] + 1) / self._tracks[at].weight, at))
+            here, self._places[number], sample = next(self._rows[number], (None, None, None))
+            if here is None or sample is None:
+                continue
+            self._drawn[number] += 1
+            if not isinstance(sample, DataError):
+                return Waiting(here, 0, 0, 0, sample)
+            self._skip(here, sample)
+
+    def _measure(self, waiting: Waiting) -> None:
+        """Size a sample, and make parts of it by the policy for those that exceed a pack."""
+        streaming, budget = self._streaming, self._streaming.budget
+        try:
+            lengths = streaming.maker.encoder.measure(waiting.sample)
+        except DataError as error:
+            self._skip(waiting.place, error)
+            return
+        most, fits = budget.tokens, budget.holds(Size(1, lengths.patches))
+        if budget.holds(lengths.size):
+            spans = [(0, lengths.tokens)]
+        elif streaming.overlong == "error":
+            raise DataError(over_budget(f"{waiting.sample.where}: the sample", lengths.size, budget))
+        elif streaming.overlong == "truncate" and fits and lengths.media_end <= most and lengths.first_target < most:
+            spans = [(0, most)]
+        elif streaming.overlong == "split" and lengths.media_end == 0:
+            spans = [(start, min(start + most, lengths.tokens)) for start in range(0, lengths.tokens, most)]
+        else:
+            self._dropped.append(Dropped(waiting.sample.origin.source, lengths.tokens))
+            return
+        for start, stop in spans:
+            self._parts.append(waiting._replace(start=start, stop=stop, patches=lengths.patches))
+
+    def _skip(self, place: Place, error: DataError) -> None:
+        maker = self._streaming.maker
+        if not maker.skips:
+            raise error
+        source = maker.sources[self._source(place.stage, place.play)]
+        self._skipped.append(Skipped(source.name, place.row, str(error), 0))
+
+    def _piece(self, one: Waiting) -> Piece:
+        return Piece(self._source(one.place.stage, one.place.play), one.place.row, one.start, one.stop)
+
+    def _begin_stage(self, stage: int, drawn: Sequence[int] = (), places: Sequence[Any] = ()) -> None:
+        plays = self._streaming.stages[stage].plays
+        self._stage = stage
+        self._tracks = [self._track(stage, number) for number in range(len(plays))]
+        self._drawn = list(drawn) or [0] * len(plays)
+        self._places: list[Place | None] = [
+            None if place is None else Place(*place) for place in places or [track.start for track in self._tracks]
+        ]
+        self._rows = [
+            iter(()) if place is None else track.rows(place)
+            for track, place in zip(self._tracks, self._places, strict=True)
+        ]
+        samples = self._streaming.stages[stage].samples
+        self._most = None if samples is None else len(range(self._number, samples, self._streaming.lanes))
+
+    def _source(self, stage: int, play: int) -> int:
+        names = [source.name for source in self._streaming.maker.sources]
+        return names.index(self._streaming.stages[stage].plays[play].source)
+
+    def _track(self, stage: int, play: int) -> Track:
+        streaming, source = self._streaming, self._source(stage, play)
+        return Track(
+            streaming.maker.sources[source],
+            streaming.stages[stage].plays[play],
+            stage=stage,
+            number=play,
+            lane=self._number,
+            lanes=streaming.lanes,
+            key=key_of(streaming.seed, source, stage, self._number) if streaming.shuffle > 1 else None,
+        )
+
+
+def _sample(waiting: Waiting) -> Sample:
+    return waiting.sample
