@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headway.data import Batch, Budget, Chat, Encoder, collate, pack
+from headway.data import Batch, Budget, Chat, Encoder, pack
+from headway.data.collate import Collator
 from headway.data.pack import over_budget
 from headway.errors import DataError
 from headway.train.ranks import Ranks
@@ -67,6 +68,7 @@ class EvalSet:
             if not budget.holds(one.size):
                 raise DataError(over_budget(f"{one.where}: the held-out sample", one.size, budget))
         plan = pack([one.size for one in encoded], budget)
+        collate = Collator(pixel_scale=encoder.pixel_scale)
         self._packs = [collate([encoded[i] for i in indices]) for indices in plan[ranks.rank :: ranks.size]]
         self._ranks = ranks
 
