@@ -1,28 +1,44 @@
 """Data: chats with images read from JSONL, encoded by the model's own processor, packed, collated and streamed.
 
 `read_samples` -> `Encoder.encode` -> `pack` under a `Budget` -> `collate`; `PackLoader` does all of it in order, ahead
-of the training loop, and resumes to the exact next batch.
+of the training loop, and resumes to the exact next batch. `headway.data.plan` decides over lengths alone which samples
+make a pack and which packs a step; like importing this package, it loads neither torch nor transformers.
 """
 
-from headway.data.collate import Batch, collate
-from headway.data.encode import EncodedSample, Encoder
-from headway.data.loader import PackLoader
-from headway.data.pack import Budget, PackReport, pack
-from headway.data.producer import Stage
-from headway.data.rooms import Size
-from headway.data.samples import (
-    AudioPart,
-    Chat,
-    Document,
-    ImagePart,
-    Media,
-    Message,
-    Origin,
-    Sample,
-    TextPart,
-    VideoPart,
-    read_samples,
-)
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.data.collate import Batch, collate
+    from headway.data.encode import EncodedSample, Encoder
+    from headway.data.loader import PackLoader
+    from headway.data.pack import PackReport, pack
+    from headway.data.plan import Budget, Size
+    from headway.data.producer import Stage
+    from headway.data.samples import AudioPart, Chat, Document, ImagePart, Media, Message, Origin, Sample, TextPart, VideoPart, read_samples
+
+_HOME = {
+    "AudioPart": "headway.data.samples",
+    "Batch": "headway.data.collate",
+    "Budget": "headway.data.plan",
+    "Chat": "headway.data.samples",
+    "Document": "headway.data.samples",
+    "EncodedSample": "headway.data.encode",
+    "Encoder": "headway.data.encode",
+    "ImagePart": "headway.data.samples",
+    "Media": "headway.data.samples",
+    "Message": "headway.data.samples",
+    "Origin": "headway.data.samples",
+    "PackLoader": "headway.data.loader",
+    "PackReport": "headway.data.pack",
+    "Sample": "headway.data.samples",
+    "Size": "headway.data.plan",
+    "Stage": "headway.data.producer",
+    "TextPart": "headway.data.samples",
+    "VideoPart": "headway.data.samples",
+    "collate": "headway.data.collate",
+    "pack": "headway.data.pack",
+    "read_samples": "headway.data.samples",
+}
 
 __all__ = [
     "AudioPart",
@@ -47,3 +63,16 @@ __all__ = [
     "pack",
     "read_samples",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home on first use, so that planning over lengths need not load torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'headway.data' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

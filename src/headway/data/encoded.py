@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from headway.data.media.lengths import Lengths
-from headway.data.rooms import Size
+from headway.data.plan.budget import Size
 from headway.data.samples import Origin
 
 IGNORED = -100  # the label that PyTorch's cross entropy leaves out

@@ -6,40 +6,14 @@ hundred thousand samples take seconds.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
-from headway.data.rooms import BestFitRooms, FirstFitRooms, Size
-from headway.errors import ConfigError, DataError
+from headway.data.plan.budget import Budget, Size, over_budget
+from headway.data.plan.packer import FITS as STRATEGIES
+from headway.data.plan.packer import Fit as Strategy
+from headway.data.plan.packer import Packer
+from headway.errors import DataError
 
-Strategy = Literal["first_fit", "best_fit"]
-STRATEGIES: tuple[Strategy, ...] = ("first_fit", "best_fit")
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a pack holds.
-
-    Attributes:
-        tokens: the most tokens [tokens].
-        patches: the most vision patches [patches]; None sets no limit.
-
-    Raises:
-        ConfigError: a budget below 1 token or below 0 patches.
-    """
-
-    tokens: int
-    patches: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or (self.patches is not None and self.patches < 0):
-            raise ConfigError(
-                f"A pack's budget is {self.tokens} tokens and {self.patches} patches; it needs at least 1 token, and "
-                "patches of 0 or more (or none for no limit)."
-            )
-
-    def holds(self, size: Size) -> bool:
-        """Whether one sample of this size fits an empty pack."""
-        return size.tokens <= self.tokens and (self.patches is None or size.patches <= self.patches)
+__all__ = ["STRATEGIES", "Budget", "PackReport", "Packer", "Strategy", "over_budget", "pack"]
 
 
 @dataclass(slots=True)
@@ -74,72 +48,6 @@ class PackReport:
         return asdict(self)
 
 
-class Packer:
-    """Assigns samples, one after the other, to packs that are still open.
-
-    Args:
-        budget: what a pack holds.
-        strategy: "first_fit" takes the oldest open pack with room; "best_fit" the one that is left with the least token
-            room, and among equals the least patch room.
-
-    Raises:
-        ConfigError: an unknown strategy.
-    """
-
-    def __init__(self, budget: Budget, strategy: Strategy = "best_fit") -> None:
-        if strategy not in STRATEGIES:
-            raise ConfigError(f"Unknown packing strategy {strategy!r}. Allowed: {', '.join(STRATEGIES)}.")
-        self.budget = budget
-        self._rooms: FirstFitRooms | BestFitRooms = (
-            FirstFitRooms() if strategy == "first_fit" else BestFitRooms(budget.tokens)
-        )
-        self._left: dict[int, Size] = {}
-        self._opened = 0
-
-    @property
-    def open_packs(self) -> dict[int, Size]:
-        """Room left in each open pack, oldest first."""
-        return self._left
-
-    def find(self, size: Size) -> int | None:
-        """The open pack that the strategy would choose, or None if it fits in none."""
-        return self._rooms.find(size if self.budget.patches is not None else Size(size.tokens))
-
-    def place(self, size: Size) -> int:
-        """Put a sample into an open pack, or into a new one if it fits in none.
-
-        Returns:
-            The pack's number; packs are numbered from 0 in the order they were opened.
-
-        Raises:
-            DataError: the sample exceeds the budget of an empty pack.
-        """
-        if not self.budget.holds(size):
-            raise DataError(over_budget("A sample", size, self.budget))
-        number = self.find(size)
-        if number is None:
-            return self.open(size)
-        left = self._left[number]
-        self._rooms.remove(number, left)
-        self._fill(number, left, size)
-        return number
-
-    def open(self, size: Size) -> int:
-        """Open a new pack that already holds this much, and return its number."""
-        number = self._opened
-        self._opened += 1
-        self._fill(number, Size(self.budget.tokens, self.budget.patches or 0), size)
-        return number
-
-    def _fill(self, number: int, left: Size, size: Size) -> None:
-        patches = size.patches if self.budget.patches is not None else 0
-        self._left[number] = Size(left.tokens - size.tokens, left.patches - patches)
-        self._rooms.add(number, self._left[number])
-
-    def close(self, number: int) -> None:
-        """Take a pack out of the choice."""
-        self._rooms.remove(number, self._left.pop(number))
-
 
 def pack(sizes: Sequence[Size], budget: Budget, strategy: Strategy = "best_fit") -> list[list[int]]:
     """Assign samples to packs, in the order given.
@@ -170,12 +78,3 @@ def pack(sizes: Sequence[Size], budget: Budget, strategy: Strategy = "best_fit")
         packs[number].append(index)
     return packs
 
-
-def over_budget(what: str, size: Size, budget: Budget) -> str:
-    """The sentence that tells a person that a sample exceeds a pack, and what can be done."""
-    limit = f"{budget.tokens} tokens" + (f" and {budget.patches} patches" if budget.patches is not None else "")
-    return (
-        f"{what} has {size.tokens} tokens and {size.patches} vision patches, more than a pack's budget of {limit}. "
-        'Raise the budget, shrink the images, or choose what to do with over-long samples: "drop" leaves them out, '
-        '"truncate" cuts their text; both are counted and reported.'
-    )

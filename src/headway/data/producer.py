@@ -9,7 +9,7 @@ import numpy as np
 from headway.data.collate import Batch, Collator
 from headway.data.encode import EncodedSample, Encoder
 from headway.data.pack import Budget, Packer, PackReport, Strategy, over_budget
-from headway.data.rooms import Size
+from headway.data.plan.budget import Size
 from headway.data.samples import Chat, Origin
 from headway.errors import DataError
 

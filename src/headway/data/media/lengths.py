@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headway.data.rooms import Size
+from headway.data.plan.budget import Size
 
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video [patches]."""

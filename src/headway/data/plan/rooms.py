@@ -1,21 +1,10 @@
 """Which open pack has room: the look-up trees behind the packing strategies."""
 
 from bisect import bisect_left, insort
-from typing import NamedTuple
 
 import numpy as np
 
-
-class Size(NamedTuple):
-    """What a sample takes of a pack, or what is left in one.
-
-    Attributes:
-        tokens: length [tokens].
-        patches: vision patches [patches].
-    """
-
-    tokens: int
-    patches: int = 0
+from headway.data.plan.budget import Size
 
 
 class Tree:
