@@ -1,26 +1,36 @@
-"""Data: chats with images read from JSONL, encoded by the model's own processor, packed, collated and streamed.
+"""Data: samples read from files of many formats, encoded by the model's own processor, packed, collated and fed.
 
-`read_samples` -> `Encoder.encode` -> `pack` under a `Budget` -> `collate`; `PackLoader` does all of it in order, ahead
-of the training loop, and resumes to the exact next batch. `headway.data.plan` decides over lengths alone which samples
-make a pack and which packs a step; like importing this package, it loads neither torch nor transformers.
+`sources` read samples, `Encoder` turns them into tensors, `index` measures them, `plan` decides over lengths alone
+which make a pack and which packs a step, and `feed` makes the packs ahead of the training loop and resumes to the exact
+next one. Importing this package or `plan` loads neither torch nor transformers.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.data.collate import Batch, collate
+    from headway.data.collate import Batch, Collator
     from headway.data.encode import EncodedSample, Encoder
-    from headway.data.loader import PackLoader
-    from headway.data.pack import PackReport, pack
-    from headway.data.plan import Budget, Size
-    from headway.data.producer import Stage
-    from headway.data.samples import AudioPart, Chat, Document, ImagePart, Media, Message, Origin, Sample, TextPart, VideoPart, read_samples
+    from headway.data.plan.budget import Budget, Size
+    from headway.data.samples import (
+        AudioPart,
+        Chat,
+        Document,
+        ImagePart,
+        Media,
+        Message,
+        Origin,
+        Sample,
+        TextPart,
+        VideoPart,
+        read_samples,
+    )
 
 _HOME = {
     "AudioPart": "headway.data.samples",
     "Batch": "headway.data.collate",
-    "Budget": "headway.data.plan",
+    "Budget": "headway.data.plan.budget",
     "Chat": "headway.data.samples",
+    "Collator": "headway.data.collate",
     "Document": "headway.data.samples",
     "EncodedSample": "headway.data.encode",
     "Encoder": "headway.data.encode",
@@ -28,15 +38,10 @@ _HOME = {
     "Media": "headway.data.samples",
     "Message": "headway.data.samples",
     "Origin": "headway.data.samples",
-    "PackLoader": "headway.data.loader",
-    "PackReport": "headway.data.pack",
     "Sample": "headway.data.samples",
-    "Size": "headway.data.plan",
-    "Stage": "headway.data.producer",
+    "Size": "headway.data.plan.budget",
     "TextPart": "headway.data.samples",
     "VideoPart": "headway.data.samples",
-    "collate": "headway.data.collate",
-    "pack": "headway.data.pack",
     "read_samples": "headway.data.samples",
 }
 
@@ -45,6 +50,7 @@ __all__ = [
     "Batch",
     "Budget",
     "Chat",
+    "Collator",
     "Document",
     "EncodedSample",
     "Encoder",
@@ -52,15 +58,10 @@ __all__ = [
     "Media",
     "Message",
     "Origin",
-    "PackLoader",
-    "PackReport",
     "Sample",
     "Size",
-    "Stage",
     "TextPart",
     "VideoPart",
-    "collate",
-    "pack",
     "read_samples",
 ]
 

@@ -15,6 +15,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
 
 
+def _changed(section: Section) -> set[str]:
+    """The settings that are not at their defaults; a resolved configuration, which is read again, holds them all."""
+    return {name for name, info in type(section).model_fields.items() if getattr(section, name) != info.default}
+
+
 class SourceConfig(Section):
     """One dataset, and how often it plays."""
 
@@ -23,7 +28,7 @@ class SourceConfig(Section):
     schema_name: str = Field(
         default="auto", alias="schema", description="How rows become samples; told by their keys if not given"
     )
-    text_column: str | None = Field(default=None, description="Column that holds a document's text or token ids")
+    text_column: str = Field(default="text", description="Column that holds the words of documents")
     root: Path | None = Field(default=None, description="Folder that media paths start from and may not leave")
     allow_remote: bool = Field(default=False, description="Whether rows may name media by URL")
     epochs: Share | None = Field(
@@ -57,7 +62,7 @@ class Stage(SourceConfig):
         if (self.path is None) == (not self.mix):
             raise ValueError("a stage needs either 'path' or 'mix'")
         if self.mix:
-            given = sorted(self.model_fields_set - {"mix", "samples"})
+            given = sorted(_changed(self) - {"mix", "samples"})
             if given:
                 raise ValueError(f"{', '.join(given)} have no effect beside 'mix'; give them in its parts")
             if len({part.weight is None for part in self.mix}) > 1:
@@ -83,12 +88,17 @@ class BadSamplesConfig(Section):
     policy: Literal["error", "skip"] = Field(
         default="error", description="'error' ends the run; 'skip' goes on without them and lists them"
     )
-    limit: Positive | None = Field(default=None, description="Most that are skipped before the run ends [samples]")
+    limit: int | None = Field(
+        default=1000, ge=0, description="Most that are skipped before the run ends; null for any number [samples]"
+    )
+    fraction: float | None = Field(
+        default=0.05, ge=0.0, le=1.0, description="Largest share of those read that is skipped; null for any"
+    )
 
     @model_validator(mode="after")
-    def _limit_takes_effect(self) -> Self:
-        if self.limit is not None and self.policy == "error":
-            raise ValueError("limit has no effect with policy 'error'")
+    def _limits_take_effect(self) -> Self:
+        if self.policy == "error" and _changed(self):
+            raise ValueError("limit and fraction have no effect with policy 'error'")
         return self
 
 

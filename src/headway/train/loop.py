@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 
 from headway.count import trace
 from headway.data import Encoder, read_samples
-from headway.data.feed import Feed
+from headway.data.feed import Feed, FeedReport
 from headway.devices import peak_for
-from headway.errors import CheckpointError, ConfigError, DataError, TrainingError
+from headway.errors import CheckpointError, ConfigError, TrainingError
 from headway.meter import StepMeter
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
@@ -106,7 +106,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
     with progress, log, ledger, run.feed, _stop_on_ctrl_c() as wants_stop:
         for line in run.describe():
             progress.note(line)
-        recorder = StepRecorder(log, progress.step, device)
+        recorder = StepRecorder(log, progress.step, device, run.feed.names)
         model.train()
 
         while step < optim.steps and not stopped:
@@ -124,7 +124,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             ledger.spend("step")
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
-            mine = StepShare.of(batches, run.feed.names, has_ended=has_ended, stops=wants_stop())
+            mine = StepShare.of(batches, run.feed, has_ended=has_ended, stops=wants_stop())
             whole = StepShare.total(ranks.gather(mine))
             if whole.has_ended:
                 recorder.flush()
@@ -182,7 +182,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         first_loss=losses[0],
         last_loss=mean_of_last(losses),
         utilisation=meter.summary(),
-        data=run.feed.report(),
+        report=FeedReport.total(ranks.gather(run.feed.report())),
         evaluation=evaluation,
         total_s=time.perf_counter() - start_s,
         memory_bytes=memory_bytes(device),
@@ -262,7 +262,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = None
     if config.data.eval is not None:
-        eval_set = EvalSet(_read_chats(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
+        eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
 
     if checkpoint is not None:
         state = checkpoint.state()
@@ -285,14 +285,6 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
     return run
-
-
-def _read_chats(path: Path) -> list[Chat]:
-    samples = read_samples(path)
-    chats = [sample for sample in samples if isinstance(sample, Chat)]
-    if len(chats) < len(samples):
-        raise DataError(f"{path} holds {len(samples) - len(chats)} documents, but the loader encodes chats alone.")
-    return chats
 
 
 def build_model(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from headway.count import Workload
 from headway.data import Batch
+from headway.data.feed import Feed
 
 
 class StepShare(NamedTuple):
@@ -14,6 +15,7 @@ class StepShare(NamedTuple):
         workload: what is computed.
         tokens: of each source [tokens], shape (S,).
         supervised: targets of each source [tokens], shape (S,).
+        lost: tokens of each source that were cut off or left out [tokens], shape (S,).
         has_ended: whether no data are left; the packs are padding then.
         stops: whether this is to be the last step.
     """
@@ -21,6 +23,7 @@ class StepShare(NamedTuple):
     workload: Workload
     tokens: tuple[int, ...]
     supervised: tuple[int, ...]
+    lost: tuple[int, ...]
     has_ended: bool
     stops: bool
 
@@ -30,8 +33,9 @@ class StepShare(NamedTuple):
         return sum(self.supervised)
 
     @classmethod
-    def of(cls, batches: Sequence[Batch], names: Sequence[str], *, has_ended: bool, stops: bool) -> "StepShare":
-        """One rank's part: its packs, by the sources' names."""
+    def of(cls, batches: Sequence[Batch], feed: Feed, *, has_ended: bool, stops: bool) -> "StepShare":
+        """One rank's part: the packs that its feed handed out last."""
+        names = feed.names
         tokens, supervised = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         for batch in batches:
             for origin, length, targets in zip(
@@ -40,15 +44,18 @@ class StepShare(NamedTuple):
                 tokens[origin.source] += length
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
-        return cls(workload, tuple(tokens.values()), tuple(supervised.values()), has_ended, stops)
+        return cls(workload, tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens, has_ended, stops)
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
         """All ranks' parts together: the data have ended once they have for all, and one wish to stop is enough."""
+        columns = ([share.tokens for share in shares], [share.supervised for share in shares], [s.lost for s in shares])
+        tokens, supervised, lost = (tuple(map(sum, zip(*column, strict=True))) for column in columns)
         return cls(
             Workload.total(share.workload for share in shares),
-            tuple(map(sum, zip(*(share.tokens for share in shares), strict=True))),
-            tuple(map(sum, zip(*(share.supervised for share in shares), strict=True))),
+            tokens,
+            supervised,
+            lost,
             all(share.has_ended for share in shares),
             any(share.stops for share in shares),
         )

@@ -1,19 +1,15 @@
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from headway.data import Encoder
-from headway.data.index import LengthIndex, build_index, index_folder
-from headway.data.index.units import Job, units_of
+from headway.data.index import build_index, index_folder
+from headway.data.index.units import units_of
 from headway.data.sources import open_source
 from headway.demo.processor import write_processor
 from headway.errors import ConfigError, DataError

@@ -3,7 +3,7 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from headway.data.collate import Batch
@@ -58,30 +58,42 @@ class FeedReport:
     """What became of the samples up to the last pack handed out.
 
     Attributes:
-        samples: by source.
+        samples: by source, as they were read for packs.
         packs: packs handed out, those without a sample left out.
         tokens: in those packs [tokens].
         capacity: tokens that those packs could have held [tokens].
+        planned: what the plan made of each source's rows, those among them that it never reads; empty for a stream.
     """
 
-    samples: SampleCounts
+    samples: SampleCounts = field(default_factory=SampleCounts)
     packs: int = 0
     tokens: int = 0
     capacity: int = 0
+    planned: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def fill(self) -> float:
         """Share of the packs' token budget that holds tokens, a fraction; 0 before the first pack."""
         return self.tokens / self.capacity if self.capacity else 0.0
 
+    @classmethod
+    def total(cls, reports: Sequence["FeedReport"]) -> "FeedReport":
+        """The reports of all ranks as one."""
+        samples = SampleCounts()
+        for report in reports:
+            samples.add(report.samples)
+        packs, tokens, capacity = (sum(getattr(r, name) for r in reports) for name in ("packs", "tokens", "capacity"))
+        return cls(samples, packs, tokens, capacity, reports[0].planned)
+
     def to_dict(self) -> dict[str, Any]:
         """The counts by name, as plain JSON values."""
-        return {
-            "packs": self.packs,
-            "tokens": self.tokens,
-            "capacity": self.capacity,
-            "samples": self.samples.to_dict(),
-        }
+        numbers = {"packs": self.packs, "tokens": self.tokens, "capacity": self.capacity}
+        return {**numbers, "samples": self.samples.to_dict(), "planned": self.planned}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "FeedReport":
+        """Take up what `to_dict` gave."""
+        return cls(**{**content, "samples": SampleCounts.from_dict(content["samples"])})
 
 
 class Feed(ABC):
@@ -93,15 +105,27 @@ class Feed(ABC):
         share: which packs are made here, and how.
         bad: what becomes of samples that cannot be used.
         work: what the workers do.
+        splits: whether over-long samples are split, so that pieces of them are not truncated ones.
         keyed: as of the pool.
+        planned: as of the report.
     """
 
     def __init__(
-        self, maker: PackMaker, budget: Budget, share: Share, bad: BadSamples, work: Any, *, keyed: bool
+        self,
+        maker: PackMaker,
+        budget: Budget,
+        share: Share,
+        bad: BadSamples,
+        work: Any,
+        *,
+        splits: bool,
+        keyed: bool,
+        planned: dict[str, dict[str, int]] | None = None,
     ) -> None:
-        self.share, self._maker, self._budget, self._bad = share, maker, budget, bad
+        self.share, self._maker, self._budget, self._bad, self._splits = share, maker, budget, bad, splits
         self.names = tuple(source.name for source in maker.sources)
-        self._report = FeedReport(SampleCounts())
+        self._report = FeedReport(planned=planned or {})
+        self._lost = dict.fromkeys(self.names, 0)
         self._pool: Pool[Any, Any] = Pool(work, workers=share.workers, prefetch_bytes=share.prefetch_bytes, keyed=keyed)
         self._steps: Iterator[list[Made]] | None = None
         weakref.finalize(self, self._pool.close)
@@ -137,6 +161,7 @@ class Feed(ABC):
         """
         if self._steps is None:
             self._steps = self._play()
+        self._lost = dict.fromkeys(self.names, 0)
         try:
             made = next(self._steps)
         except HeadwayError:
@@ -160,6 +185,11 @@ class Feed(ABC):
         """A pack without a sample, for a rank whose data have ended before the others'."""
         return self._maker([]).batch
 
+    @property
+    def lost_tokens(self) -> tuple[int, ...]:
+        """Tokens of each source's samples that were cut off or left out in the last step [tokens], by `names`."""
+        return tuple(self._lost.values())
+
     def report(self) -> FeedReport:
         """What became of the samples up to the last step handed out; those of other ranks are left out."""
         return self._report
@@ -174,15 +204,10 @@ class Feed(ABC):
         Args:
             states: of all ranks, in order.
         """
-        reports = [state["report"] for state in states]
-        samples = SampleCounts()
-        for report in reports:
-            samples.add(SampleCounts.from_dict(report["samples"]))
-        summed = {name: sum(report[name] for report in reports) for name in ("packs", "tokens", "capacity")}
         return {
             "settings": states[0]["settings"],
             "position": self._merged_positions([state["position"] for state in states]),
-            "report": {**summed, "samples": samples.to_dict()},
+            "report": FeedReport.total([FeedReport.from_dict(state["report"]) for state in states]).to_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,22 +228,35 @@ class Feed(ABC):
             )
         self.close()
         self._go_to(state["position"])
-        report = state["report"] if self.share.rank == 0 else {"samples": SampleCounts().to_dict()}
-        self._report = FeedReport(**{**report, "samples": SampleCounts.from_dict(report["samples"])})
+        report = FeedReport.from_dict(state["report"])
+        self._report = report if self.share.rank == 0 else FeedReport(planned=report.planned)
 
     def _hand_out(self, made: Made) -> None:
-        """Count a pack."""
-        samples, batch = self._report.samples, made.batch
-        for origin, tokens, whole in zip(
-            batch.origins, batch.workload.segments.tolist(), made.whole_tokens, strict=True
-        ):
-            samples.note(origin.source, "used", 1, tokens)
-            if tokens < whole:
-                samples.note(origin.source, "cut", 1, whole - tokens)
+        """Count a pack.
+
+        Raises:
+            DataError: more samples were skipped than allowed.
+        """
+        counts, batch = self._report.samples, made.batch
+        lengths = batch.workload.segments.tolist()
+        for origin, tokens, piece, whole in zip(batch.origins, lengths, made.pieces, made.whole_tokens, strict=True):
+            first = int(piece.start == 0)  # of the pieces of a sample, the one that it is counted with
+            cut = self._splits and tokens < whole
+            counts.count(origin.source, "read", first, tokens if cut else whole * first)
+            counts.count(origin.source, "used", first, tokens)
+            if cut:
+                counts.count(origin.source, "split", first, tokens)
+            elif tokens < whole:
+                counts.count(origin.source, "truncated", 1, whole - tokens)
+                self._lost[origin.source] += whole - tokens
         for source, tokens in made.dropped:
-            samples.note(source, "dropped", 1, tokens)
-        for skipped in made.skipped:
-            samples.note(skipped.source, "skipped", 1, skipped.tokens)
+            counts.count(source, "read", 1, tokens)
+            counts.count(source, "dropped", 1, tokens)
+            self._lost[source] += tokens
+        for error, tokens in made.skipped:
+            counts.count(error.origin.source, "read", 1, tokens)
+            self._bad.handle(error, counts, tokens)
+            self._lost[error.origin.source] += tokens
         if batch.num_segments:
             self._report.packs += 1
             self._report.tokens += batch.tokens

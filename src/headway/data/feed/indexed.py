@@ -1,12 +1,13 @@
 """Feeding from an index: every rank computes the same plan and makes its own packs of it."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.make import Made, PackMaker, Piece
 from headway.data.feed.pool import Job
+from headway.data.plan.items import OverlongCounts
 from headway.data.plan.plan import Plan
 from headway.data.plan.steps import deal
 from headway.data.policy import BadSamples
@@ -20,13 +21,24 @@ class IndexedFeed(Feed):
         maker: loads, encodes and collates; its sources are the plan's, in the same order.
         share: which packs are made here, and how.
         bad: what becomes of samples that cannot be used.
+        planned: what became of each source's rows when the plan's items were made, for the report.
 
     Raises:
         DataError: while iterating, as `Feed`.
     """
 
-    def __init__(self, plan: Plan, maker: PackMaker, share: Share, bad: BadSamples) -> None:
-        super().__init__(maker, plan.budget, share, bad, maker, keyed=False)
+    def __init__(
+        self,
+        plan: Plan,
+        maker: PackMaker,
+        share: Share,
+        bad: BadSamples,
+        *,
+        planned: Mapping[str, OverlongCounts] | None = None,
+    ) -> None:
+        counts = {name: count.to_dict() for name, count in (planned or {}).items()}
+        splits = any(count["split"] for count in counts.values())
+        super().__init__(maker, plan.budget, share, bad, maker, splits=splits, keyed=False, planned=counts)
         self.plan = plan
         self._place: dict[str, Any] | None = None
         self._items_key = plan.items.fingerprint()

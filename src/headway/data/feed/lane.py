@@ -4,6 +4,7 @@ A stream is cut into a fixed number of lanes, whatever the number of ranks and w
 from its number, the data and the settings alone; ranks only share the lanes among them.
 """
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from headway.data.feed.track import Place, Track
 from headway.data.plan.budget import Budget, Size, over_budget
 from headway.data.plan.items import Overlong
 from headway.data.plan.order import Stage
-from headway.data.plan.packer import Fit, Packer
 from headway.data.plan.permute import key_of
-from headway.data.samples import Sample
+from headway.data.plan.strategies import Strategy
+from headway.data.policy import sample_error
+from headway.data.samples import Sample, SampleError
 from headway.errors import CheckpointError, ConfigError, DataError
 
 
@@ -44,7 +46,7 @@ class Streaming:
     maker: PackMaker
     stages: tuple[Stage, ...]
     budget: Budget
-    strategy: Fit = "best_fit"
+    strategy: Strategy = "best_fit"
     overlong: Overlong = "error"
     lanes: int = 16
     shuffle: int = 128
@@ -119,12 +121,11 @@ class Lane:
 
     def __init__(self, streaming: Streaming, number: int, state: dict[str, Any] | None = None) -> None:
         self._streaming, self._number = streaming, number
-        self._packer = Packer(streaming.budget, streaming.strategy)
         self.turn = 0  # packs handed out
         self._draws = 0
         self._buffer: list[Waiting] = []
         self._parts: deque[Waiting] = deque()  # measured, to be packed next
-        self._open: dict[int, list[Waiting]] = {}
+        self._open: list[list[Waiting]] = []  # packs, the oldest first
         self._skipped: list[Skipped] = []
         self._dropped: list[Dropped] = []
         self._begin_stage(0)
@@ -155,7 +156,7 @@ class Lane:
             "places": [None if place is None else list(place) for place in self._places],
             "buffer": [one.key for one in self._buffer],
             "parts": [one.key for one in self._parts],
-            "open": [[one.key for one in members] for members in self._open.values()],
+            "open": [[one.key for one in members] for members in self._open],
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -164,17 +165,12 @@ class Lane:
         samples = self._read_again([*state["buffer"], *state["parts"], *chain.from_iterable(state["open"])])
 
         def waiting(key: list[Any]) -> Waiting:
-            place = Place(*key[0])
-            return Waiting(place, *key[1:], samples[place])
+            (place, start, stop, patches) = key
+            return Waiting(Place(*place), start, stop, patches, samples[Place(*place)])
 
         self._buffer = [waiting(key) for key in state["buffer"]]
         self._parts = deque(waiting(key) for key in state["parts"])
-        for keys in state["open"]:
-            members = [waiting(key) for key in keys]
-            number = self._packer.open(members[0].size)
-            for one in members[1:]:
-                self._packer.put(number, one.size)
-            self._open[number] = members
+        self._open = [[waiting(key) for key in keys] for keys in state["open"]]
 
     def _read_again(self, keys: list[list[Any]]) -> dict[Place, Sample]:
         """Samples that had been read before the state was saved, read once more from the first of them on."""
@@ -184,9 +180,7 @@ class Lane:
             places = list(group)
             track = self._track(stage, play)
             for here, _, sample in track.rows(places[0]):
-                if here in places and isinstance(sample, DataError):
-                    raise sample
-                if here in places:
+                if here in places and not isinstance(sample, SampleError):
                     samples[here] = sample
                 if here >= places[-1]:
                     break
@@ -202,20 +196,20 @@ class Lane:
         """The samples of the next pack; None once there are no more."""
         while True:
             if self._parts:
-                size = self._parts[0].size
-                if self._packer.find(size) is None and len(self._open) == self._streaming.open_packs:
-                    return self._hand_out(min(self._open, key=lambda number: self._packer.open_packs[number]))
-                self._open.setdefault(self._packer.place(size), []).append(self._parts.popleft())
+                rooms = [_room(members, self._streaming.budget) for members in self._open]
+                chosen = choose_pack(rooms, self._parts[0].size, self._streaming.strategy)
+                if chosen is not None:
+                    self._open[chosen].append(self._parts.popleft())
+                elif len(self._open) < self._streaming.open_packs:
+                    self._open.append([self._parts.popleft()])
+                else:
+                    return self._open.pop(min(range(len(rooms)), key=lambda number: rooms[number].tokens))
             elif (waiting := self._draw()) is not None:
                 self._measure(waiting)
             elif self._open:
-                return self._hand_out(next(iter(self._open)))
+                return self._open.pop(0)
             else:
                 return None
-
-    def _hand_out(self, number: int) -> list[Waiting]:
-        self._packer.close(number)
-        return self._open.pop(number)
 
     def _draw(self) -> Waiting | None:
         """One of the samples in the buffer, chosen by the lane's key and the number of draws."""
@@ -242,9 +236,9 @@ class Lane:
             if here is None or sample is None:
                 continue
             self._drawn[number] += 1
-            if not isinstance(sample, DataError):
+            if not isinstance(sample, SampleError):
                 return Waiting(here, 0, 0, 0, sample)
-            self._skip(here, sample)
+            self._skip(sample)
 
     def _measure(self, waiting: Waiting) -> None:
         """Size a sample, and make parts of it by the policy for those that exceed a pack."""
@@ -252,7 +246,7 @@ class Lane:
         try:
             lengths = streaming.maker.encoder.measure(waiting.sample)
         except DataError as error:
-            self._skip(waiting.place, error)
+            self._skip(sample_error(error, waiting.sample.origin))
             return
         most, fits = budget.tokens, budget.holds(Size(1, lengths.patches))
         if budget.holds(lengths.size):
@@ -269,12 +263,10 @@ class Lane:
         for start, stop in spans:
             self._parts.append(waiting._replace(start=start, stop=stop, patches=lengths.patches))
 
-    def _skip(self, place: Place, error: DataError) -> None:
-        maker = self._streaming.maker
-        if not maker.skips:
+    def _skip(self, error: SampleError) -> None:
+        if not self._streaming.maker.skips:
             raise error
-        source = maker.sources[self._source(place.stage, place.play)]
-        self._skipped.append(Skipped(source.name, place.row, str(error), 0))
+        self._skipped.append(Skipped(error, 0))
 
     def _piece(self, one: Waiting) -> Piece:
         return Piece(self._source(one.place.stage, one.place.play), one.place.row, one.start, one.stop)
@@ -309,6 +301,34 @@ class Lane:
             lanes=streaming.lanes,
             key=key_of(streaming.seed, source, stage, self._number) if streaming.shuffle > 1 else None,
         )
+
+
+def choose_pack(rooms: Sequence[Size], size: Size, strategy: Strategy) -> int | None:
+    """The open pack that takes a sample, or None for a new one.
+
+    Args:
+        rooms: what is left in each open pack, oldest first.
+        size: of the sample.
+        strategy: "best_fit" leaves the least room; "first_fit" takes the oldest, "next_fit" only the newest, "none" no
+            pack that holds a sample already. Without an index "balanced" is best fit: packs of like length.
+    """
+    fitting = [at for at, room in enumerate(rooms) if size.tokens <= room.tokens and size.patches <= room.patches]
+    if strategy == "next_fit":
+        fitting = [at for at in fitting if at == len(rooms) - 1]
+    if strategy == "none" or not fitting:
+        return None
+    if strategy in ("first_fit", "next_fit"):
+        return fitting[0]
+    return min(fitting, key=lambda at: (rooms[at], at))
+
+
+def _room(members: Sequence[Waiting], budget: Budget) -> Size:
+    """What is left in an open pack; nothing once it holds as many samples as it may."""
+    if budget.items is not None and len(members) >= budget.items:
+        return Size(-1, -1)
+    patches = sys.maxsize if budget.patches is None else budget.patches
+    tokens_taken, patches_taken = (sum(one.size[at] for one in members) for at in (0, 1))
+    return Size(budget.tokens - tokens_taken, patches - patches_taken)
 
 
 def _sample(waiting: Waiting) -> Sample:

@@ -10,7 +10,8 @@ import torch
 from headway.data.collate import Batch, Collator
 from headway.data.encode import Encoder
 from headway.data.encoded import EncodedSample
-from headway.data.samples import Sample
+from headway.data.policy import sample_error
+from headway.data.samples import Origin, Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import DataError
 
@@ -35,15 +36,11 @@ class Skipped(NamedTuple):
     """A sample that could not be used.
 
     Attributes:
-        source: its source's name.
-        row: place in the source.
-        reason: what was wrong, file and place included.
+        error: which, and why.
         tokens: what it was to bring [tokens]; 0 where that was not known.
     """
 
-    source: str
-    row: int
-    reason: str
+    error: SampleError
     tokens: int
 
 
@@ -64,12 +61,14 @@ class Made(NamedTuple):
 
     Attributes:
         batch: its tensors.
-        whole_tokens: length of each of its samples before it was cut [tokens].
+        pieces: what each of its samples was cut to.
+        whole_tokens: length of each of its samples before that [tokens].
         skipped: samples that were to be in it.
         dropped: samples that were read for it.
     """
 
     batch: Batch
+    pieces: tuple[Piece, ...]
     whole_tokens: tuple[int, ...]
     skipped: tuple[Skipped, ...]
     dropped: tuple[Dropped, ...] = ()
@@ -97,7 +96,7 @@ class PackMaker:
         Raises:
             DataError: a sample cannot be used and `skips` is off, or it is not the one that was planned with.
         """
-        return self.make((piece, partial(self.sources[piece.source].__getitem__, piece.row)) for piece in pieces)
+        return self.make((piece, partial(self._load, piece)) for piece in pieces)
 
     def make(self, pieces: Iterable[tuple[Piece, Callable[[], Sample]]]) -> Made:
         """Make a pack of samples that are read in another way than by their row.
@@ -105,19 +104,32 @@ class PackMaker:
         Raises:
             DataError: as when called.
         """
-        encoded, whole_tokens, skipped = [], [], []
+        encoded, whole_tokens, used, skipped = [], [], [], []
         for piece, read in pieces:
             try:
-                whole = self.encoder.encode(read())
-            except DataError as error:
+                whole = self._encode(read())
+            except SampleError as error:
                 if not self.skips:
                     raise
-                name = self.sources[piece.source].name
-                skipped.append(Skipped(name, piece.row, str(error), piece.stop - piece.start))
+                skipped.append(Skipped(error, piece.stop - piece.start))
                 continue
             encoded.append(part_of(whole, piece.start, piece.stop))
             whole_tokens.append(whole.tokens)
-        return Made(self.collator(encoded), tuple(whole_tokens), tuple(skipped))
+            used.append(piece)
+        return Made(self.collator(encoded), tuple(used), tuple(whole_tokens), tuple(skipped))
+
+    def _load(self, piece: Piece) -> Sample:
+        source = self.sources[piece.source]
+        try:
+            return source[piece.row]
+        except DataError as error:
+            raise sample_error(error, Origin(source.name, source.name, piece.row, f"row {piece.row}")) from error
+
+    def _encode(self, sample: Sample) -> EncodedSample:
+        try:
+            return self.encoder.encode(sample)
+        except DataError as error:
+            raise sample_error(error, sample.origin) from error
 
 
 def part_of(whole: EncodedSample, start: int, stop: int) -> EncodedSample:

@@ -5,10 +5,7 @@ process's CUDA context, threads and locks, and yet at once, as the server has im
 How far they run ahead is bounded by bytes, not by a number of packs, for packs differ by orders of magnitude.
 """
 
-import multiprocessing
-import os
 import pickle
-import signal
 import threading
 import warnings
 from collections import deque
@@ -18,15 +15,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
-
 from headway.data.feed.parcel import Parcel, unwrap, wrap
+from headway.data.workers import prepare_worker, worker_context
 from headway.errors import ConfigError, DataError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-_PRELOAD = ["headway.data.feed"]
+_PRELOAD = ("headway.data.feed",)
 
 
 class Job(NamedTuple, Generic[Task]):
@@ -181,8 +177,7 @@ class Pool(Generic[Task, Result]):
     def _start(self) -> "_Group":
         if not self._workers:
             return _Group(ThreadPoolExecutor(1, thread_name_prefix="headway-data"), threading.Event())
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = worker_context(_PRELOAD)
         stop, processes = context.Event(), self._workers // len(self._groups)
         executor = ProcessPoolExecutor(
             processes, mp_context=context, initializer=_begin, initargs=(self._pickled, stop)
@@ -203,20 +198,10 @@ _stop: Any = None
 
 
 def _begin(pickled: bytes, stop: Any) -> None:
-    """Prepare a worker process. It leaves Ctrl-C to the training process, and goes when that one is gone."""
+    """Prepare a worker process."""
     global _pickled_work, _stop
     _pickled_work, _stop = pickled, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)  # a killed trainer cannot stop its workers, which would wait for tasks for ever
+    prepare_worker()
 
 
 def _do(task: Any) -> Parcel | None:

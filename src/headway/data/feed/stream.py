@@ -65,7 +65,15 @@ class StreamFeed(Feed):
                 f"A stream of {streaming.lanes} lanes cannot be shared by {share.ranks} ranks; set data.stream.lanes "
                 "to a multiple of the number of ranks."
             )
-        super().__init__(streaming.maker, streaming.budget, share, bad, _LaneWork(streaming), keyed=True)
+        super().__init__(
+            streaming.maker,
+            streaming.budget,
+            share,
+            bad,
+            _LaneWork(streaming),
+            splits=streaming.overlong == "split",
+            keyed=True,
+        )
         self._streaming = streaming
         self._states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(share.rank, streaming.lanes, share.ranks))
         self._ended: set[int] = set()

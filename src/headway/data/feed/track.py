@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from headway.data.plan.order import Play
 from headway.data.plan.permute import key_of, shuffled
-from headway.data.samples import Sample
+from headway.data.samples import Sample, SampleError
 from headway.data.sources import Source
-from headway.errors import DataError
 
 
 class Place(NamedTuple):
@@ -57,7 +56,7 @@ class Track:
         # Sources alternate by weight; without weights by how much there is to read, so that they end about together.
         self.weight = play.weight or sum(shard.reader.file.size or 1 for shard in shards) * (play.epochs or 1)
 
-    def rows(self, start: Place) -> Iterator[tuple[Place, Place, Sample | DataError]]:
+    def rows(self, start: Place) -> Iterator[tuple[Place, Place, Sample | SampleError]]:
         """Samples from a place on, each with its own place and the one after it; endlessly where epochs are not given.
 
         An epoch without a row ends them, too.
