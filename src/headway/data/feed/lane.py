@@ -122,6 +122,7 @@ class Lane:
     def __init__(self, streaming: Streaming, number: int, state: dict[str, Any] | None = None) -> None:
         self._streaming, self._number = streaming, number
         self.turn = 0  # packs handed out
+        self.has_ended = False
         self._draws = 0
         self._buffer: list[Waiting] = []
         self._parts: deque[Waiting] = deque()  # measured, to be packed next
@@ -139,12 +140,13 @@ class Lane:
             DataError: a sample cannot be used and is not to be skipped, or exceeds a pack under the policy "error".
         """
         members = self._next_members()
-        self.turn += members is not None
+        self.has_ended = members is None
+        self.turn += not self.has_ended
         pieces = [(self._piece(one), partial(_sample, one)) for one in members or []]
         made = self._streaming.maker.make(pieces)
         made = made._replace(skipped=(*self._skipped, *made.skipped), dropped=tuple(self._dropped))
         self._skipped, self._dropped = [], []
-        return LanePack(made, members is None, self.state())
+        return LanePack(made, self.has_ended, self.state())
 
     def state(self) -> dict[str, Any]:
         """Where the lane stands, as plain JSON values."""
