@@ -57,6 +57,7 @@ class Data:
         return StreamFeed(streaming, share, self.bad)
 
     def ranks(self, kind, ranks, **share):
+        share = {"prefetch_bytes": 0, **share}
         return Together([getattr(self, kind)(Share(rank, ranks, **share)) for rank in range(ranks)])
 
 
