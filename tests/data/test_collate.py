@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.count import Workload
-from headway.data import EncodedSample, Encoder, collate, read_samples
+from headway.data import EncodedSample, Encoder, read_samples
+from headway.data.collate import collate
 from headway.errors import DataError
 from headway.models import rope_index
 
