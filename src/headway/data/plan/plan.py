@@ -4,6 +4,7 @@ Every rank computes the same plan without communication: decisions rest on whole
 rounding that differs between processors.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,16 +16,16 @@ from headway.data.plan.budget import Budget, Size, over_budget
 from headway.data.plan.items import Items
 from headway.data.plan.order import Order
 from headway.data.plan.permute import key_of
-from headway.data.plan.strategies import STRATEGIES, Strategy, Window, pack_window
+from headway.data.plan.spread import sums_of
+from headway.data.plan.strategies import STRATEGIES, Strategy, Window, cost_shift, pack_window, whole_costs
 from headway.errors import CheckpointError, ConfigError, DataError
 
 Ints = NDArray[np.int64]
 
-WINDOW = 32_768
+WINDOW = 131_072
 """Samples that are packed together unless told otherwise; more where `MIN_STEPS` steps need more."""
 
 MIN_STEPS = 16
-_COST_BITS = 31  # costs are planned with as whole numbers up to 2**31, so that sums of millions are exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ class Plan:
         packs_per_step: packs of an optimizer step over all ranks, data-parallel ranks times accumulation.
         strategy: "balanced", or one of the textbook ones for comparison.
         seed: of everything that the plan chooses at random.
-        window: samples packed together; 32,768, or 16 steps' worth if that is more, when None.
+        window: samples packed together; 131,072, or 16 steps' worth if that is more, when None.
         accumulation: packs of a step that one rank sums up, as far as the plan cares: with more, heavy and light packs
             may pair up, so that less is sorted.
 
@@ -115,7 +116,7 @@ class Plan:
         self.packs_per_step, self.strategy, self.seed = packs_per_step, strategy, seed
         self.accumulation, self.window = accumulation, window
         heaviest = float(items.costs.max(initial=0.0))
-        self._shift = _COST_BITS - int(np.frexp(heaviest)[1])
+        self._shift = cost_shift(heaviest)
 
     def settings(self) -> dict[str, Any]:
         """What decides the plan besides items and order, as plain JSON values; ranks are free to change."""
@@ -163,11 +164,11 @@ class Plan:
 
     def _step(self, packed: _Packed, first: int, stop: int) -> PlannedStep:
         bounds = packed.bounds[first : stop + 1]
-        packs = [packed.items[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+        packs = [packed.items[low:high] for low, high in itertools.pairwise(bounds.tolist())]
         packs += [packed.items[:0]] * (self.packs_per_step - len(packs))
         pack_of = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
         costs = self.items.costs[packed.items[bounds[0] : bounds[-1]]]
-        return PlannedStep(packs, np.bincount(pack_of, costs, len(packs)))
+        return PlannedStep(packs, sums_of(pack_of, costs, len(packs)))
 
     def _ends(self, packed: _Packed) -> bool:
         return not packed.carried and self.order.length is not None and packed.position >= self.order.length
@@ -178,7 +179,8 @@ class Plan:
         count = self.window or WINDOW
         while True:
             items = np.concatenate([carried, self.order.draw(start.position, max(1, count - len(carried)))])
-            drawn_all = self.order.length is not None and start.position + len(items) - len(carried) >= self.order.length
+            drawn = start.position + len(items) - len(carried)
+            drawn_all = self.order.length is not None and drawn >= self.order.length
             window = self._window(items, start)
             enough = 1 if self.window is not None else MIN_STEPS
             steps = float(window.packs_needed()[-1]) / start.packs_per_step if len(items) else 0.0
@@ -194,7 +196,7 @@ class Plan:
         return Window(
             self.items.tokens[items].astype(np.int64),
             self.items.patches[items].astype(np.int64),
-            np.rint(np.ldexp(self.items.costs[items], self._shift)),
+            whole_costs(self.items.costs[items], self._shift),
             self.budget,
             start.packs_per_step,
             start.accumulation,
