@@ -7,7 +7,7 @@ CACHE_VARIABLE = "HEADWAY_CACHE"
 
 
 def cache_root() -> Path:
-    """Name the cache's folder, whether it exists or not: $HEADWAY_CACHE, $XDG_CACHE_HOME/headway or ~/.cache/headway."""
+    """Name the cache's folder, there or not: $HEADWAY_CACHE, $XDG_CACHE_HOME/headway or ~/.cache/headway."""
     given = os.environ.get(CACHE_VARIABLE)
     if given:
         return Path(given).expanduser()
