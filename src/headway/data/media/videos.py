@@ -11,6 +11,7 @@ from typing import Any
 import av
 import numpy as np
 import torch
+from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from headway.data.media.files import media_error, open_media
@@ -100,6 +101,7 @@ class Clip:
         wanted = iter(places)
         place = next(wanted, None)
         decoded = 0
+        converter = VideoReformatter()  # one for all frames: making one costs more than converting a frame
         try:
             with av_container(self._media) as container:
                 stream = container.streams.video[0]
@@ -110,7 +112,8 @@ class Clip:
                     decoded = number + 1
                     if number < place:
                         continue
-                    frame_HWC = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                    in_rgb = converter.reformat(frame, format="rgb24")
+                    frame_HWC = np.rot90(in_rgb.to_ndarray(), round(frame.rotation / 90))
                     while place == number:
                         yield frame_HWC
                         place = next(wanted, None)
