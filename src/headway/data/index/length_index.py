@@ -224,4 +224,5 @@ def _ragged(column: pa.ChunkedArray) -> Ragged:
 def _values(flat: pa.Array) -> Ints:
     if pa.types.is_struct(flat.type):
         return np.stack([side.to_numpy() for side in flat.flatten()], axis=1)
-    return flat.to_numpy()
+    values: Ints = flat.to_numpy()
+    return values

@@ -53,10 +53,10 @@ class Job:
         return self.parts_folder / f"{unit.start:012d}-{unit.stop:012d}.parquet"
 
     def has(self, unit: range) -> bool:
-        """Whether a unit is finished; a file that is damaged does not count."""
+        """Whether a unit is finished; a file that is damaged does not count, and is measured again."""
         try:
-            return pq.read_metadata(self.part(unit)).num_rows == len(unit)
-        except (FileNotFoundError, pa.ArrowInvalid):
+            return int(pq.read_metadata(self.part(unit)).num_rows) == len(unit)
+        except (FileNotFoundError, NotADirectoryError, pa.ArrowInvalid):
             return False
 
     def bad_rows(self, unit: range) -> dict[int, str]:
