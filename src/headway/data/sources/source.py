@@ -112,10 +112,19 @@ class Source:
             DataError: the row cannot be used; the message names file and place.
             IndexError: there is no such row.
         """
+        shard, place = self.locate(row)
+        return shard[place]
+
+    def locate(self, row: int) -> tuple[Shard, int]:
+        """The shard that holds a row, and the row's place in it.
+
+        Raises:
+            IndexError: there is no such row.
+        """
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} rows in the dataset {self.name}")
-        shard = bisect_right(self.starts, row) - 1
-        return self.shards[shard][row - self.starts[shard]]
+        number = bisect_right(self.starts, row) - 1
+        return self.shards[number], row - self.starts[number]
 
     def fingerprint(self) -> str:
         """A digest of every file's name, size and time of change, and of how rows become samples.
