@@ -15,7 +15,8 @@ Singles = NDArray[np.float32]
 
 _SHARED = 4  # samples of each pack that are divided anew
 _ROUNDS = 16
-_OVER = np.float32(64)  # what an excess of a whole budget weighs against a difference of a whole pack's cost
+_BATCH = 256  # pairs at a time, so that their tables stay in the processor's cache
+_OVER = 64.0  # what an excess of a whole budget weighs against a difference of a whole pack's cost
 
 
 def excess(pack_of: Ints, needs: Ints, caps: Ints, num_packs: int) -> Ints:
@@ -38,47 +39,57 @@ def repair(pack_of: Ints, needs: Ints, caps: Ints, costs: Floats, num_packs: int
         The pack of each sample, shape (N,).
     """
     pack_of = pack_of.copy()
-    mean_cost = float(costs.sum()) / num_packs
+    costs = costs * (num_packs / float(costs.sum()))  # in mean packs
+    scales = np.array([_OVER / cap for cap in caps])
     for number in range(_ROUNDS):
         over = excess(pack_of, needs, caps, num_packs)
         fullness = (over / caps[:, None]).max(axis=0)
-        num_over = int((fullness > 0).sum())
-        if not num_over or num_packs < 2:
+        overfull, others = np.flatnonzero(fullness > 0), np.flatnonzero(fullness <= 0)
+        if not len(overfull) or not len(others):
             break
-        order = np.argsort(fullness, kind="stable")
-        num_pairs = min(num_over, num_packs // 2)
-        roomy = order[: max(num_pairs, (num_packs - num_over) // 2)]
-        partners = roomy[shuffled(len(roomy), key_of(key, number))[:num_pairs]]
-        pairs = np.stack([order[num_packs - num_pairs :], partners])
-        _divide(pack_of, pairs, needs, caps, costs / mean_cost, over)
+        median = np.partition(fullness[others], len(others) // 2)[len(others) // 2]
+        roomy = others[fullness[others] <= median]
+        roomy = roomy[shuffled(len(roomy), key_of(key, number, 0))]
+        overfull = overfull[shuffled(len(overfull), key_of(key, number, 1))]
+        num_pairs = min(len(overfull), len(roomy))
+        pairs = np.stack([overfull[:num_pairs], roomy[:num_pairs]])
+        pack_costs = np.bincount(pack_of, costs, num_packs)
+        for first in range(0, num_pairs, _BATCH):
+            _divide(pack_of, pairs[:, first : first + _BATCH], needs, over, scales, costs, pack_costs)
     return pack_of
 
 
-def _divide(pack_of: Ints, pairs: Ints, needs: Ints, caps: Ints, costs: Floats, over: Ints) -> None:
+def _divide(
+    pack_of: Ints, pairs: Ints, needs: Ints, over: Ints, scales: Floats, costs: Floats, pack_costs: Floats
+) -> None:
     """Divide the largest samples of each pair of packs, shape (2, M), as well as can be; writes `pack_of`."""
     num_pairs = pairs.shape[1]
-    table = _largest(pack_of, pairs.reshape(-1), needs[0], over.shape[1])  # (2 M, S), -1 where there are fewer
+    table = _largest(pack_of, pairs.reshape(-1), needs[0], len(pack_costs))  # (2 M, S), -1 where there are fewer
     table = np.concatenate([table[:num_pairs], table[num_pairs:]], axis=1)  # (M, 2 S)
     there = table >= 0
-    penalty = np.zeros((num_pairs, 1 << table.shape[1]), dtype=np.float32)
-    for need, cap, excesses in zip(needs, caps, over, strict=True):
-        shared = np.where(there, need[table], 0)
-        fixed = excesses[pairs[0]] - shared[:, :_SHARED].sum(axis=1)
-        both = excesses[pairs[0]] + excesses[pairs[1]]
-        first = _subset_sums(shared.astype(np.float32), fixed.astype(np.float32))
-        worst = np.maximum(first, both[:, None].astype(np.float32) - first)
-        penalty += np.maximum(worst, 0, out=worst) * (_OVER / np.float32(cap))
-    shared_costs = np.where(there, costs[table], 0)
-    pack_costs = np.bincount(pack_of, costs, over.shape[1])
-    fixed_costs = pack_costs[pairs[0]] - shared_costs[:, :_SHARED].sum(axis=1)
-    middle = (pack_costs[pairs[0]] + pack_costs[pairs[1]]) / 2
-    penalty += np.abs(_subset_sums(shared_costs.astype(np.float32), (fixed_costs - middle).astype(np.float32)))
+    penalty = _differences(np.where(there, costs[table], 0.0), pack_costs[pairs])
+    for need, excesses, scale in zip(needs, over[:, pairs] * scales[:, None, None], scales, strict=True):
+        worse = _differences(np.where(there, need[table] * scale, 0.0), excesses)
+        worse += (excesses.sum(axis=0) / 2).astype(np.float32)[:, None]  # the excess of the fuller pack of the two
+        penalty += np.maximum(worse, 0, out=worse)
     best = penalty.argmin(axis=1)
     as_they_are = (1 << _SHARED) - 1
     better = penalty[np.arange(num_pairs), best] < penalty[:, as_they_are]
     in_first = (best[:, None] >> np.arange(table.shape[1])) & 1 == 1
     moved = there & better[:, None]
     pack_of[table[moved]] = np.where(in_first, pairs[0][:, None], pairs[1][:, None])[moved]
+
+
+def _differences(shared: Floats, totals: Floats) -> Singles:
+    """Half the difference between both packs, for every division of the samples they share, shape (M, 2**2S).
+
+    Args:
+        shared: what each shared sample weighs, the first pack's samples first, shape (M, 2 S).
+        totals: what both packs weigh now, shape (2, M).
+    """
+    without = totals[0] - shared[:, :_SHARED].sum(axis=1) - totals.sum(axis=0) / 2
+    sums = _subset_sums(shared.astype(np.float32), without.astype(np.float32))
+    return np.abs(sums, out=sums)
 
 
 def _largest(pack_of: Ints, packs: Ints, tokens: Ints, num_packs: int) -> Ints:
