@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from headway.data import EncodedSample, collate
+from headway.data import EncodedSample
+from headway.data.collate import collate
 from headway.models import load_model
 from mixes import Mix
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.count import Workload
-from headway.data import EncodedSample, Encoder, Origin, collate, read_samples
-from headway.data.collate import Collator
+from headway.data import EncodedSample, Encoder, Origin, read_samples
+from headway.data.collate import Collator, collate
 from headway.errors import DataError
 from headway.models import rope_index
 

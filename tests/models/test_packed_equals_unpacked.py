@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from headway.data import Batch, Encoder, collate
+from headway.data import Batch, Encoder
+from headway.data.collate import collate
 from headway.data.encode import EncodedSample
 from headway.models import load_model, rope_index
 from tiny_models import FAMILIES, VISION_FAMILIES

@@ -1,20 +1,32 @@
 """Data: chats with images read from JSONL, encoded by the model's own processor, packed, collated and streamed.
 
-`read_samples` -> `Encoder.encode` -> `pack` under a `Budget` -> `collate`; `PackLoader` does all of it in order, ahead
-of the training loop, and resumes to the exact next batch. `headway.data.plan` decides over lengths alone which samples
-make a pack and which packs a step; like importing this package, it loads neither torch nor transformers.
+`read_samples` -> `Encoder.encode` -> `pack.pack` under a `Budget` -> `collate.collate`; `PackLoader` does all of it in
+order, ahead of the training loop, and resumes to the exact next batch. `headway.data.plan` decides over lengths alone
+which samples make a pack and which packs a step; like importing this package, it loads neither torch nor transformers.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.data.collate import Batch, collate
+    from headway.data.collate import Batch
     from headway.data.encode import EncodedSample, Encoder
     from headway.data.loader import PackLoader
-    from headway.data.pack import PackReport, pack
+    from headway.data.pack import PackReport
     from headway.data.plan import Budget, Size
     from headway.data.producer import Stage
-    from headway.data.samples import AudioPart, Chat, Document, ImagePart, Media, Message, Origin, Sample, TextPart, VideoPart, read_samples
+    from headway.data.samples import (
+        AudioPart,
+        Chat,
+        Document,
+        ImagePart,
+        Media,
+        Message,
+        Origin,
+        Sample,
+        TextPart,
+        VideoPart,
+        read_samples,
+    )
 
 _HOME = {
     "AudioPart": "headway.data.samples",
@@ -35,8 +47,6 @@ _HOME = {
     "Stage": "headway.data.producer",
     "TextPart": "headway.data.samples",
     "VideoPart": "headway.data.samples",
-    "collate": "headway.data.collate",
-    "pack": "headway.data.pack",
     "read_samples": "headway.data.samples",
 }
 
@@ -59,8 +69,6 @@ __all__ = [
     "Stage",
     "TextPart",
     "VideoPart",
-    "collate",
-    "pack",
     "read_samples",
 ]
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headway.data import Batch, Budget, Chat, Encoder, pack
+from headway.data import Batch, Budget, Chat, Encoder
 from headway.data.collate import Collator
-from headway.data.pack import over_budget
+from headway.data.pack import pack
+from headway.data.plan.budget import over_budget
 from headway.errors import DataError
 from headway.train.ranks import Ranks
 

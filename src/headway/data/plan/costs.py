@@ -1,4 +1,4 @@
-"""FLOPs of samples: each distinct segment length and grid is counted once by the model's own cost model, then looked up.
+"""FLOPs of samples: each distinct segment length and grid is counted once by the model's cost model, then looked up.
 
 Cost models are linear in drivers that add up over segments and grids, so the sum over a sample's parts is its cost.
 """
