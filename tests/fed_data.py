@@ -21,7 +21,7 @@ def chat(number, picture=None):
     return {"messages": [question, {"role": "assistant", "content": f"It is {number}."}]}
 
 
-def write_shards(folder: Path, rows, shards, picture_of=lambda number: None):
+def write_shards(folder: Path, rows, shards, picture_of=lambda _: None):
     """Chats number 0 .. rows - 1, in files of like size."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(shards):
@@ -44,8 +44,7 @@ class Data:
         self.maker = PackMaker(self.sources, encoder, collator, self.bad.skips)
 
     def indexed(self, share):
-        policy = self.bad if self.bad.skips else None
-        indices = {s.name: build_index(s, self.encoder, workers=0, policy=policy) for s in self.sources}
+        indices = {s.name: build_index(s, self.encoder, workers=0, policy=self.bad) for s in self.sources}
         items, planned = Items.build(indices, self.budget, self.overlong)
         order = Order(items.sizes, self.stages, seed=3)
         plan = Plan(items, order, self.budget, share.ranks * share.accumulation, window=16, seed=3)

@@ -71,13 +71,14 @@ class Streaming:
                         "Give a whole number, or use an index."
                     )
 
-
     def cost_of(self, lengths: Lengths, tokens: int) -> float:
         """Useful FLOPs of training on a sample, or on so many tokens of it."""
         if self.cost_model is None:
             return float(tokens)
-        grids = {"images": lengths.image_grids, "videos": lengths.video_grids, "audio": lengths.audio_lengths}
-        return float(self.cost_model.count(Workload([tokens], **grids)).total)
+        workload = Workload(
+            [tokens], images=lengths.image_grids, videos=lengths.video_grids, audio=lengths.audio_lengths
+        )
+        return float(self.cost_model.count(workload).total)
 
 
 class Waiting(NamedTuple):
@@ -183,8 +184,8 @@ class Lane:
         samples = self._read_again([*state["buffer"], *state["packing"], *chain.from_iterable(state["ready"])])
 
         def waiting(key: list[Any]) -> Waiting:
-            place, *numbers = key
-            return Waiting(Place(*place), *numbers, samples[Place(*place)])
+            place, start, stop, patches, cost = key
+            return Waiting(Place(*place), start, stop, patches, cost, samples[Place(*place)])
 
         self._buffer = [waiting(key) for key in state["buffer"]]
         self._ready.extend([waiting(key) for key in keys] for keys in state["ready"])
