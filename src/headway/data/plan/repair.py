@@ -4,6 +4,8 @@ Of each pair the largest samples are divided in every possible way, 256 for four
 within their budgets and makes their costs most alike wins.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -114,13 +116,12 @@ def _differences(shared: Floats, totals: Floats) -> Singles:
 
 def _largest(pack_of: Ints, packs: Ints, by_size: Ints, num_packs: int) -> Ints:
     """The largest samples of some packs, shape (packs, S); -1 where a pack has fewer."""
-    place = np.full(
-        num_packs, len(packs), dtype=np.uint16 if len(packs) < 1 << 16 else np.int64
-    )  # 16 bits sort fastest
+    kind = np.uint16 if len(packs) < 1 << 16 else np.int64  # 16 bits sort fastest
+    place: NDArray[Any] = np.full(num_packs, len(packs), dtype=kind)
     place[packs] = np.arange(len(packs))
     places = place[pack_of[by_size]]
     there = np.flatnonzero(places < len(packs))
-    members = by_size[there[np.argsort(places[there], kind="stable")]]
+    members = np.append(by_size[there[np.argsort(places[there], kind="stable")]], -1)
     counts = np.bincount(places[there], minlength=len(packs))
     at = (np.cumsum(counts) - counts)[:, None] + np.arange(_SHARED)
     return np.where(np.arange(_SHARED) < counts[:, None], members[np.minimum(at, len(members) - 1)], -1)
