@@ -1,7 +1,7 @@
 """The data and models that the throughput benchmark compares on, encoded once and handed to both sides."""
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, Qwen3Config
 
-from headway.data import EncodedSample, Encoder, read_samples
+from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.demo.digits import write_digits
 from headway.demo.reader import write_reader
 from headway.models import load_config, load_model, load_processor, rope_index
@@ -42,7 +42,7 @@ def text_mix(num_samples: int, seed: int = 0) -> Mix:
         tie_word_embeddings=True,
     )
     lengths = np.clip(np.round(rng.lognormal(np.log(MIX_MEDIAN), MIX_SIGMA, num_samples)), 8, MIX_MAX).astype(int)
-    samples = [_text_sample(rng.integers(0, 4096, size=length), f"mix {i}") for i, length in enumerate(lengths)]
+    samples = [_text_sample(rng.integers(0, 4096, size=length), row) for row, length in enumerate(lengths)]
     description = (
         f"lognormal lengths, median {MIX_MEDIAN} tokens, sigma {MIX_SIGMA}, clipped at {MIX_MAX}; "
         f"mean {lengths.mean():.0f}, longest {lengths.max()}; Qwen3, 4 layers, hidden 256, vocabulary 4096"
@@ -50,10 +50,15 @@ def text_mix(num_samples: int, seed: int = 0) -> Mix:
     return Mix("text mix", description, config, samples)
 
 
-def _text_sample(token_ids: Any, where: str) -> EncodedSample:
+def _text_sample(token_ids: Any, row: int) -> EncodedSample:
     ids_S = torch.from_numpy(token_ids)
     positions_1S = torch.arange(len(ids_S))[None]
-    return EncodedSample(ids_S, ids_S.clone(), positions_1S, None, torch.zeros(0, 3, dtype=torch.long), None, where)
+    return EncodedSample(
+        input_ids_S=ids_S,
+        labels_S=ids_S.clone(),
+        position_ids_RS=positions_1S,
+        origin=Origin("mix", "mix", row, f"row {row}"),
+    )
 
 
 def digits_mix(num_samples: int) -> Mix:
@@ -64,7 +69,10 @@ def digits_mix(num_samples: int) -> Mix:
         config = load_config(write_reader(folder / "model"))
         model = load_model(config, random_init=True)  # only for its rule of M-RoPE positions
         encoder = Encoder(load_processor(folder / "model"), rope_index(model))
-        samples = [encoder.encode(sample) for sample in read_samples(data.train)]
+        assert encoder.pixel_scale is not None
+        scale_D, shift_D = encoder.pixel_scale  # both sides are given what the model reads
+        encoded = (encoder.encode(sample) for sample in read_samples(data.train))
+        samples = [replace(each, pixels_PD=each.pixels_PD * scale_D + shift_D) for each in encoded]
     lengths = np.array([sample.tokens for sample in samples])
     description = (
         f"1 to 4 digits per sample, mean {lengths.mean():.0f} tokens (from {lengths.min()} to {lengths.max()}), "

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +24,9 @@ from headway.data.plan.measure import report_on
 from length_mixes import MIXES, LengthMix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 from their_packers import ONLINE, VERSION, install, naive_packers, online_packers, pack_online
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RANKS, SEED = 32, 1
 WINDOWS = (2_048, 8_192, 32_768, 131_072)
@@ -160,11 +162,11 @@ def render(record: dict[str, Any]) -> str:
     lines = [
         "# Packing",
         "",
-        f"{record['ranks']} ranks, one pack each per step. fill: tokens over the packs' budget; balance: mean over steps of "
-        "mean / max FLOPs over ranks; mixing: spread over steps of the token-weighted mean segment length, relative to "
-        "random packing. The last, incomplete step of a pass is left out.",
-        f"LMMs-Engine {record['lmms_engine']}: its iterable dataset packs a contiguous part of the shuffled data on each "
-        "rank, and a step is the next pack of each; its naive dataset packs all of it, and its packs are shuffled.",
+        f"{record['ranks']} ranks, one pack each per step. fill: tokens over the packs' budget; balance: mean over "
+        "steps of mean / max FLOPs over ranks; mixing: spread over steps of the token-weighted mean segment length, "
+        "relative to random packing. The last, incomplete step of a pass is left out.",
+        f"LMMs-Engine {record['lmms_engine']}: its iterable dataset packs a contiguous part of the shuffled data on "
+        "each rank, and a step is the next pack of each; its naive dataset packs all, and its packs are shuffled.",
         "",
     ]
     for mix in record["mixes"]:
@@ -222,8 +224,8 @@ def render(record: dict[str, Any]) -> str:
     lines += [
         "## Whole plans",
         "",
-        "One process each, all steps of one pass; its peak memory holds the imports, torch included, and the drawing of "
-        "the lengths.",
+        "One process each, all steps of one pass; its peak memory holds the imports, torch included, and the drawing "
+        "of the lengths.",
         "",
         markdown_table(
             ["mix", "samples", "s", "us per sample", "ms to the first step", "items MB", "peak memory MB"], rows

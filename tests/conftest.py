@@ -6,7 +6,7 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side on few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-for name in ("HEADWAY_DEBUG", "HEADWAY_PEAK_FLOPS", "HEADWAY_PEAKS"):
+for name in ("HEADWAY_CACHE", "HEADWAY_DEBUG", "HEADWAY_PEAK_FLOPS", "HEADWAY_PEAKS"):
     os.environ.pop(name, None)
 
 import pytest

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.count import Workload
-from headway.data import EncodedSample, Encoder, read_samples
-from headway.data.collate import collate
+from headway.data import EncodedSample, Encoder, Origin, read_samples
+from headway.data.collate import Collator, collate
 from headway.errors import DataError
 from headway.models import rope_index
 
@@ -23,7 +23,7 @@ def made_up(number, length, supervised, grids, rows=1):
         pixels_PD=torch.full((patches, 6), float(number)) if patches else None,
         grids_M3=grids_M3,
         token_types_S=torch.zeros(length, dtype=torch.int32),
-        where=f"line {number}",
+        origin=Origin("made up", "made up", number, f"line {number}"),
     )
 
 
@@ -98,7 +98,7 @@ def test_moving_a_pack_moves_its_tensors_and_keeps_its_workload():
     moved = batch.to("meta")
     assert moved.input_ids_1T.device.type == moved.pixels_PD.device.type == moved.cu_seqlens_N.device.type == "meta"
     assert moved.workload is batch.workload
-    assert moved.sources == ("line 0",)
+    assert moved.sources == ("made up, line 0",)
 
 
 def test_positions_of_one_and_three_rows_do_not_mix():
@@ -134,7 +134,7 @@ def test_multi_axis_positions_equal_the_models_own_for_each_sample_alone(write, 
     samples = [
         encoder.encode(s) for s in read_samples(write(line("a.png", "b.png"), line(), line("b.png"), pictures=pictures))
     ]
-    batch = collate(samples)
+    batch = Collator(pixel_scale=encoder.pixel_scale)(samples)
     places = batch.position_ids_R1T[:, 0].split([s.tokens for s in samples], dim=1)
     for sample, ours in zip(samples, places, strict=True):
         if sample.pixels_PD is None:

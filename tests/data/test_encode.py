@@ -80,11 +80,12 @@ def test_a_template_that_refuses_the_chat_is_a_clear_error(write, processor):
         encoder.encode(sample)
 
 
-def test_a_tokenizer_without_a_template_is_refused(processor):
+def test_a_chat_is_refused_by_a_tokenizer_without_a_template(write, processor):
     tokenizer = type(processor.tokenizer).from_pretrained(processor.tokenizer.name_or_path)
     tokenizer.chat_template = None
+    (sample,) = read_samples(write(chat(("user", "a"), ("assistant", "b"))))
     with pytest.raises(ConfigError, match="has no chat template"):
-        Encoder(tokenizer)
+        Encoder(tokenizer).encode(sample)
 
 
 def test_placeholders_patches_and_grids_agree(write, encoder, processor):
@@ -102,13 +103,15 @@ def test_placeholders_patches_and_grids_agree(write, encoder, processor):
 def test_token_ids_are_those_of_transformers_own_chat_encoding(write, encoder, processor):
     turns = [("user", QUESTION), ("assistant", "Two."), ("user", "Sure?"), ("assistant", "Yes.")]
     (sample,) = read_samples(write(chat(*turns), pictures={"a.png": (56, 72)}))
-    image = Image.open(sample.images[0])
+    image = Image.open(sample.images[0].path)
     messages = chat(*turns)["messages"]
     messages[0]["content"] = [{"type": "image", "image": image}, QUESTION[1]]
     expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     encoded = encoder.encode(sample)
     assert torch.equal(encoded.input_ids_S, expected["input_ids"][0])
-    assert torch.equal(encoded.pixels_PD, expected["pixel_values"])
+    scale_D, shift_D = encoder.pixel_scale
+    assert encoded.pixels_PD.dtype == torch.uint8
+    assert torch.allclose(encoded.pixels_PD * scale_D + shift_D, expected["pixel_values"], rtol=0, atol=1e-6)
     assert torch.equal(encoded.grids_M3, expected["image_grid_thw"])
 
 

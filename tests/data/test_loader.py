@@ -237,6 +237,8 @@ def test_the_cache_keeps_to_its_bytes_and_saves_encoding(many, encoder):
     calls = Counter()
 
     class Counting:
+        pixel_scale = encoder.pixel_scale
+
         def encode(self, sample):
             calls[sample.where] += 1
             return encoder.encode(sample)

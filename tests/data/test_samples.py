@@ -31,14 +31,18 @@ def test_line_numbers_count_blank_lines(write):
     ("line", "says"),
     [
         ('{"messages": [', "not valid JSON"),
-        ("[1, 2]", 'must be an object with a list "messages"'),
-        ('{"prompt": "x"}', 'must be an object with a list "messages"'),
+        ("[1, 2]", "got [1, 2], but it must be an object"),
+        ('{"prompt": "x"}', "the row needs the columns of a schema: messages (messages); conversations (llava)"),
         ('{"messages": []}', 'the list "messages" is empty'),
         ('{"messages": ["hello"]}', 'a message must be an object with "role" and "content"'),
         ('{"messages": [{"role": "user"}]}', 'a message must be an object with "role" and "content"'),
-        (json.dumps(chat(("robot", "hi"))), 'unknown role "robot". A role is one of system, user, assistant.'),
+        (
+            json.dumps(chat(("robot", "hi"))),
+            'unknown role "robot". A role is one of system, user, assistant, tool,',
+        ),
         (json.dumps(chat(("user", 3))), '"content" is 3, but it must be a string or a list of parts'),
-        (json.dumps(chat(("user", [{"type": "video", "video": "a.mp4"}]))), "unknown part"),
+        (json.dumps(chat(("user", [{"type": "video", "video": "a.mp4"}]))), "the video 'a.mp4' does not exist"),
+        (json.dumps(chat(("user", [{"type": "file", "file": "a.pdf"}]))), "unknown part"),
         (json.dumps(chat(("user", ["hi"]))), 'unknown part "hi"'),
         (json.dumps(chat(("user", [{"type": "text"}]))), 'a part of type "text" needs a string "text", got null'),
         (json.dumps(chat(("user", [{"type": "image", "image": 7}]))), 'needs a string "image", got 7'),
@@ -72,5 +76,5 @@ def test_an_empty_file_is_a_clear_error(write):
 def test_a_file_that_is_not_utf_8_is_a_clear_error(tmp_path):
     file = tmp_path / "latin.jsonl"
     file.write_bytes('{"messages": "Größe"}'.encode("latin-1"))
-    with pytest.raises(DataError, match="is not UTF-8 text"):
+    with pytest.raises(DataError, match="it is not UTF-8 text"):
         read_samples(file)

@@ -1,6 +1,7 @@
 import hashlib
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -15,9 +16,13 @@ def data(tmp_path_factory):
     return write_digits(tmp_path_factory.mktemp("digits"), num_one_digit=200, num_train=300, num_eval=100, renderings=2)
 
 
+def scan_of(image):
+    """The scan that an image shows, by the number in its name."""
+    return int(Path(image.path).name.split("_")[1])
+
+
 def scans_in(samples):
-    """The scans that samples show, by the number in each image's name."""
-    return {int(image.name.split("_")[1]) for sample in samples for image in sample.images}
+    return {scan_of(image) for sample in samples for image in sample.images}
 
 
 def test_no_held_out_scan_is_ever_trained_on(data):
@@ -38,7 +43,7 @@ def test_answers_are_the_digits_that_scikit_learn_says(data):
 
     target = load_digits().target
     for sample in read_samples(data.train)[:50] + read_samples(data.eval)[:50]:
-        assert sample.answer == "".join(str(target[int(image.name.split("_")[1])]) for image in sample.images)
+        assert sample.answer == "".join(str(target[scan_of(image)]) for image in sample.images)
 
 
 def test_samples_have_one_to_four_images_and_several_wordings(data):

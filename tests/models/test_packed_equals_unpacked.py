@@ -63,6 +63,14 @@ def difference(result: Result, reference: Result) -> float:
     return max(found)
 
 
+def as_read(sample: EncodedSample, encoder: Encoder) -> EncodedSample:
+    """The sample with patches as the model reads them."""
+    if sample.pixels_PD is None:
+        return sample
+    scale_D, shift_D = encoder.pixel_scale
+    return replace(sample, pixels_PD=sample.pixels_PD * scale_D + shift_D)
+
+
 class Pair:
     """One model twice, with the same weights: as transformers made it, and as Headway trains it."""
 
@@ -77,7 +85,7 @@ class Pair:
         self.model.load_state_dict(self.reference.state_dict())
         encoder = Encoder(processor if sees else processor.tokenizer, rope_index(self.model))
         usable = chats if sees else [chat for chat in chats if not chat.images] * 2
-        self.samples = [encoder.encode(chat) for chat in usable]
+        self.samples = [as_read(encoder.encode(chat), encoder) for chat in usable]
 
 
 @pytest.fixture

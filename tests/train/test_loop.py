@@ -28,6 +28,7 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
     torch.manual_seed(0)
     model = load_model(str(digits / "model"), random_init=True, attention="sdpa")
     encoder = Encoder(load_processor(str(digits / "model")), rope_index(model))
+    scale_D, shift_D = encoder.pixel_scale
     samples = read_samples(digits / "data/train.jsonl")
     loader = PackLoader((), encoder, Budget(160), stages=[Stage(samples, None)], prefetch=0)
     by_source = {sample.where: sample for sample in samples}
@@ -45,7 +46,7 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
                 input_ids=one.input_ids_S[None],
                 position_ids=one.position_ids_RS[:, None],
                 mm_token_type_ids=one.token_types_S[None],
-                pixel_values=one.pixels_PD,
+                pixel_values=one.pixels_PD * scale_D + shift_D,
                 image_grid_thw=one.grids_M3,
             ).logits[0]
             loss = torch.nn.functional.cross_entropy(logits_SV[:-1], one.labels_S[1:], reduction="sum") / tokens

@@ -2,77 +2,73 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headway.data.samples import Chat, Message, TextPart
+from headway.data.samples import AudioPart, Chat, ImagePart, Message, Part, TextPart, VideoPart
 from headway.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 """First and one past the last character."""
 
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_KINDS: dict[type[Part], str] = {ImagePart: "image", VideoPart: "video", AudioPart: "audio"}
 _Turns = list[dict[str, Any]]
 
 
 class ChatTemplate:
     """A model's chat template.
 
+    A model without one can still learn documents; it is chats that are then refused.
+
     Args:
         processor: the model's processor or tokenizer.
-        sees_images: whether messages are handed over as parts, images among them, or as strings.
+        as_parts: whether messages are handed over as parts, media among them, or as strings.
 
-    Raises:
-        ConfigError: there is no chat template.
+    Attributes:
+        sources: the template's text by its name: "default", and "tool_use" where chats with tools have their own.
     """
 
-    def __init__(self, processor: Any, sees_images: bool) -> None:
-        self._processor, self._sees_images = processor, sees_images
+    def __init__(self, processor: Any, as_parts: bool) -> None:
+        self._as_parts = as_parts
         tokenizer = getattr(processor, "tokenizer", processor)
-        template = getattr(processor, "chat_template", None) or tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        if not isinstance(template, str):
-            raise ConfigError(
-                f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so chats cannot become tokens. "
-                "Use the instruction-tuned model's tokenizer, or put a chat_template.jinja into the model's folder."
-            )
-        self._template: str = template
+        template = getattr(processor, "chat_template", None) or tokenizer.chat_template or {}
+        self.sources: dict[str, str] = template if isinstance(template, dict) else {"default": template}
+        self._tokenizer_name = str(tokenizer.name_or_path)
         self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
 
-    def prompt(self, messages: Sequence[Message], sample: Chat) -> str:
-        """Messages as text, opened for the assistant to answer.
+    def prompt(self, sample: Chat) -> str:
+        """A chat as text, opened for the assistant to answer.
 
         Raises:
+            ConfigError: there is no chat template.
             DataError: the template refuses the chat.
         """
-        return self._render(self._chat(messages), sample, opened=True)
+        return self._render(self._turns(sample.messages), sample, opened=True)
 
     def with_answers(self, sample: Chat) -> tuple[str, list[Span]]:
-        """The whole chat as text, and where the assistant's own words stand in it, closing tokens included.
+        """The whole chat as text, and where the assistant's own words stand in it: tool calls and closing tokens too.
 
         A template may mark those words itself ({% generation %}). Otherwise a turn begins where the chat before it ends
         once opened for an answer, and ends where the chat with it ends, less the white space that templates put behind
         a closing token and that no model generates.
 
         Raises:
+            ConfigError: there is no chat template.
             DataError: the template refuses the chat, or renders turns differently once others follow them.
         """
-        chat = self._chat(sample.messages)
-        if _MARKS_GENERATION.search(self._template):
-            rendered: Any = render_jinja_template(
-                [chat], chat_template=self._template, return_assistant_tokens_mask=True, **self._special_tokens
-            )
-            texts, marked = rendered
-            return str(texts[0]), [(int(place[0]), int(place[1])) for place in marked[0]]
+        chat = self._turns(sample.messages)
+        if _MARKS_GENERATION.search(self._source(sample)):
+            text, marked = self._rendered(chat, sample, return_assistant_tokens_mask=True)
+            return text, [(int(place[0]), int(place[1])) for place in marked[0]]
         text = self._render(chat, sample)
         spans = []
         for i, message in enumerate(chat):
             if message["role"] != "assistant":
                 continue
-            whole = self._render(chat[: i + 1], sample)
+            whole = self._render(chat[: i + 1], sample) if i + 1 < len(chat) else text
             before = self._render(chat[:i], sample, opened=True) if i else self._opening(whole, chat, sample)
             if not (text.startswith(whole) and whole.startswith(before)):
                 raise DataError(
@@ -89,21 +85,44 @@ class ChatTemplate:
         return whole[: whole.find(header) + len(header)] if header and header in whole else ""
 
     def _render(self, chat: _Turns, sample: Chat, opened: bool = False) -> str:
+        return self._rendered(chat, sample, add_generation_prompt=opened)[0]
+
+    def _rendered(self, chat: _Turns, sample: Chat, **options: Any) -> tuple[str, Any]:
+        source, tools = self._source(sample), cast(Any, [*sample.tools] or None)
         try:
-            text: str = self._processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=opened)
+            rendered: Any = render_jinja_template(
+                [chat], tools=tools, chat_template=source, **self._special_tokens, **options
+            )
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # what templates raise is theirs to choose
             raise DataError(
                 f"{sample.where}: the model's chat template refuses this chat: {error}. Check the order of the "
-                "roles, and whether the model takes system messages."
+                "roles, and whether the model takes system messages and tools."
             ) from error
-        return text
+        texts, marked = rendered
+        return str(texts[0]), marked
 
-    def _chat(self, messages: Sequence[Message]) -> _Turns:
+    def _source(self, sample: Chat) -> str:
+        name = "tool_use" if sample.tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            raise ConfigError(
+                f"The tokenizer of {self._tokenizer_name!r} has no chat template, so chats cannot become tokens. Use "
+                "the instruction-tuned model's tokenizer, or put a chat_template.jinja into the model's folder."
+            )
+        return self.sources[name]
+
+    def _turns(self, messages: Sequence[Message]) -> _Turns:
         """Messages in the form that templates read."""
-        if not self._sees_images:
-            return [{"role": message.role, "content": message.text} for message in messages]
-        return [{"role": message.role, "content": [_part(part) for part in message.parts]} for message in messages]
+        turns: _Turns = []
+        for message in messages:
+            content: Any = [_part(part) for part in message.parts] if self._as_parts else message.text
+            turn = {"role": message.role, "content": content}
+            if message.tool_calls:
+                turn["tool_calls"] = list(message.tool_calls)
+            if message.name is not None:
+                turn["name"] = message.name
+            turns.append(turn)
+        return turns
 
 
-def _part(part: Any) -> dict[str, str]:
-    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+def _part(part: Part) -> dict[str, str]:
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": _KINDS[type(part)]}

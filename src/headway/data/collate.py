@@ -1,17 +1,22 @@
 """Encoded samples laid end to end: one pack, with its segment boundaries, targets and workload.
 
-Tensor letters: T slots of the pack, N segments, R rows of positions, P patches, D values per patch, M images.
+Tensor letters: T slots of the pack, N segments, R rows of positions, P patches, D values per patch, M images or videos,
+A audio clips, B mel bins, F feature frames.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from headway.count import Workload
 from headway.data.encode import IGNORED, EncodedSample
-from headway.errors import DataError
+from headway.data.vision import VisionGeometry
+from headway.errors import ConfigError, DataError
+
+PADDING_TOKEN = 0  # any id but a placeholder's: nothing attends to it and nothing is learnt from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +27,20 @@ class Batch:
         input_ids_1T: token ids.
         labels_1T: the target of each position, already shifted; -100 where there is none, so at every segment's end.
         position_ids_R1T: positions, restarting with each segment; one row, or three for M-RoPE.
-        cu_seqlens_N: segment boundaries [tokens], int32, shape (N+1,).
+        cu_seqlens_N: segment boundaries [tokens], int32; the padding's segment, if there is one, comes last.
         max_seqlen: the longest segment [tokens].
-        pixels_PD: vision patches of all images, end to end; None without images.
+        pixels_PD: vision patches of all images, end to end, uint8 or float32; None without images.
         grids_M3: (t, h, w) of each image [patches]; None without images.
-        token_types_1T: 1 on image placeholders; None for models without images.
+        video_pixels_PD: vision patches of all videos; None without videos.
+        video_grids_M3: (t, h, w) of each video [patches]; None without videos.
+        audio_ABF: features of all audio clips; None without audio.
+        audio_mask_AF: which of their frames are real; None without audio.
+        token_types_1T: 1 on image and 2 on video placeholders; None for models without images.
+        pixel_scale_2D: factor and summand that turn uint8 patches into the model's; None where they are so already.
+        vision: what the vision tower derives from the grids, as keyword arguments of the model.
         workload: what the step computes, for counting; stays on the CPU.
         num_supervised: targets that the loss counts.
-        sources: file and line of each segment.
+        sources: file and place of each sample.
     """
 
     input_ids_1T: torch.Tensor
@@ -39,41 +50,57 @@ class Batch:
     max_seqlen: int
     pixels_PD: torch.Tensor | None
     grids_M3: torch.Tensor | None
+    video_pixels_PD: torch.Tensor | None
+    video_grids_M3: torch.Tensor | None
+    audio_ABF: torch.Tensor | None
+    audio_mask_AF: torch.Tensor | None
     token_types_1T: torch.Tensor | None
+    pixel_scale_2D: torch.Tensor | None
+    vision: dict[str, Any]
     workload: Workload
     num_supervised: int
     sources: tuple[str, ...]
 
     @property
-    def tokens(self) -> int:
-        """Slots, all of them real tokens."""
+    def slots(self) -> int:
+        """Positions that the kernels compute, padding included [tokens]."""
         return self.input_ids_1T.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens [tokens]."""
+        return self.workload.tokens
 
     @property
     def num_segments(self) -> int:
         """Samples in the pack."""
-        return self.cu_seqlens_N.shape[0] - 1
+        return len(self.sources)
 
     @property
     def num_images(self) -> int:
         """Images in the pack."""
-        return 0 if self.grids_M3 is None else self.grids_M3.shape[0]
+        return len(self.workload.images)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same pack on a device; the copy does not wait where the memory is pinned."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        if not self.vision:
+            return moved
+        # With everything ready-made, the model only lists the grids: on the host, so that it need not wait for them.
+        return replace(moved, grids_M3=self.grids_M3, video_grids_M3=self.video_grids_M3)
 
     def pin_memory(self) -> "Batch":
         """The same pack in page-locked memory, from which a CUDA device copies without waiting."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{**values, **tensors})
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        vision = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in self.vision.items()}
+        return replace(self, **{**values, **changed, "vision": vision})
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model's forward, labels left out."""
+        """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
         positions = self.position_ids_R1T if self.position_ids_R1T.shape[0] > 1 else self.position_ids_R1T[0]
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_1T,
@@ -85,9 +112,151 @@ class Batch:
         if self.token_types_1T is not None:
             inputs["mm_token_type_ids"] = self.token_types_1T
         if self.pixels_PD is not None:
-            inputs["pixel_values"] = self.pixels_PD
-            inputs["image_grid_thw"] = self.grids_M3
-        return inputs
+            inputs |= {"pixel_values": self._normalised(self.pixels_PD), "image_grid_thw": self.grids_M3}
+        if self.video_pixels_PD is not None:
+            inputs["pixel_values_videos"] = self._normalised(self.video_pixels_PD)
+            inputs["video_grid_thw"] = self.video_grids_M3
+        if self.audio_ABF is not None:
+            inputs |= {"input_features": self.audio_ABF, "feature_attention_mask": self.audio_mask_AF}
+        return inputs | self.vision
+
+    def _normalised(self, pixels_PD: torch.Tensor) -> torch.Tensor:
+        if pixels_PD.dtype != torch.uint8:
+            return pixels_PD
+        assert self.pixel_scale_2D is not None
+        scale_D, shift_D = self.pixel_scale_2D
+        return torch.addcmul(shift_D, pixels_PD.float(), scale_D)
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Lays encoded samples end to end for one model.
+
+    Attributes:
+        geometry: the model's vision geometry; with it, what the tower derives from grids is computed here.
+        pixel_scale: factor and summand per value of a uint8 patch, each of shape (D,).
+        position_rows: rows of positions that the model takes, 1 or 3; what a pack without a sample has.
+        bucket_tokens: slots are padded up to a multiple of this [tokens]; None pads nothing.
+        bucket_patches: patch buffers are padded up to a multiple of this [patches]; None pads nothing.
+
+    Padding is one segment more, at the end, without targets: nothing attends to it, and it is counted as slots, never
+    as work. Padding patches are blank images of their own, whose placeholders stand in that segment.
+
+    Raises:
+        ConfigError: a bucket that cannot be filled.
+    """
+
+    geometry: VisionGeometry | None = None
+    pixel_scale: tuple[torch.Tensor, torch.Tensor] | None = None
+    position_rows: int = 1
+    bucket_tokens: int | None = None
+    bucket_patches: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_tokens is not None and self.bucket_tokens < 1:
+            raise ConfigError(f"bucket_tokens is {self.bucket_tokens}; it must be at least 1, or none for no padding.")
+        if self.bucket_patches is None:
+            return
+        if self.geometry is None:
+            raise ConfigError(
+                "bucket_patches has no effect: this model has no vision tower whose patches Headway can pad. Leave it "
+                "out."
+            )
+        unit = self.geometry.merge_size**2
+        if self.bucket_patches < 1 or self.bucket_patches % unit:
+            raise ConfigError(
+                f"bucket_patches is {self.bucket_patches}; it must be a multiple of {unit}, the patches of one token."
+            )
+
+    def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
+        """Lay samples end to end, in the order given; no sample gives a pack of padding alone.
+
+        Raises:
+            DataError: a mixture of one-row and M-RoPE positions.
+        """
+        rows = {sample.position_ids_RS.shape[0] for sample in samples} or {self.position_rows}
+        if len(rows) > 1:
+            raise DataError(
+                f"The samples of a pack have {sorted(rows)} rows of positions; encode all of them with one Encoder."
+            )
+        lengths = [sample.tokens for sample in samples]
+        images = _joined([sample.pixels_PD for sample in samples], [sample.grids_M3 for sample in samples])
+        videos = _joined([sample.video_pixels_PD for sample in samples], [sample.video_grids_M3 for sample in samples])
+        audio_ABF, audio_mask_AF = _audio(samples)
+        ids = [sample.input_ids_S for sample in samples]
+        labels = [pad(sample.labels_S[1:], (0, 1), value=IGNORED) for sample in samples]
+        positions = [sample.position_ids_RS for sample in samples]
+        types = [sample.token_types_S for sample in samples if sample.token_types_S is not None]
+
+        padding_S, (pixels_PD, grids_M3), (video_pixels_PD, video_grids_M3) = self._pad(sum(lengths), images, videos)
+        if len(padding_S):
+            ids.append(padding_S)
+            labels.append(torch.full_like(padding_S, IGNORED))
+            positions.append(torch.arange(len(padding_S)).expand(rows.pop(), -1))
+            types.append(self._types(padding_S))
+        segments_N = torch.tensor([len(each) for each in ids])
+        vision: dict[str, Any] = {}
+        if self.geometry is not None:
+            vision |= self.geometry.inputs(grids_M3, "image_") if len(grids_M3) else {}
+            vision |= self.geometry.inputs(video_grids_M3, "video_") if len(video_grids_M3) else {}
+        return Batch(
+            input_ids_1T=torch.cat(ids)[None],
+            labels_1T=torch.cat(labels)[None],
+            position_ids_R1T=torch.cat(positions, dim=1)[:, None],
+            cu_seqlens_N=pad(segments_N.cumsum(0), (1, 0)).to(torch.int32),
+            max_seqlen=int(segments_N.max()),
+            pixels_PD=pixels_PD,
+            grids_M3=grids_M3 if len(grids_M3) else None,
+            video_pixels_PD=video_pixels_PD,
+            video_grids_M3=video_grids_M3 if len(video_grids_M3) else None,
+            audio_ABF=audio_ABF,
+            audio_mask_AF=audio_mask_AF,
+            token_types_1T=torch.cat(types)[None] if len(types) == len(ids) else None,
+            pixel_scale_2D=self._scale(pixels_PD, video_pixels_PD),
+            vision=vision,
+            workload=Workload(
+                lengths,
+                images=images[1],
+                videos=videos[1],
+                audio=[] if audio_mask_AF is None else audio_mask_AF.sum(1),
+                slots=int(segments_N.sum()),
+                packs=1,
+            ),
+            num_supervised=sum(sample.num_supervised for sample in samples),
+            sources=tuple(sample.where for sample in samples),
+        )
+
+    def _pad(self, tokens: int, images: "_Patches", videos: "_Patches") -> "tuple[torch.Tensor, _Patches, _Patches]":
+        """The padding segment's token ids, and the patch buffers filled up to the next bucket."""
+        ids, filled = [], []
+        for patches, token in ((images, "image_token"), (videos, "video_token")):
+            pixels_PD, grids_M3 = patches
+            if pixels_PD is None or self.bucket_patches is None or len(pixels_PD) % self.bucket_patches == 0:
+                filled.append(patches)
+                continue
+            assert self.geometry is not None
+            missing = -len(pixels_PD) % self.bucket_patches
+            blank_PD = pixels_PD.new_zeros(missing, pixels_PD.shape[1])
+            blank_grids_M3 = self.geometry.padding_grids(missing)
+            filled.append(_Patches(torch.cat([pixels_PD, blank_PD]), torch.cat([grids_M3, blank_grids_M3])))
+            ids.append(torch.full((missing // self.geometry.merge_size**2,), getattr(self.geometry, token)))
+        taken = tokens + sum(len(each) for each in ids)
+        bucket = self.bucket_tokens or 1
+        ids.append(torch.full((-taken % bucket if taken else bucket,), PADDING_TOKEN))
+        return torch.cat(ids), filled[0], filled[1]
+
+    def _scale(self, *pixels: torch.Tensor | None) -> torch.Tensor | None:
+        if not any(each is not None and each.dtype == torch.uint8 for each in pixels):
+            return None
+        if self.pixel_scale is None:
+            raise DataError("The patches are bytes, but how they are normalised was not given; pass pixel_scale.")
+        return torch.stack(self.pixel_scale)
+
+    def _types(self, ids_S: torch.Tensor) -> torch.Tensor:
+        """Token types of the padding's own placeholders."""
+        if self.geometry is None:
+            return torch.zeros_like(ids_S, dtype=torch.int32)
+        return (ids_S == self.geometry.image_token).int() + 2 * (ids_S == self.geometry.video_token).int()
 
 
 def collate(samples: Sequence[EncodedSample]) -> Batch:
@@ -101,26 +270,28 @@ def collate(samples: Sequence[EncodedSample]) -> Batch:
     """
     if not samples:
         raise DataError("A pack needs at least one sample, got none. Skip empty packs before collating.")
-    rows = {sample.position_ids_RS.shape[0] for sample in samples}
-    if len(rows) > 1:
-        raise DataError(
-            f"The samples of a pack have {sorted(rows)} rows of positions; encode all of them with one Encoder."
-        )
-    lengths = torch.tensor([sample.tokens for sample in samples])
-    labels = [torch.nn.functional.pad(sample.labels_S[1:], (0, 1), value=IGNORED) for sample in samples]
-    pixels = [sample.pixels_PD for sample in samples if sample.pixels_PD is not None]
-    grids_M3 = torch.cat([sample.grids_M3 for sample in samples])
-    types = [sample.token_types_S for sample in samples if sample.token_types_S is not None]
-    return Batch(
-        input_ids_1T=torch.cat([sample.input_ids_S for sample in samples])[None],
-        labels_1T=torch.cat(labels)[None],
-        position_ids_R1T=torch.cat([sample.position_ids_RS for sample in samples], dim=1)[:, None],
-        cu_seqlens_N=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        max_seqlen=int(lengths.max()),
-        pixels_PD=torch.cat(pixels) if pixels else None,
-        grids_M3=grids_M3 if pixels else None,
-        token_types_1T=torch.cat(types)[None] if len(types) == len(samples) else None,
-        workload=Workload(lengths, images=grids_M3),
-        num_supervised=sum(sample.num_supervised for sample in samples),
-        sources=tuple(sample.where for sample in samples),
-    )
+    return Collator()(samples)
+
+
+class _Patches(NamedTuple):
+    """Patches of all images or videos of a pack, and their grids."""
+
+    pixels_PD: torch.Tensor | None
+    grids_M3: torch.Tensor
+
+
+def _joined(pixels: Sequence[torch.Tensor | None], grids: Sequence[torch.Tensor]) -> _Patches:
+    given = [each for each in pixels if each is not None]
+    none_03 = torch.zeros(0, 3, dtype=torch.long)
+    return _Patches(torch.cat(given) if given else None, torch.cat([none_03, *grids]))
+
+
+def _audio(samples: Sequence[EncodedSample]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Features of all clips, filled up to the longest, and which of their frames are real."""
+    features = [sample.audio_features_AMF for sample in samples if sample.audio_features_AMF is not None]
+    if not features:
+        return None, None
+    longest = max(each.shape[2] for each in features)
+    lengths_A = torch.cat([sample.audio_lengths_A for sample in samples])
+    mask_AF = torch.arange(longest) < lengths_A[:, None]
+    return torch.cat([pad(each, (0, longest - each.shape[2])) for each in features]), mask_AF.long()

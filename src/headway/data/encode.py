@@ -1,134 +1,110 @@
-"""From a chat to what a model reads: token ids, labels, positions and vision patches, by the model's own processor.
+"""From a sample to what a model reads, or to its sizes alone, by the model's own tokenizer, template and processor.
 
-Tensor letters: S tokens of one sample, R rows of positions (1, or 3 for M-RoPE), P patches, D values per patch,
-M images.
+Tensor letters: S tokens of one sample, R rows of positions (1, or 3 for M-RoPE), D values per patch, M images or
+videos.
 """
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from io import BytesIO
 from typing import Any
 
+import numpy as np
 import torch
-from PIL import Image as Pillow
-from PIL import ImageOps
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import ChatTemplate, Span
-from headway.data.plan.budget import Size
-from headway.data.samples import Chat, Media
-from headway.errors import ConfigError, DataError
+from headway.data.encoded import IGNORED, EncodedSample
+from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
+from headway.data.media.lengths import Grid, Lengths
+from headway.data.media.opened import MediaReader, OpenedMedia
+from headway.data.media.placeholders import Tokeniser, Tokens
+from headway.data.samples import Chat, Document, Sample
+from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
+from headway.models.patch_layout import Scale
 
-IGNORED = -100  # the label that PyTorch's cross entropy leaves out
+__all__ = ["IGNORED", "EncodedSample", "Encoder"]
+
+_VERSION = 1  # of what encoding does with a sample; raised when the same settings come to mean other tokens
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedSample:
-    """One chat as tensors on the CPU.
+class _Planned:
+    """A sample whose media are open and whose tokens are known."""
 
-    Attributes:
-        input_ids_S: token ids, placeholders of images expanded.
-        labels_S: the token's own id where it is supervised, else -100; not shifted.
-        position_ids_RS: positions; one row, or three for M-RoPE.
-        pixels_PD: vision patches of all images, end to end; None without images.
-        grids_M3: (t, h, w) of each image [patches].
-        token_types_S: 0 for text and 1 for image placeholders; None for models without images.
-        where: file and line the chat came from.
-    """
-
-    input_ids_S: torch.Tensor
-    labels_S: torch.Tensor
-    position_ids_RS: torch.Tensor
-    pixels_PD: torch.Tensor | None
-    grids_M3: torch.Tensor
-    token_types_S: torch.Tensor | None
-    where: str
-
-    @property
-    def tokens(self) -> int:
-        """Length [tokens]."""
-        return self.input_ids_S.shape[0]
-
-    @property
-    def patches(self) -> int:
-        """Vision patches, before merging [patches]."""
-        return 0 if self.pixels_PD is None else self.pixels_PD.shape[0]
-
-    @property
-    def size(self) -> Size:
-        """What the sample takes of a pack."""
-        return Size(self.tokens, self.patches)
-
-    @property
-    def num_supervised(self) -> int:
-        """Targets that the loss counts: supervised tokens, except a first one, which nothing predicts."""
-        return int((self.labels_S[1:] != IGNORED).sum())
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held [bytes]."""
-        held = (
-            self.input_ids_S,
-            self.labels_S,
-            self.position_ids_RS,
-            self.pixels_PD,
-            self.grids_M3,
-            self.token_types_S,
-        )
-        return sum(t.numel() * t.element_size() for t in held if t is not None)
-
-    def truncated(self, tokens: int) -> "EncodedSample | None":
-        """The sample cut to its first tokens, or None if that would cut an image or leave nothing to learn."""
-        if self.token_types_S is not None and bool(self.token_types_S[tokens:].any()):
-            return None
-        types = None if self.token_types_S is None else self.token_types_S[:tokens].clone()
-        ids, labels, places = self.input_ids_S[:tokens], self.labels_S[:tokens], self.position_ids_RS[:, :tokens]
-        cut = EncodedSample(
-            ids.clone(), labels.clone(), places.clone(), self.pixels_PD, self.grids_M3, types, self.where
-        )
-        return cut if cut.num_supervised else None
+    tokens: Tokens
+    media: OpenedMedia
 
 
 class Encoder:
-    """Encodes chats for one model.
+    """Encodes chats and documents for one model; can be pickled.
 
     Args:
         processor: the model's processor, or its tokenizer if it reads text alone.
         rope_index: the model's own rule for M-RoPE positions (`headway.models.rope_index(model)`); None where positions
             are plain indices.
+        max_image_pixels: larger images are refused, before they are decoded [pixels].
 
     Raises:
-        ConfigError: the processor has no chat template.
+        ConfigError: the limit cannot take effect.
     """
 
-    def __init__(self, processor: Processor, rope_index: RopeIndex | None = None) -> None:
+    def __init__(
+        self,
+        processor: Processor,
+        rope_index: RopeIndex | None = None,
+        *,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
+    ) -> None:
         self.processor: Any = processor
         self.rope_index = rope_index
-        self.sees_images = not isinstance(processor, PreTrainedTokenizerBase) and hasattr(processor, "image_processor")
-        self.tokenizer: Any = getattr(processor, "tokenizer", processor)
-        self.template = ChatTemplate(processor, self.sees_images)
+        self.max_image_pixels = check_limit(max_image_pixels)
+        self.tokeniser = Tokeniser(processor)
+        self.tokenizer: Any = self.tokeniser.tokenizer
+        multimodal = not isinstance(processor, PreTrainedTokenizerBase)
+        self.media = MediaReader(processor, self.max_image_pixels)
+        self.template = ChatTemplate(processor, multimodal)
 
-    def encode(self, sample: Chat) -> EncodedSample:
-        """Encode a chat for training: every assistant turn is supervised, its closing token included.
+    @property
+    def pixel_scale(self) -> Scale | None:
+        """(scale_D, shift_D): the model reads bytes * scale + shift; None where patches are what the model reads."""
+        return None if self.media.images is None else self.media.images.scale
+
+    def encode(self, sample: Sample) -> EncodedSample:
+        """Encode a sample for training.
+
+        Of a chat every assistant turn is supervised, its closing token and tool calls included; of a document every
+        token.
 
         Raises:
-            DataError: no assistant turn, a damaged image, images for a text-only model, or a chat template that renders
-                earlier turns differently once later ones follow; the message names file and line.
+            DataError: nothing to learn, damaged media or media the model cannot read, or a chat template that renders
+                earlier turns differently once later ones follow; the message names file and place.
         """
-        if not any(message.role == "assistant" for message in sample.messages):
-            raise DataError(
-                f"{sample.where}: the chat has no assistant turn, so there is nothing to learn from it. Add the answer "
-                'as a message with the role "assistant", or delete the line.'
+        with self._planned(sample) as planned:
+            return self._tensors(sample, planned)
+
+    def measure(self, sample: Sample) -> Lengths:
+        """The sizes of `encode(sample)`, from media headers, without decoding them.
+
+        Raises:
+            DataError: as `encode`, except for damage that shows only when media are decoded.
+        """
+        with self._planned(sample) as planned:
+            tokens = planned.tokens
+            targets = np.flatnonzero(tokens.supervised_S[1:]) + 1
+            return Lengths(
+                tokens=len(tokens.ids_S),
+                supervised=len(targets),
+                first_target=int(targets[0]),
+                media_end=tokens.media_end,
+                image_grids=planned.media.image_grids,
+                video_grids=planned.media.video_grids,
+                audio_lengths=planned.media.audio_lengths,
             )
-        text, spans = self.template.with_answers(sample)
-        encoded = self._tensors(text, spans, sample, sample.images)
-        if encoded.num_supervised == 0:
-            raise DataError(
-                f"{sample.where}: the assistant's turns are empty after the chat template, so there is nothing to "
-                "learn. Write an answer, or delete the line."
-            )
-        return encoded
 
     def encode_prompt(self, sample: Chat) -> EncodedSample:
         """Encode a chat up to its last assistant turn, opened for the model to answer; for evaluation.
@@ -140,98 +116,111 @@ class Encoder:
         messages = sample.messages[: turns[-1]] if turns else sample.messages
         if not messages:
             raise DataError(f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer.")
-        images = replace(sample, messages=messages).images
-        return self._tensors(self.template.prompt(messages, sample), [], sample, images)
+        shown = replace(sample, messages=messages)
+        with self._opened(shown, self.template.prompt(shown), []) as planned:
+            return self._tensors(shown, planned)
 
-    def _tensors(self, text: str, spans: list[Span], sample: Chat, pictures: Sequence[Media]) -> EncodedSample:
-        if pictures and not self.sees_images:
-            raise DataError(
-                f"{sample.where}: the chat holds {len(pictures)} images, but the model reads text alone. Choose an "
-                "image-text model, or a dataset without images."
-            )
-        out = self._process(text, [open_image(picture, sample.where) for picture in pictures], sample)
-        ids = torch.tensor(_row(out["input_ids"]), dtype=torch.long)
-        replaced = (out.get("text_replacement_offsets") or [[]])[0]
-        starts = torch.tensor([start for start, _ in _row(out["offset_mapping"])])
-        supervised = torch.zeros_like(ids, dtype=torch.bool)
-        for first, last in spans:
-            supervised |= (starts >= _moved(first, replaced)) & (starts < _moved(last, replaced))
-        labels = torch.where(supervised, ids, IGNORED)
-        grids, pixels, types = torch.zeros(0, 3, dtype=torch.long), None, None
-        if self.sees_images:
-            types = torch.tensor(self._token_types(out, ids), dtype=torch.int32)
-            if not pictures and bool(types.any()):
+    def fingerprint(self) -> str:
+        """A key that changes when tokenizer, chat template, processor settings or their versions do."""
+        settings = {
+            name: _settings(getattr(self.processor, name))
+            for name in ("image_processor", "video_processor", "feature_extractor")
+            if self._has(name)
+        }
+        key = {
+            "version": _VERSION,
+            "transformers": transformers.__version__,
+            "processor": type(self.processor).__name__,
+            "settings": settings,
+            "template": self.template.sources,
+            "tokenizer": _tokenizer_settings(self.tokenizer),
+            "max_image_pixels": self.max_image_pixels,
+        }
+        return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _has(self, part: str) -> bool:
+        return not isinstance(self.processor, PreTrainedTokenizerBase) and hasattr(self.processor, part)
+
+    @contextmanager
+    def _planned(self, sample: Sample) -> Iterator[_Planned]:
+        """The sample's tokens, its media opened; refused if there is nothing to learn from it."""
+        if isinstance(sample, Document):
+            tokens = self.tokeniser.document(sample.content, sample.where)
+            if len(tokens.ids_S) < 2:
                 raise DataError(
-                    f"{sample.where}: the chat's text holds the model's image placeholder but the chat has no image. "
-                    "Remove the placeholder from the text; images are parts of their own."
+                    f"{sample.where}: the document has {len(tokens.ids_S)} tokens, so none predicts another. Delete it."
                 )
-        if pictures:
-            if "image_grid_thw" not in out:
-                raise ConfigError(
-                    f"The processor {type(self.processor).__name__} gives no patch grids (image_grid_thw) for its "
-                    "images; Headway packs images of models that do, such as Qwen2-VL, Qwen2.5-VL and Qwen3-VL."
+            yield _Planned(tokens, OpenedMedia())
+            return
+        if not any(message.role == "assistant" for message in sample.messages):
+            raise DataError(
+                f"{sample.where}: the chat has no assistant turn, so there is nothing to learn from it. Add the answer "
+                'as a message with the role "assistant", or delete the line.'
+            )
+        text, spans = self.template.with_answers(sample)
+        with self._opened(sample, text, spans) as planned:
+            if not planned.tokens.supervised_S[1:].any():
+                raise DataError(
+                    f"{sample.where}: the assistant's turns are empty after the chat template, so there is nothing to "
+                    "learn. Write an answer, or delete the line."
                 )
-            grids = torch.as_tensor(out["image_grid_thw"]).long()
-            pixels = torch.as_tensor(out["pixel_values"]).float()
-        return EncodedSample(ids, labels, self._positions(ids, types, grids), pixels, grids, types, sample.where)
+            yield planned
 
-    def _process(self, text: str, images: list[Pillow.Image], sample: Chat) -> Any:
-        options: dict[str, Any] = {"return_offsets_mapping": True}
-        starts_right = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
-        if starts_right or not self.sees_images:
-            options["add_special_tokens"] = False  # the template wrote them
-        if not self.sees_images:
-            return {key: [value] for key, value in self.tokenizer(text, **options).items()}
-        try:
-            return self.processor(text=[text], images=images or None, return_text_replacement_offsets=True, **options)
-        except ValueError as error:  # an image too narrow to resize, or placeholder words inside the text
-            raise DataError(f"{sample.where}: the model's processor refuses the sample: {error}") from error
+    @contextmanager
+    def _opened(self, sample: Chat, text: str, spans: list[Span]) -> Iterator[_Planned]:
+        with ExitStack() as stack:
+            media = self.media.open(sample, stack)
+            yield _Planned(self.tokeniser.chat(text, spans, media.written, sample.where), media)
 
-    def _token_types(self, out: Any, ids: torch.Tensor) -> list[int]:
-        if "mm_token_type_ids" in out:
-            return list(_row(out["mm_token_type_ids"]))
-        return [int(token == self.processor.image_token_id) for token in ids.tolist()]
+    def _tensors(self, sample: Sample, planned: _Planned) -> EncodedSample:
+        tokens, media = planned.tokens, planned.media
+        ids_S = torch.from_numpy(tokens.ids_S)
+        types_S = torch.from_numpy(tokens.types_S) if self.media.images is not None else None
+        pixels_PD, video_pixels_PD = self.media.pixels(media)
+        return EncodedSample(
+            input_ids_S=ids_S,
+            labels_S=torch.from_numpy(np.where(tokens.supervised_S, tokens.ids_S, IGNORED)),
+            position_ids_RS=self._positions(ids_S, types_S, media),
+            origin=sample.origin,
+            token_types_S=types_S,
+            pixels_PD=pixels_PD,
+            grids_M3=_grids(media.image_grids),
+            video_pixels_PD=video_pixels_PD,
+            video_grids_M3=_grids(media.video_grids),
+            audio_features_AMF=self.media.features(media),
+            audio_lengths_A=torch.tensor(media.audio_lengths, dtype=torch.long),
+            media_end=tokens.media_end,
+        )
 
-    def _positions(self, ids: torch.Tensor, types: torch.Tensor | None, grids: torch.Tensor) -> torch.Tensor:
+    def _positions(self, ids: torch.Tensor, types: torch.Tensor | None, media: OpenedMedia) -> torch.Tensor:
         plain = torch.arange(ids.shape[0])[None]
         if self.rope_index is None:
             return plain
-        if not len(grids):
+        known: dict[str, Any] = {}
+        if media.image_grids:
+            known["image_grid_thw"] = _grids(media.image_grids)
+        if media.video_grids:
+            known["video_grid_thw"] = _grids(media.video_grids)
+        if not known:
             return plain.repeat(3, 1)  # M-RoPE of text alone: the three rows agree
+        if media.seconds_per_patch is not None:
+            known["second_per_grid_ts"] = media.seconds_per_patch
         assert types is not None
-        positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], image_grid_thw=grids)
+        positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **known)
         return positions[:, 0].cpu()
 
 
-def open_image(media: Media, where: str) -> Pillow.Image:
-    """Read a whole picture as RGB, turned upright by its EXIF tag.
-
-    Raises:
-        DataError: the file is missing, cut short or no picture; the message names the sample.
-    """
-    encoded = b""
-    try:
-        encoded = media.read()
-        with Pillow.open(BytesIO(encoded)) as opened:
-            opened.load()
-            return ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
-        kept = "missing" if isinstance(error, FileNotFoundError) else f"{len(encoded)} bytes"
-        raise DataError(
-            f"{where}: the image {media} ({kept}) cannot be read: {error}. It may be cut short or of an unknown "
-            "format; copy it again, convert it to PNG or JPEG, or delete the line."
-        ) from error
+def _grids(grids: Sequence[Grid]) -> torch.Tensor:
+    return torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
 
 
-def _row(values: Any) -> Any:
-    """The only row of a batch of one."""
-    return values[0].tolist() if isinstance(values, torch.Tensor) else values[0]
+def _settings(part: Any) -> Any:
+    """What a processor's part was set to."""
+    return {name: value for name, value in part.to_dict().items() if not name.startswith("_")}
 
 
-def _moved(place: int, replaced: Sequence[Any]) -> int:
-    """A character's place after the processor expanded the placeholders before it."""
-    shift = 0
-    for change in replaced:
-        if change["span"][1] <= place:
-            shift = change["new_span"][1] - change["span"][1]
-    return place + shift
+def _tokenizer_settings(tokenizer: Any) -> list[Any]:
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return [type(tokenizer).__name__, words, special]

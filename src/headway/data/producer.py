@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from headway.data.collate import Batch, collate
+from headway.data.collate import Batch, Collator
 from headway.data.encode import EncodedSample, Encoder
 from headway.data.pack import Budget, Packer, PackReport, Strategy, over_budget
 from headway.data.plan.budget import Size
@@ -79,7 +79,7 @@ class Producer:
         def hand_out(number: int) -> Batch:
             packer.close(number)
             del contents[number]
-            batch = collate(loaded.pop(number))
+            batch = Collator(pixel_scale=self.encoder.pixel_scale)(loaded.pop(number))
             report.packs += 1
             report.tokens += batch.tokens
             report.capacity += self.budget.tokens

@@ -1,7 +1,5 @@
 """What is learnt from: chats and documents, typed, and where each came from."""
 
-import json
-import posixpath
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import fsspec
 
 from headway.errors import DataError
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class Origin:
     Attributes:
         source: the source's name in the run's mixture.
         file: path or URL of the file.
-        row: place in the source, from 0, the same for every reader.
+        row: place in the file, from 0, the same for every reader.
         place: the place as people say it, such as "line 3".
     """
 
@@ -185,106 +183,43 @@ class Document:
 Sample = Chat | Document
 
 
-def read_samples(path: str | Path) -> list[Chat]:
-    """Read a dataset of chats.
+class SampleError(DataError):
+    """A row that cannot be used.
 
-    Each line is `{"messages": [{"role": ..., "content": ...}, ...]}`; content is a string, or a list of
-    `{"type": "text", "text": ...}` and `{"type": "image", "image": <path relative to the file>}`. Blank lines are
-    skipped.
+    Attributes:
+        origin: which row.
+        reason: what is wrong with it, and what to do.
+    """
+
+    def __init__(self, origin: Origin, reason: str) -> None:
+        super().__init__(origin, reason)  # both, so that the error can be pickled
+        self.origin, self.reason = origin, reason
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.reason}"
+
+
+def read_samples(path: str | Path) -> list[Sample]:
+    """Read a whole dataset into memory, in order.
 
     Args:
-        path: the JSONL file.
+        path: anything that `headway.data.sources.open_source` opens.
 
     Raises:
-        DataError: the file is missing or empty, or a line is not such a chat; the message names file and line.
+        DataError: the dataset is missing or empty, or a row cannot be used; the message names file and row.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "chats.jsonl"
     >>> _ = file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
     >>> read_samples(file)[0].messages
-    (Message(role='user', parts=(TextPart(text='Hi'),)),)
+    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None),)
     """
-    file = Path(path)
-    samples: list[Chat] = []
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    samples.append(_sample(line, file, number, len(samples)))
-    except OSError as error:
-        raise DataError(
-            f"The dataset {file} cannot be read: {error.strerror or error}. Give the path of a JSONL file with one "
-            "chat per line."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"The dataset {file} is not UTF-8 text: {error}. Save it as UTF-8, one JSON object per line."
-        ) from error
-    if not samples:
-        raise DataError(f"The dataset {file} holds no samples. Write one JSON object with a list of messages per line.")
+    from headway.data.sources import open_source  # sources are made of these types
+
+    samples: list[Sample] = []
+    for shard in open_source(path).shards:
+        for _, sample in shard.rows():
+            if isinstance(sample, DataError):
+                raise sample
+            samples.append(sample)
     return samples
-
-
-def _sample(line: str, file: Path, number: int, row: int) -> Chat:
-    where = f"{file}, line {number}"
-    try:
-        content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where}: not valid JSON ({error.msg} at column {error.colno}). Each line must be one whole JSON object."
-        ) from error
-    messages = content.get("messages") if isinstance(content, dict) else None
-    if not isinstance(messages, list):
-        raise DataError(f'{where}: got {_short(content)}, but a line must be an object with a list "messages".')
-    if not messages:
-        raise DataError(
-            f'{where}: the list "messages" is empty. A chat needs at least one message; delete the line or fill it.'
-        )
-    return Chat(
-        tuple(_message(m, file.parent, f"{where}, message {i}") for i, m in enumerate(messages, 1)),
-        Origin(file.stem, str(file), row, f"line {number}"),
-    )
-
-
-def _message(content: Any, folder: Path, where: str) -> Message:
-    if not isinstance(content, dict) or "role" not in content or "content" not in content:
-        raise DataError(f'{where}: got {_short(content)}, but a message must be an object with "role" and "content".')
-    role, said = content["role"], content["content"]
-    if role not in ROLES:
-        raise DataError(f"{where}: unknown role {_short(role)}. A role is one of {', '.join(ROLES)}.")
-    if isinstance(said, str):
-        return Message(role, (TextPart(said),))
-    if not isinstance(said, list):
-        raise DataError(f'{where}: "content" is {_short(said)}, but it must be a string or a list of parts.')
-    return Message(role, tuple(_part(part, folder, where) for part in said))
-
-
-def _part(content: Any, folder: Path, where: str) -> TextPart | ImagePart:
-    kind = content.get("type") if isinstance(content, dict) else None
-    if kind not in ("text", "image"):
-        raise DataError(f'{where}: unknown part {_short(content)}. A part has "type" "text" or "image".')
-    value = content.get(kind)
-    if not isinstance(value, str):
-        raise DataError(f'{where}: a part of type "{kind}" needs a string "{kind}", got {_short(value)}.')
-    return TextPart(value) if kind == "text" else ImagePart(Media(str(_image_path(value, folder, where))))
-
-
-def _image_path(name: str, folder: Path, where: str) -> Path:
-    inside = posixpath.normpath(name)
-    if posixpath.isabs(inside) or inside == ".." or inside.startswith("../") or "\\" in name or not name:
-        raise DataError(
-            f"{where}: the image path {name!r} leaves the dataset's folder {folder}. Image paths are relative to the "
-            "JSONL file, with forward slashes, and stay below its folder; move or link the image there."
-        )
-    path = folder / inside
-    if not path.is_file():
-        raise DataError(
-            f"{where}: the image {name!r} does not exist in {folder}. Put the file there, correct the path, or "
-            "delete the line."
-        )
-    return path
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."

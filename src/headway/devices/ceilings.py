@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import tempfile
 import warnings
@@ -12,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.cache import cache_root
 from headway.devices.lookup import Peak
 from headway.devices.measure import Budget, Measurement, sweep_copy, sweep_matmul
 from headway.devices.probe import report
@@ -88,8 +88,8 @@ def matmul_ceiling(
 ) -> Ceiling:
     """Measure the best matmul rate of a device in one dtype, or take it from the cache.
 
-    The cache is kept per device, driver, PyTorch version, thread count and dtype, in $XDG_CACHE_HOME/headway or
-    ~/.cache/headway. A damaged file is reported, measured again and replaced.
+    The cache is kept per device, driver, PyTorch version, thread count and dtype, in Headway's cache folder
+    (`headway.cache`). A damaged file is reported, measured again and replaced.
 
     Args:
         device: a torch.device or its string; "cpu", "cuda" or "mps".
@@ -166,7 +166,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
 
 def cache_folder() -> Path:
     """Name the folder of the cached ceilings, whether it exists or not."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway" / "ceilings"
+    return cache_root() / "ceilings"
 
 
 def _driver() -> str | None:

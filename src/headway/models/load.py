@@ -10,6 +10,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -23,6 +24,7 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.models.attention import register, use_attention
+from headway.models.video import video_processor
 
 Spec = str | Path | PreTrainedConfig
 Processor = ProcessorMixin | PreTrainedTokenizerBase
@@ -109,7 +111,8 @@ def load_model(
 def load_processor(name_or_path: str | Path) -> Processor:
     """Open what turns chats into tokens and images into patches: a processor, or a tokenizer for text-only models.
 
-    Without torchvision, image processing runs on transformers' PIL backends and videos are refused.
+    Images are processed by transformers' PIL backends, and videos by Headway's `VideoProcessor` where it knows the
+    model's rules, so that the result does not depend on whether torchvision is installed.
 
     Raises:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
@@ -124,8 +127,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
         if class_name is None:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             return tokenizer
-        processor: ProcessorMixin = _without_video(getattr(transformers, class_name)).from_pretrained(name)
-        return processor
+        return _processor(getattr(transformers, class_name), name)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         if Path(name).exists():
             raise CheckpointError(
@@ -136,10 +138,18 @@ def load_processor(name_or_path: str | Path) -> Processor:
 
 
 def rope_index(model: PreTrainedModel) -> RopeIndex | None:
-    """The model's own rule for multi-axis rotary positions (M-RoPE), or None where positions are plain indices."""
-    for module in (model, getattr(model, "model", None)):
-        rule: RopeIndex | None = getattr(module, "get_rope_index", None)
-        if rule is not None:
+    """The model's own rule for multi-axis rotary positions (M-RoPE), or None where positions are plain indices.
+
+    The rule needs the model's class and configuration alone; it holds no weights and can be pickled.
+    """
+    inner: Any = getattr(model, "model", None)
+    for module in (model, inner):
+        if hasattr(module, "get_rope_index"):
+            kind: Any = type(module)
+            shell = kind.__new__(kind)
+            torch.nn.Module.__init__(shell)
+            shell.config = module.config
+            rule: RopeIndex = shell.get_rope_index
             return rule
     return None
 
@@ -224,14 +234,24 @@ def _processor_class_name(name: str) -> str | None:
     return None
 
 
-def _without_video(processor_class: Any) -> Any:
-    """The same processor class, without its video half where torchvision, which that half needs, is missing."""
+def _processor(processor_class: Any, name: str) -> ProcessorMixin:
+    """A processor with our video half in place of transformers', which cannot be opened without torchvision."""
     attributes = processor_class.get_attributes()
-    if "video_processor" not in attributes or is_torchvision_available():
-        return processor_class
-    kept = [attribute for attribute in attributes if attribute != "video_processor"]
-    same = {"get_attributes": staticmethod(lambda: list(kept)), "__module__": processor_class.__module__}
-    return type(processor_class.__name__, (processor_class,), same)
+    opened: Any
+    if "video_processor" in attributes:
+        kept = [attribute for attribute in attributes if attribute != "video_processor"]
+        reduced = {"get_attributes": staticmethod(lambda: list(kept)), "__module__": processor_class.__module__}
+        reduced_class: Any = type(processor_class.__name__, (processor_class,), reduced)
+        opened = reduced_class.from_pretrained(name)
+        opened.__class__ = processor_class
+        opened.video_processor = video_processor(name, processor_class.__name__)
+    else:
+        opened = processor_class.from_pretrained(name)
+    if "image_processor" in attributes and is_torchvision_available():
+        images: Any = AutoImageProcessor
+        opened.image_processor = images.from_pretrained(name, backend="pil")
+    processor: ProcessorMixin = opened
+    return processor
 
 
 def _check_hub_name(name: str) -> None:

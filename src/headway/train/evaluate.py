@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from headway.data import Batch, Budget, Chat, Encoder
-from headway.data.collate import collate
+from headway.data.collate import Collator
 from headway.data.pack import pack
 from headway.data.plan.budget import over_budget
 from headway.errors import DataError
@@ -69,6 +69,7 @@ class EvalSet:
             if not budget.holds(one.size):
                 raise DataError(over_budget(f"{one.where}: the held-out sample", one.size, budget))
         plan = pack([one.size for one in encoded], budget)
+        collate = Collator(pixel_scale=encoder.pixel_scale)
         self._packs = [collate([encoded[i] for i in indices]) for indices in plan[ranks.rank :: ranks.size]]
         self._ranks = ranks
 

@@ -28,9 +28,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from headway.count import trace
-from headway.data import Budget, Encoder, PackLoader, Stage, read_samples
+from headway.data import Budget, Chat, Encoder, PackLoader, Stage, read_samples
 from headway.devices import peak_for
-from headway.errors import CheckpointError, ConfigError, TrainingError
+from headway.errors import CheckpointError, ConfigError, DataError, TrainingError
 from headway.meter import StepMeter
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
@@ -260,7 +260,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         (),
         encoder,
         budget,
-        stages=[Stage(read_samples(stage.path), stage.epochs) for stage in config.data.train],
+        stages=[Stage(_read_chats(stage.path), stage.epochs) for stage in config.data.train],
         strategy=config.data.strategy,
         overlong=config.data.overlong,
         seed=config.data.seed,
@@ -269,7 +269,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     )
     eval_set = None
     if config.data.eval is not None:
-        eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
+        eval_set = EvalSet(_read_chats(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
 
     if checkpoint is not None:
         state = checkpoint.state()
@@ -292,6 +292,14 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
     return run
+
+
+def _read_chats(path: Path) -> list[Chat]:
+    samples = read_samples(path)
+    chats = [sample for sample in samples if isinstance(sample, Chat)]
+    if len(chats) < len(samples):
+        raise DataError(f"{path} holds {len(samples) - len(chats)} documents, but the loader encodes chats alone.")
+    return chats
 
 
 def build_model(

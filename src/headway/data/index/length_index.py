@@ -1,0 +1,221 @@
+"""The length index: what every row of a source takes of a pack and of a device, in a few bytes a row."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headway.data.index.table import BAD, CLIPS, GRIDS, LAYOUT, NUMBERS, bad_rows
+from headway.data.samples import SampleError
+from headway.errors import DataError
+
+if TYPE_CHECKING:
+    from headway.count import CostModel
+
+Ints = np.ndarray[Any, np.dtype[Any]]
+
+METADATA = b"headway"
+"""Key of the index's description in the Parquet file's footer; the value is JSON."""
+
+PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """A list of values for each row.
+
+    Attributes:
+        offsets: where each row's values begin, and where the last one's end, shape (N + 1,).
+        values: all values end to end: shape (M,), or (M, 3) for grids.
+    """
+
+    offsets: Ints
+    values: Ints
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Ints:
+        """The values of one row."""
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def rows(self) -> Ints:
+        """The row of each value, shape (M,)."""
+        return np.repeat(np.arange(len(self)), np.diff(self.offsets))
+
+    @classmethod
+    def empty(cls, rows: int, *shape: int) -> "Ragged":
+        """Nothing for any row, in no memory to speak of."""
+        return cls(np.broadcast_to(np.int32(0), (rows + 1,)), np.zeros((0, *shape), np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class LengthIndex:
+    """Lengths of all rows of a source, as numpy columns.
+
+    Attributes:
+        tokens: length [tokens], int32, shape (N,); 0 in rows that cannot be used, as all other numbers.
+        supervised: targets that the loss counts [tokens], int32, shape (N,).
+        first_target: place of the first target [tokens], int32, shape (N,).
+        media_end: one past the last placeholder of an image, video or clip [tokens], int32, shape (N,); 0 without.
+        patches: vision patches of images and videos, before merging [patches], int32, shape (N,).
+        image_grids: (t, h, w) of each row's images [patches].
+        video_grids: (t, h, w) of each row's videos [patches].
+        audio_lengths: lengths of each row's clips [feature frames].
+        bad: why rows cannot be used, by row.
+        description: what the index was made of: source, fingerprints, versions.
+        path: the Parquet file that it was read from; None for one made by hand.
+    """
+
+    tokens: Ints
+    supervised: Ints
+    first_target: Ints
+    media_end: Ints
+    patches: Ints
+    image_grids: Ragged
+    video_grids: Ragged
+    audio_lengths: Ragged
+    bad: dict[int, SampleError] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def ok(self) -> Ints:
+        """Whether each row can be used, shape (N,)."""
+        ok = np.ones(len(self), dtype=bool)
+        ok[list(self.bad)] = False
+        return ok
+
+    @classmethod
+    def load(cls, path: str | Path, *, source: str | None = None) -> "LengthIndex":
+        """Read an index, a column at a time.
+
+        Args:
+            path: the Parquet file that `build_index` wrote.
+            source: name of the source in the run; the one it had when it was indexed if None.
+
+        Raises:
+            DataError: no such file, one that is cut short, or one of another layout.
+        """
+        path = Path(path)
+        try:
+            with pq.ParquetFile(path) as file:
+                description = _description(file, path)
+                columns = cls._columns(lambda name: file.read(columns=[name])[name], source or description["source"])
+        except (OSError, pa.ArrowException, KeyError) as error:
+            raise DataError(
+                f"The length index {path} cannot be read: {error}. Delete it and make it again with `headway index`."
+            ) from error
+        return cls(**columns, description=description, path=path)
+
+    @classmethod
+    def of_table(cls, table: pa.Table, source: str) -> "LengthIndex":
+        """Take an index from a table in memory, with the columns of the Parquet file."""
+        return cls(**cls._columns(table.column, source))
+
+    @staticmethod
+    def _columns(column: Callable[[str], pa.ChunkedArray], source: str) -> dict[str, Any]:
+        columns: dict[str, Any] = {name: column(name).to_numpy() for name in NUMBERS}
+        columns |= {name: _ragged(column(name)) for name in (*GRIDS, CLIPS)}
+        return columns | {"bad": bad_rows(column(BAD), source)}
+
+    def costs(self, cost_model: "CostModel") -> Ints:
+        """Count the useful FLOPs of training on each row, forward and backward.
+
+        Costs add up over segments, images, videos and clips, so each distinct length and grid is counted once.
+
+        Args:
+            cost_model: of the model that is trained.
+
+        Returns:
+            FLOPs of each row, float64, shape (N,); 0 in rows that cannot be used.
+
+        Raises:
+            WorkloadError: the model has no tower for what the rows hold.
+        """
+        from headway.data.index.costs import row_costs
+
+        return row_costs(self, cost_model)
+
+    def summary(self) -> "IndexSummary":
+        """Sum the index up."""
+        tokens = self.tokens[self.ok]
+        places = np.percentile(tokens, PERCENTILES, method="inverted_cdf") if tokens.size else ()
+        return IndexSummary(
+            samples=len(self),
+            bad=len(self.bad),
+            tokens=int(tokens.sum(dtype=np.int64)),
+            supervised=int(self.supervised.sum(dtype=np.int64)),
+            patches=int(self.patches.sum(dtype=np.int64)),
+            images=len(self.image_grids.values),
+            videos=len(self.video_grids.values),
+            clips=len(self.audio_lengths.values),
+            length_percentiles={p: int(length) for p, length in zip(PERCENTILES, places, strict=False)},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSummary:
+    """An index in a few numbers.
+
+    Attributes:
+        samples: rows of the source.
+        bad: rows that cannot be used.
+        tokens: of all usable rows [tokens].
+        supervised: targets that the loss counts [tokens].
+        patches: vision patches [patches].
+        images: pictures.
+        videos: videos.
+        clips: sounds.
+        length_percentiles: length [tokens] that so many percent of the usable rows do not exceed; empty without any.
+    """
+
+    samples: int
+    bad: int
+    tokens: int
+    supervised: int
+    patches: int
+    images: int
+    videos: int
+    clips: int
+    length_percentiles: dict[int, int]
+
+
+def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
+    found = (file.schema_arrow.metadata or {}).get(METADATA)
+    description: dict[str, Any] = json.loads(found) if found else {}
+    if description.get("layout") != LAYOUT:
+        raise DataError(
+            f"{path} is no length index of layout {LAYOUT}, but of {description.get('layout', 'none')}. Make it again "
+            "with `headway index`, by the version of Headway that reads it."
+        )
+    return description
+
+
+def _ragged(column: pa.ChunkedArray) -> Ragged:
+    """Take offsets and values out of Arrow's lists, which come in chunks."""
+    shape = (3,) if pa.types.is_struct(column.type.value_type) else ()
+    values = [_values(chunk.flatten()) for chunk in column.chunks]
+    num_values = sum(map(len, values))
+    if num_values == 0:
+        return Ragged.empty(len(column), *shape)
+    offsets = np.zeros(len(column) + 1, np.int32 if num_values < 2**31 else np.int64)
+    np.cumsum(np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks]), out=offsets[1:])
+    return Ragged(offsets, np.concatenate(values))
+
+
+def _values(flat: pa.Array) -> Ints:
+    if pa.types.is_struct(flat.type):
+        return np.stack([side.to_numpy() for side in flat.flatten()], axis=1)
+    values: Ints = flat.to_numpy()
+    return values

@@ -1,0 +1,135 @@
+"""An index's rows as Parquet, one for each row of the source, in its order; docs/length-index.md has the columns."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headway.data.samples import Origin, SampleError
+
+if TYPE_CHECKING:
+    from headway.data.media.lengths import Lengths
+
+LAYOUT = 1
+"""Version of the columns' names and meaning; part of every index's key."""
+
+NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches")
+GRIDS = ("image_grids", "video_grids")
+CLIPS = "audio_lengths"
+BAD = "bad"
+
+_COMPRESSION = "zstd"
+_INT = pa.int32()
+_FAULT = pa.struct([("file", pa.string()), ("row", pa.int64()), ("place", pa.string()), ("reason", pa.string())])
+_GRID = pa.struct([pa.field(side, _INT, nullable=False) for side in "thw"])
+
+_NOTHING: dict[str, Any] = dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, CLIPS), ())  # a bad row's lengths
+
+SCHEMA = pa.schema(
+    [
+        *(pa.field(name, _INT, nullable=False) for name in NUMBERS),
+        *(pa.field(name, pa.list_(pa.field("grid", _GRID, nullable=False)), nullable=False) for name in GRIDS),
+        pa.field(CLIPS, pa.list_(pa.field("frames", _INT, nullable=False)), nullable=False),
+        pa.field(BAD, _FAULT),
+    ]
+)
+
+
+def table_of(rows: "Sequence[Lengths | SampleError]") -> pa.Table:
+    """Lay measured rows out in columns.
+
+    Args:
+        rows: the lengths of each row, or why the row cannot be used.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for row in rows:
+        fault = _fault(row) if isinstance(row, SampleError) else None
+        for name, nothing in _NOTHING.items():
+            columns[name].append(nothing if fault else getattr(row, name))
+        columns[BAD].append(fault)
+    for name in GRIDS:
+        columns[name] = [[dict(zip("thw", grid, strict=True)) for grid in grids] for grids in columns[name]]
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _fault(error: SampleError) -> dict[str, Any]:
+    origin = error.origin
+    return {"file": origin.file, "row": origin.row, "place": origin.place, "reason": error.reason}
+
+
+def bad_rows(column: pa.ChunkedArray, source: str) -> dict[int, SampleError]:
+    """Take why rows cannot be used from the column `bad`, by row.
+
+    Args:
+        column: of the table.
+        source: name of the source in the run.
+    """
+    if column.null_count == len(column):
+        return {}
+    rows = np.flatnonzero(column.is_valid().to_numpy()).tolist()
+    faults = column.drop_null().to_pylist()
+    return {
+        row: SampleError(Origin(source, fault["file"], fault["row"], fault["place"]), fault["reason"])
+        for row, fault in zip(rows, faults, strict=True)
+    }
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; nothing stands under the name then that did not before.
+    """
+    write_whole(path, lambda file: pq.write_table(table, file, compression=_COMPRESSION))
+
+
+def join_tables(parts: Sequence[Path], path: Path, metadata: dict[bytes, bytes], group_rows: int = 1 << 17) -> None:
+    """Write the rows of many files into one, whole or not at all, a group of rows in memory at a time.
+
+    Args:
+        parts: files of `write_table`, in the order of their rows.
+        path: the file to write.
+        metadata: what the file says of itself.
+        group_rows: rows that Parquet keeps together, at least.
+
+    Raises:
+        OSError: a part cannot be read, or the file cannot be written.
+    """
+
+    def write(file: BinaryIO) -> None:
+        schema = SCHEMA.with_metadata(metadata)
+        with pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer:
+            held: list[pa.Table] = []
+            for number, part in enumerate(parts, 1):
+                held.append(pq.read_table(part, schema=SCHEMA))
+                if sum(map(len, held)) >= group_rows or number == len(parts):
+                    writer.write_table(pa.concat_tables(held).replace_schema_metadata(metadata))
+                    held = []
+
+    write_whole(path, write)
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file under another name, make sure that it is on the disk, and only then give it its own.
+
+    Args:
+        path: the file's own name; its folder is made if missing.
+        write: writes the content into the open file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,177 @@
+"""Pictures of any kind as upright RGB: the size from the header, pixels when asked for, one clear error otherwise."""
+
+import struct
+import warnings
+import zlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+from PIL import ExifTags, ImageOps
+from PIL import Image as Pillow
+
+from headway.data.media.files import media_error, open_media
+from headway.data.samples import Media
+from headway.errors import ConfigError
+
+MAX_IMAGE_PIXELS = 89_478_485
+"""Default bound on an image [pixels]: a quarter GiB of 24-bit colour, as Pillow's own `Image.MAX_IMAGE_PIXELS`."""
+
+# What Pillow's readers raise on damaged files; warnings where a program has made them errors.
+_DAMAGE = (
+    OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError, AttributeError,
+    struct.error, zlib.error, Pillow.DecompressionBombError, Warning,
+)  # fmt: skip
+# Formats whose header gives the decoded size and, but for late PNG chunks, the orientation.
+_TELLING_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+_LATE_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # PNG chunks that can hold an orientation
+_WIDE_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+
+
+def check_limit(max_pixels: int) -> int:
+    """A bound on image sizes that can take effect [pixels].
+
+    Raises:
+        ConfigError: it is below 1, or above what Pillow opens at all.
+    """
+    most = 2 * (Pillow.MAX_IMAGE_PIXELS or 2**31)
+    if not 1 <= max_pixels <= most:
+        raise ConfigError(
+            f"max_image_pixels is {max_pixels}; allowed are 1 to {most} pixels, above which Pillow refuses to open "
+            "an image. Shrink the images, or raise PIL.Image.MAX_IMAGE_PIXELS first."
+        )
+    return max_pixels
+
+
+class Picture:
+    """An opened image, of which only the header has been read.
+
+    Of an animated file this is the first frame. EXIF orientations are applied, transparency is laid over white, and
+    16-bit grey is scaled to 8 bits.
+
+    Args:
+        media: the file or its bytes.
+        where: the sample's place, for messages.
+        max_pixels: larger images are refused before they are decoded, as decompression bombs [pixels].
+
+    Raises:
+        DataError: the file is missing, no picture, or too large; the message names the sample and the file.
+    """
+
+    def __init__(self, media: Media, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+        self._media, self._where = media, where
+        self._file: BinaryIO | None = None
+        try:
+            self._file = open_media(media)
+            self._image = _opened(self._file, max_pixels)
+            width, height = self._image.size
+            if width * height > max_pixels:
+                raise media_error(
+                    media,
+                    where,
+                    "image",
+                    f"it has {width} x {height} pixels, more than the limit of {max_pixels}, and may be a "
+                    "decompression bomb. Shrink it, or raise max_image_pixels",
+                )
+            self.size = self._upright_size()
+        except _DAMAGE as error:
+            self.close()
+            raise media_error(media, where, "image", error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def decode(self) -> Pillow.Image:
+        """The pixels, as RGB, upright.
+
+        Raises:
+            DataError: the file is damaged, or of a kind that has no agreed meaning as a picture.
+        """
+        try:
+            self._image.load()
+            ImageOps.exif_transpose(self._image, in_place=True)
+            decoded = _as_rgb(self._image)
+        except _DAMAGE as error:
+            raise media_error(self._media, self._where, "image", error) from error
+        if (decoded.height, decoded.width) != self.size:
+            raise media_error(
+                self._media,
+                self._where,
+                "image",
+                f"its header promises {self.size[0]} x {self.size[1]} pixels, but {decoded.height} x {decoded.width} "
+                "were decoded. Save it anew",
+            )
+        return decoded
+
+    def _upright_size(self) -> tuple[int, int]:
+        """(height, width) once turned by the EXIF orientation [pixels]."""
+        image = self._image
+        if image.format not in _TELLING_FORMATS or (image.format == "PNG" and self._late_chunks()):
+            image.load()  # these tell size or orientation only afterwards
+        orientation = Pillow.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+        width, height = image.size
+        return (width, height) if orientation in _TURNED else (height, width)
+
+    def _late_chunks(self) -> bool:
+        """Whether a PNG has metadata behind its pixels, where only decoding would find it."""
+        file = self._file
+        assert file is not None
+        place, late, pixels_seen = file.tell(), False, False
+        file.seek(8)
+        while not late and len(head := file.read(8)) == 8:
+            size, kind = struct.unpack(">I4s", head)
+            late = pixels_seen and kind in _LATE_CHUNKS
+            pixels_seen = pixels_seen or kind == b"IDAT"
+            file.seek(size + 4, 1)
+        file.seek(place)
+        return late
+
+
+def decode_all(pictures: Sequence[Picture]) -> list[Pillow.Image]:
+    """The pixels of several pictures."""
+    return [picture.decode() for picture in pictures]
+
+
+def _opened(file: BinaryIO, max_pixels: int) -> Pillow.Image:
+    if max_pixels <= (Pillow.MAX_IMAGE_PIXELS or max_pixels):
+        return Pillow.open(file)
+    with warnings.catch_warnings():  # a limit above Pillow's own was asked for
+        warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
+        return Pillow.open(file)
+
+
+def _as_rgb(image: Pillow.Image) -> Pillow.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        coloured = image.convert("RGBA")
+        over_white = Pillow.new("RGBA", image.size, "white")
+        over_white.alpha_composite(coloured)
+        return over_white.convert("RGB")
+    if image.mode in _WIDE_GREY:
+        return _from_16_bit(image).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, which have no agreed black and white")
+    return image.convert("RGB")
+
+
+def _from_16_bit(image: Pillow.Image) -> Pillow.Image:
+    values_HW = np.asarray(image).astype(np.int64)
+    if values_HW.min() < 0 or values_HW.max() > 65535:
+        raise ValueError(
+            f"its pixels run from {values_HW.min()} to {values_HW.max()}, outside the 0 to 65535 of 16-bit grey"
+        )
+    return Pillow.fromarray(((values_HW + 128) // 257).astype(np.uint8))  # 65535 / 255 = 257

@@ -1,0 +1,162 @@
+"""Text with one placeholder per image, video or sound -> tokens, as the model's own processor expands them.
+
+Tensor letters: S tokens of one sample.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from headway.data.chat import Span
+from headway.errors import DataError
+
+KINDS = ("image", "video", "audio")
+"""Kinds of placeholders; a token of the n-th has type n, counted from 1, as in transformers' `mm_token_type_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One sample's tokens.
+
+    Attributes:
+        ids_S: token ids, placeholders expanded.
+        supervised_S: whether the loss learns the token.
+        types_S: 0 for text, 1 for images, 2 for videos, 3 for sounds.
+    """
+
+    ids_S: NDArray[np.int64]
+    supervised_S: NDArray[np.bool_]
+    types_S: NDArray[np.int32]
+
+    @property
+    def media_end(self) -> int:
+        """One past the last placeholder; 0 without any [tokens]."""
+        places = np.flatnonzero(self.types_S)
+        return int(places[-1]) + 1 if len(places) else 0
+
+
+class Tokeniser:
+    """Tokenises text for one model.
+
+    A placeholder that a processor writes 700 times over is tokenised once and repeated as ids: special tokens are cut
+    out before the text between them is looked at, so the result is the same and costs no more than the text alone.
+
+    Args:
+        processor: the model's processor or tokenizer.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.tokenizer: Any = getattr(processor, "tokenizer", processor)
+        plain = isinstance(processor, PreTrainedTokenizerBase)
+        self._adds_special = not plain  # a text-only chat template writes them itself
+        words = {kind: None if plain else getattr(processor, f"{kind}_token", None) for kind in KINDS}
+        self.words: dict[str, str] = {kind: str(word) for kind, word in words.items() if word is not None}
+        self._ids = {kind: self.tokenizer.convert_tokens_to_ids(word) for kind, word in self.words.items()}
+        special = self.tokenizer.added_tokens_decoder
+        self._whole = {kind: word for kind, word in self.words.items() if self._ids[kind] in special}
+        self._found = re.compile("|".join(f"(?P<{k}>{re.escape(w)})" for k, w in self.words.items()) or r"(?!)")
+        self._runs = re.compile("|".join(f"(?:{re.escape(word)})+" for word in self._whole.values()) or r"(?!)")
+
+    def chat(self, text: str, spans: Sequence[Span], written: Mapping[str, Sequence[str]], where: str) -> Tokens:
+        """Tokenise a rendered chat.
+
+        Args:
+            text: the chat as its template renders it.
+            spans: what the assistant wrote of it [characters].
+            written: for each kind, what the processor writes in place of each of its placeholders.
+            where: the sample's place, for messages.
+
+        Raises:
+            DataError: the text holds other placeholders than the chat has media.
+        """
+        expanded, ends, shifts, counts = self._expand(text, written, where)
+        adds = self._adds_special and not text.startswith(self.tokenizer.bos_token or "\0")
+        out = self._encode(expanded, adds)
+        starts = np.fromiter((start for start, _ in out["offset_mapping"]), np.int64, len(out["input_ids"]))
+        supervised = np.zeros(len(starts), np.bool_)
+        for span in spans:
+            first, last = (place + shifts[bisect_right(ends, place)] for place in span)
+            supervised |= (starts >= first) & (starts < last)
+        return self._repeated(np.asarray(out["input_ids"], np.int64), supervised, counts)
+
+    def document(self, content: str | Sequence[int], where: str) -> Tokens:
+        """Tokenise running text, every token of it supervised.
+
+        The tokenizer's own beginning is kept, and its end-of-text token closes the document. Ids are taken as they are.
+
+        Raises:
+            DataError: the document holds placeholders of images, videos or sounds, or negative ids.
+        """
+        if isinstance(content, str):
+            ids = np.asarray(self._encode(content, True)["input_ids"], np.int64)
+            end = self.tokenizer.eos_token_id
+            if end is not None and (not len(ids) or ids[-1] != end):
+                ids = np.append(ids, end)
+        else:
+            ids = np.asarray(content, np.int64)
+        if len(ids) and ids.min() < 0:
+            raise DataError(f"{where}: the document holds the token id {ids.min()}; ids are 0 or more.")
+        tokens = self._repeated(ids, np.ones(len(ids), np.bool_), None)
+        if tokens.media_end:
+            raise DataError(
+                f"{where}: the document holds the model's placeholder of an image, video or sound but has none. Remove "
+                "it from the text."
+            )
+        return tokens
+
+    def _encode(self, text: str, adds_special: bool) -> Any:
+        return self.tokenizer(
+            text,
+            add_special_tokens=adds_special,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+
+    def _expand(
+        self, text: str, written: Mapping[str, Sequence[str]], where: str
+    ) -> tuple[str, list[int], list[int], list[int]]:
+        """The text with one placeholder per run, and how often each is repeated.
+
+        Between them: where placeholders ended in `text`, and how far what follows each end has moved.
+        """
+        for kind, word in self.words.items():
+            found, given = text.count(word), len(written.get(kind, ()))
+            if found != given:
+                raise DataError(
+                    f"{where}: the chat's text holds the model's {kind} placeholder {word!r} {found} times, but the "
+                    f"chat has {given} {kind} parts. Remove the placeholder from the text; media are parts of their "
+                    "own, and the chat template must write one placeholder for each."
+                )
+        pieces, ends, shifts, counts, last = [], [], [0], [], 0
+        waiting = {kind: iter(written.get(kind, ())) for kind in self.words}
+        for match in self._found.finditer(text):
+            whole = next(waiting[match.lastgroup or ""])
+            short = self._runs.sub(lambda run: self._first(run.group()), whole)
+            counts += [len(run.group()) // len(self._first(run.group())) for run in self._runs.finditer(whole)]
+            pieces += [text[last : match.start()], short]
+            last = match.end()
+            ends.append(last)
+            shifts.append(shifts[-1] + len(short) - len(match.group()))
+        return "".join([*pieces, text[last:]]), ends, shifts, counts
+
+    def _first(self, run: str) -> str:
+        return next(word for word in self._whole.values() if run.startswith(word))
+
+    def _repeated(self, ids: NDArray[np.int64], supervised: NDArray[np.bool_], counts: Sequence[int] | None) -> Tokens:
+        types = np.zeros(len(ids), np.int32)
+        for kind, token in self._ids.items():
+            types[ids == token] = 1 + KINDS.index(kind)
+        supervised &= types == 0  # an image inside an answer is shown, not predicted
+        if not counts:
+            return Tokens(ids, supervised, types)
+        repeats = np.ones(len(ids), np.int64)
+        repeats[np.isin(ids, [self._ids[kind] for kind in self._whole])] = counts
+        return Tokens(np.repeat(ids, repeats), np.repeat(supervised, repeats), np.repeat(types, repeats))

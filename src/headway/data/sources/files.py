@@ -1,0 +1,212 @@
+"""Files of a dataset, local or behind any fsspec URL: found, told apart when they change, opened and decompressed."""
+
+import gzip
+import hashlib
+import io
+import os
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from errno import ENOENT
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
+
+from headway.cache import cache_root
+from headway.errors import DataError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+DAMAGE = (OSError, EOFError, zlib.error, tarfile.TarError, pa.ArrowException)
+"""What reading raises when a file is missing, unreachable, cut short or damaged."""
+
+_OPEN_FILES = 64  # kept open for random access, per process; well below the usual limit of 1024
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of a dataset.
+
+    Attributes:
+        url: path or fsspec URL.
+        size: bytes as stored; None where the store does not say.
+        stamp: changes when the content does: size and time of modification, or what a remote store says of it.
+        options: passed to fsspec's file system, such as credentials.
+    """
+
+    url: str
+    size: int | None
+    stamp: str
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a path of this machine."""
+        return "://" not in self.url
+
+    @property
+    def compression(self) -> str | None:
+        """How its content is compressed, by its extension: "gzip", "zstd" or not at all."""
+        suffix = Path(self.url).suffix.lower()
+        return "gzip" if suffix == ".tgz" else COMPRESSIONS.get(suffix)
+
+    @property
+    def extension(self) -> str:
+        """The extension of its name, in lower case, without that of its compression."""
+        path = Path(self.url)
+        return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
+
+    @property
+    def folder(self) -> str:
+        """The folder or URL that it lies in."""
+        return str(Path(self.url).parent) if self.is_local else self.url.rpartition("/")[0]
+
+    @contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """Open for reading from start to end, decompressed.
+
+        Raises:
+            DataError: the file changed since it was found.
+            OSError: it cannot be opened. What reading raises then is in `DAMAGE`.
+        """
+        with ExitStack() as stack:
+            if self.is_local:
+                raw: Any = stack.enter_context(Path(self.url).open("rb"))
+                self.check(os.fstat(raw.fileno()))
+            else:
+                raw = stack.enter_context(fsspec.open(self.url, "rb", **self.options))
+            if self.compression == "gzip":
+                raw = stack.enter_context(gzip.GzipFile(fileobj=raw))
+            elif self.compression == "zstd":
+                # Arrow's reader knows several frames in a file and tells a truncated one; zstandard's knows neither.
+                raw = stack.enter_context(io.BufferedReader(cast(Any, pa.CompressedInputStream(raw, "zstd"))))
+            yield raw
+
+    def check(self, status: os.stat_result) -> None:
+        """Compare a local file with what was found.
+
+        Raises:
+            DataError: it is another one now.
+        """
+        if _stamp(status) != self.stamp:
+            raise DataError(
+                f"The file {self.url} changed while it was in use: it has {status.st_size} bytes now, and had "
+                f"{self.size}. Leave a dataset as it is during a run, and open it again after changing it."
+            )
+
+
+def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | None]:
+    """Find the files that a path, glob or URL names, in the order of their names.
+
+    Returns:
+        The files; and the folder that was named, which stands for all files within but hidden ones, or None.
+
+    Raises:
+        DataError: there are none, or they cannot be reached.
+    """
+    try:
+        system, inside = fsspec.core.url_to_fs(path, **options)
+        if system.isfile(inside):
+            is_plain = isinstance(system, LocalFileSystem) and "://" not in path
+            return [_file(system, path if is_plain else inside, options)], None
+        folder = None
+        if system.isdir(inside):
+            folder = _file_url(system, inside)
+            names = [name for name in sorted(system.find(inside)) if not _is_hidden(name[len(inside) :])]
+        else:
+            names = [name for name in sorted(system.glob(inside)) if system.isfile(name)]
+        if not names:
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+        return [_file(system, name, options) for name in names], folder
+    except (OSError, ImportError, ValueError) as error:  # ImportError and ValueError: fsspec's, of unknown protocols
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"The dataset {path} cannot be read: {reason}. Give the path of a file or folder, a glob, or a URL whose "
+            "file system fsspec has installed."
+        ) from error
+
+
+def _file(system: Any, name: str, options: Mapping[str, Any]) -> File:
+    if isinstance(system, LocalFileSystem):
+        status = Path(name).stat()
+        return File(name, status.st_size, _stamp(status))
+    return File(_file_url(system, name), system.size(name), system.ukey(name), options)
+
+
+def _file_url(system: Any, name: str) -> str:
+    return name if isinstance(system, LocalFileSystem) else str(system.unstrip_protocol(name))
+
+
+def _is_hidden(below: str) -> bool:
+    return any(part.startswith((".", "_")) for part in below.split("/"))
+
+
+def _stamp(status: os.stat_result) -> str:
+    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+def read_span(file: File, start: int, stop: int) -> bytes:
+    """Read bytes of a local file; safe in threads.
+
+    Raises:
+        DataError: the file changed since it was found, or ends before `stop`.
+        OSError: it cannot be read.
+    """
+    data = os.pread(_handle(file).number, stop - start, start)
+    if len(data) < stop - start:
+        raise DataError(
+            f"The file {file.url} ends at byte {start + len(data)}, but a row reaches to byte {stop}. It was cut while "
+            "in use; copy it again."
+        )
+    return data
+
+
+class _Handle:
+    """An open file that is closed once nobody reads it."""
+
+    def __init__(self, file: File) -> None:
+        self.number = os.open(file.url, os.O_RDONLY)
+        file.check(os.fstat(self.number))
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+_handle = lru_cache(maxsize=_OPEN_FILES)(_Handle)
+
+
+def cached_path(file: File, purpose: str) -> Path:
+    """Name the place in the cache for what is derived from a file as it is now."""
+    place = file.url if not file.is_local else str(Path(file.url).resolve())
+    digest = hashlib.sha256(f"{place}\n{file.stamp}\n{purpose}".encode()).hexdigest()
+    return cache_root() / "rows" / digest[:32]
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file of the cache so that any reader sees all of it or none.
+
+    Raises:
+        DataError: the cache's folder cannot be written.
+    """
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            temporary = Path(file.name)
+            write(cast(BinaryIO, file))
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(
+            f"The cache {path.parent} cannot be written: {error.strerror or error}. Free space there, or name another "
+            "folder in HEADWAY_CACHE."
+        ) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)

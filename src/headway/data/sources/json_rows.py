@@ -1,0 +1,150 @@
+"""JSON datasets: one object per line, or one array of objects."""
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from headway.data.sources.reader import Row
+from headway.data.sources.spans import Record, SpanReader
+from headway.errors import DataError
+
+_BOM = b"\xef\xbb\xbf"
+_CHUNK_BYTES = 2**20
+_SPACE = b" \t\n\r"
+
+
+class JsonLines(SpanReader):
+    """One JSON object per line; blank lines are no rows."""
+
+    unit = "line"
+
+    def records(self, stream: BinaryIO) -> Iterator[Record]:  # noqa: D102 - as the base class says
+        start = 0
+        for number, line in enumerate(stream, start=1):
+            if not line.isspace():
+                yield Record(start, number, line)
+            start += len(line)
+
+    def parse(self, content: bytes) -> Row:
+        """Read a line."""
+        return Row(parse_object(content, "Each line must be one whole JSON object."))
+
+
+class JsonArray(SpanReader):
+    """One JSON array of objects, read element by element."""
+
+    unit = "element"
+
+    def records(self, stream: BinaryIO) -> Iterator[Record]:
+        """Elements in order, without holding more than one and a chunk of the file.
+
+        The bytes are read as Latin-1, one character each: the structure of JSON is ASCII, and no byte of another UTF-8
+        character looks like it. So a place in the text is a place in the file.
+        """
+        text = _Buffer(stream)
+        text.skip(_BOM + _SPACE)
+        if text.take() != "[":
+            raise io.UnsupportedOperation(
+                "a JSON dataset must be an array of objects; for one per line, name the format jsonl"
+            )
+        number, separator = 1, ""
+        text.skip(_SPACE)
+        while (found := text.peek()) != "]" or separator == ",":
+            if not found:
+                raise EOFError("the JSON array is not closed")
+            start, element = text.element()
+            yield Record(start, number, element)
+            number += 1
+            text.skip(_SPACE)
+            separator = text.peek()
+            if separator == ",":
+                text.take()
+                text.skip(_SPACE)
+            elif separator != "]":
+                raise EOFError(f"after element {number - 1} of the JSON array comes {separator!r}, not a comma or ]")
+
+    def parse(self, content: bytes) -> Row:
+        """Read an element."""
+        return Row(parse_object(content, "Each element of the array must be a JSON object."))
+
+
+class _Buffer:
+    """A window of a JSON file, moved forward as it is read."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._decoder = stream, json.JSONDecoder(strict=False)
+        self._text, self._place, self._gone = "", 0, 0  # the window, a place in it, bytes before it
+
+    def _more(self, num_bytes: int = _CHUNK_BYTES) -> bool:
+        read = self._stream.read(num_bytes)
+        self._gone += self._place
+        self._text, self._place = self._text[self._place :] + read.decode("latin-1"), 0
+        return bool(read)
+
+    def peek(self) -> str:
+        if self._place == len(self._text):
+            self._more()
+        return self._text[self._place : self._place + 1]
+
+    def take(self) -> str:
+        letter = self.peek()
+        self._place += len(letter)
+        return letter
+
+    def skip(self, letters: bytes) -> None:
+        while (letter := self.peek()) and letter.encode("latin-1") in letters:
+            self._place += 1
+
+    def element(self) -> tuple[int, bytes]:
+        """The first byte of the next value, and its bytes."""
+        chunk = _CHUNK_BYTES
+        while True:
+            try:
+                _, stop = self._decoder.raw_decode(self._text, self._place)
+                length = stop - self._place
+                if stop < len(self._text) or not self._more():  # a number may go on in the next chunk
+                    break
+            except json.JSONDecodeError as error:
+                if not self._more(chunk):
+                    raise EOFError(f"not valid JSON: {error.msg} at byte {self._gone + error.pos}") from error
+                chunk *= 2  # what is tried again grows with what is read
+        start = self._gone + self._place
+        element = self._text[self._place : self._place + length].encode("latin-1")
+        self._place += length
+        return start, element
+
+
+def parse_object(content: bytes, rule: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        DataError: it is none, or not UTF-8; the message ends with the rule.
+    """
+    try:
+        value = json.loads(decoded(content))
+    except json.JSONDecodeError as error:
+        raise DataError(f"not valid JSON ({error.msg} at column {error.colno}). {rule}") from error
+    except RecursionError as error:
+        raise DataError(f"not usable JSON: its lists are nested too deeply. {rule}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"got {shortened(value)}, but it must be an object. {rule}")
+    return value
+
+
+def decoded(content: bytes) -> str:
+    """Read UTF-8, without the mark that some editors put before it.
+
+    Raises:
+        DataError: it is something else.
+    """
+    try:
+        return content.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"it is not UTF-8 text: {error}. Save the file as UTF-8.") from error
+
+
+def shortened(value: Any) -> str:
+    """A value as JSON, cut to fit into a message."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,126 @@
+"""What every format has in common: rows in order without a table, and any row by its number."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from headway.data.sources.files import DAMAGE, File
+from headway.errors import DataError
+
+T = TypeVar("T")
+
+EMPTY = "it holds no samples. Leave an empty file out, or write its samples into it again."
+START = "at its start"
+
+
+class Raw(NamedTuple):
+    """A row as its file holds it.
+
+    Attributes:
+        row: place in the file, from 0.
+        place: the place as people say it, such as "line 3".
+        content: what the format's `parse` takes; a DataError where the file cannot be read further.
+    """
+
+    row: int
+    place: str
+    content: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A parsed row.
+
+    Attributes:
+        fields: its columns.
+        members: media that are stored with it, encoded, by their names; a WebDataset shard's.
+    """
+
+    fields: dict[str, Any]
+    members: dict[str, bytes] = field(default_factory=dict)
+
+
+class Reader(ABC):
+    """Reads one file of one format.
+
+    Pickling keeps the settings; open files and tables, in attributes that begin with an underscore, are made again.
+
+    Args:
+        file: what is read.
+    """
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+
+    def stream(self, start: int = 0) -> Iterator[Raw]:
+        """Rows in order, from `start` on; a file that is damaged or empty ends with a row that says so."""
+        last: Raw | None = None
+        for item in until_damage(self._read(start)):
+            row = start if last is None else last.row + 1
+            last = item if isinstance(item, Raw) else Raw(row, after(last), item)
+            if last.row >= start:
+                yield last
+        if last is None and start == 0:
+            yield Raw(0, START, DataError(EMPTY))
+
+    @abstractmethod
+    def parse(self, content: Any) -> Row:
+        """Read a row's content.
+
+        Raises:
+            DataError: it cannot be read; the message begins with the reason.
+        """
+
+    @abstractmethod
+    def get(self, row: int) -> Raw:
+        """A row by its place in the file.
+
+        Raises:
+            DataError: the file cannot be read, or not as it was when its rows were counted.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows of the file, the one that tells of a damage included."""
+
+    @abstractmethod
+    def _read(self, start: int) -> Iterator[Raw]:
+        """Rows in order; those before `start - 1` may be left out. Raises what is in DAMAGE."""
+
+    def __repr__(self) -> str:
+        """The format and its settings, the same for every object that reads a file alike."""
+        return f"{type(self).__name__}({self.__getstate__()})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+def until_damage(items: Iterable[T]) -> Iterator[T | DataError]:
+    """Items as long as they can be read, then the reason as an error, if there is one."""
+    try:
+        yield from items
+    except DAMAGE as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        damage = DataError(
+            f"the file cannot be read further: {reason}. It may be cut short, damaged or out of reach; copy it again."
+        )
+        damage.__cause__ = error
+        yield damage
+
+
+def lasting(damage: DataError, file: File) -> str:
+    """Why a file ends before its time, if it always will.
+
+    Raises:
+        DataError: another attempt may succeed, as where the file is out of reach; this is not to be kept.
+    """
+    cause = damage.__cause__
+    if not file.is_local or (isinstance(cause, OSError) and cause.errno is not None):
+        raise DataError(f"{file.url}: {damage}") from cause
+    return str(damage)
+
+
+def after(last: Raw | None) -> str:
+    """Name the place where a file ends before its time."""
+    return f"after {last.place}" if last is not None else START

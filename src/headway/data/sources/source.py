@@ -1,0 +1,137 @@
+"""A dataset as typed samples: any row by its number, or the rows of each shard in order."""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from headway.data.samples import Origin, Sample, SampleError
+from headway.data.sources.reader import Raw, Reader
+from headway.data.sources.schemas import Normaliser
+from headway.errors import DataError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a dataset.
+
+    `rows` reads it in order and keeps nothing, so it suits files too large or too far away for random access.
+
+    Attributes:
+        source: the dataset's name.
+        reader: reads the file's format.
+        normaliser: makes samples of its rows.
+    """
+
+    source: str
+    reader: Reader
+    normaliser: Normaliser
+
+    @property
+    def name(self) -> str:
+        """Path or URL of the file."""
+        return self.reader.file.url
+
+    def rows(self, start: int = 0) -> Iterator[tuple[int, Sample | SampleError]]:
+        """Rows from `start` on with their places in the file; one that cannot be used is its error.
+
+        A file that cannot be read further, or is empty, ends with an error in the place of the next row.
+
+        Raises:
+            DataError: the file was changed since it was found.
+        """
+        for raw in self.reader.stream(start):
+            try:
+                sample: Sample | SampleError = self._sample(raw)
+            except SampleError as error:
+                sample = error
+            yield raw.row, sample
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, row: int) -> Sample:
+        """A row by its place in the file.
+
+        Raises:
+            DataError: the row cannot be used; the message names file and place.
+            IndexError: there is no such row.
+        """
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} rows in {self.name}")
+        return self._sample(self.reader.get(row))
+
+    def _sample(self, raw: Raw) -> Sample:
+        origin = Origin(self.source, self.name, raw.row, raw.place)
+        try:
+            if isinstance(raw.content, DataError):
+                raise raw.content
+            return self.normaliser.sample(self.reader.parse(raw.content), origin)
+        except DataError as error:
+            raise SampleError(origin, str(error)) from error
+
+
+class Source:
+    """A dataset of one or many files.
+
+    It is small to pickle and opens its files where it is used, so worker processes can be handed one.
+
+    Args:
+        name: how the run calls it.
+        shards: its files, in order.
+
+    Attributes:
+        name: how the run calls it.
+        shards: its files, in order.
+    """
+
+    def __init__(self, name: str, shards: tuple[Shard, ...]) -> None:
+        self.name, self.shards = name, shards
+        self._starts: list[int] | None = None
+
+    @property
+    def starts(self) -> list[int]:
+        """Rows before each shard, and of all in the end.
+
+        Raises:
+            DataError: the cache, where the rows' places are kept, cannot be written.
+        """
+        if self._starts is None:
+            self._starts = [0, *accumulate(len(shard) for shard in self.shards)]
+        return self._starts
+
+    def __len__(self) -> int:
+        """Rows of all shards. The first call reads formats that do not say how many they hold; the cache keeps it."""
+        return self.starts[-1]
+
+    def __getitem__(self, row: int) -> Sample:
+        """A row by its place in the dataset, counted over the shards.
+
+        Raises:
+            DataError: the row cannot be used; the message names file and place.
+            IndexError: there is no such row.
+        """
+        shard, place = self.locate(row)
+        return shard[place]
+
+    def locate(self, row: int) -> tuple[Shard, int]:
+        """The shard that holds a row, and the row's place in it.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} rows in the dataset {self.name}")
+        number = bisect_right(self.starts, row) - 1
+        return self.shards[number], row - self.starts[number]
+
+    def fingerprint(self) -> str:
+        """A digest of every file's name, size and time of change, and of how rows become samples.
+
+        The media that rows name are not looked at.
+        """
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            digest.update(repr((shard.reader, shard.normaliser)).encode())
+        return digest.hexdigest()[:32]

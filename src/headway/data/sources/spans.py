@@ -1,0 +1,138 @@
+"""Formats whose rows are runs of bytes: lines, elements, documents, members of an archive."""
+
+from abc import abstractmethod
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.data.sources.files import File, cached_path, read_span, write_whole
+from headway.data.sources.reader import EMPTY, Raw, Reader, after, lasting, until_damage
+from headway.errors import DataError
+
+_DAMAGED = -1  # as the end of a row: the row stands for what cannot be read
+_MAPPED_BYTES = 2**20  # larger tables are mapped, so that processes share them
+
+
+class Record(NamedTuple):
+    """A row's bytes.
+
+    Attributes:
+        start: first byte, in the decompressed file.
+        number: line, element or sample, from 1, as people count.
+        data: the bytes.
+    """
+
+    start: int
+    number: int
+    data: bytes
+
+
+class SpanReader(Reader):
+    """A file of rows that are runs of bytes.
+
+    Random access needs the first and last byte of every row: one pass over the file, whose result is kept in the cache
+    for every process and every later run. A compressed or remote file is copied there, decompressed, in the same pass.
+    """
+
+    unit = "row"
+
+    @abstractmethod
+    def records(self, stream: BinaryIO) -> Iterator[Record]:
+        """Rows of a decompressed file, in order. Raises what is in `DAMAGE` where it cannot go on."""
+
+    def place(self, number: int, data: bytes) -> str:  # noqa: ARG002 - formats that name their rows read the bytes
+        """Name a row as people do."""
+        return f"{self.unit} {number}"
+
+    def get(self, row: int) -> Raw:  # noqa: D102 - as the base class says
+        start, stop, number = (int(value) for value in self._spans()[row])
+        if stop == _DAMAGED:
+            last = self.get(row - 1) if row else None
+            return Raw(row, after(last), DataError(self._damage_file().read_text("utf-8")))
+        try:
+            data = read_span(self._plain_file(), start, stop)
+        except OSError as error:
+            raise DataError(
+                f"{self.file.url} cannot be read: {error.strerror or error}. It was there when its rows were counted; "
+                "put it back, or open the dataset again."
+            ) from error
+        return Raw(row, self.place(number, data), data)
+
+    def __len__(self) -> int:
+        return len(self._spans())
+
+    def _read(self, start: int) -> Iterator[Raw]:
+        for row, record in enumerate(self._records()):
+            yield Raw(row, self.place(record.number, record.data) if row >= start - 1 else "", record.data)
+
+    def _records(self) -> Iterator[Record]:
+        with self.file.opened() as stream:
+            yield from self.records(stream)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.file.is_local and self.file.compression is None
+
+    def _purpose(self) -> str:
+        """What the cache's files depend on, besides the file."""
+        return type(self).__name__
+
+    def _table_file(self) -> Path:
+        return cached_path(self.file, f"{self._purpose()} spans 1").with_suffix(".npy")
+
+    def _damage_file(self) -> Path:
+        return self._table_file().with_suffix(".damage")
+
+    def _plain_file(self) -> File:
+        """The file that spans point into."""
+        if self._is_plain:
+            return self.file
+        if not hasattr(self, "_copy"):
+            path = self._table_file().with_suffix(".bytes")
+            status = path.stat()
+            self._copy = File(str(path), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
+        return self._copy
+
+    def _spans(self) -> NDArray[np.int64]:
+        """First byte, one past the last and number of every row, shape (rows, 3)."""
+        if not hasattr(self, "_table"):
+            path = self._table_file()
+            if not path.exists():
+                self._scan(path)
+            self._table: NDArray[np.int64] = np.load(
+                path, mmap_mode="r" if path.stat().st_size > _MAPPED_BYTES else None
+            )
+        return self._table
+
+    def _scan(self, path: Path) -> None:
+        """Find the rows in one pass; write the table last, so that what it needs is there once it is."""
+        spans, damage = array("q"), ""
+
+        def scan(copy: BinaryIO | None) -> None:
+            nonlocal damage
+            place = 0
+            for record in until_damage(self._records()):
+                if isinstance(record, DataError):
+                    damage = lasting(record, self.file)
+                    break
+                start = record.start if copy is None else place
+                place = start + len(record.data)
+                spans.extend((start, place, record.number))
+                if copy is not None:
+                    copy.write(record.data)
+
+        if self._is_plain:
+            scan(None)
+        else:
+            write_whole(path.with_suffix(".bytes"), scan)
+        if not spans:
+            damage = damage or EMPTY
+        if damage:
+            spans.extend((0, _DAMAGED, 0))
+            write_whole(self._damage_file(), lambda file: file.write(damage.encode()))
+        table = np.frombuffer(spans, np.int64).reshape(-1, 3)
+        write_whole(path, lambda file: np.save(file, table))

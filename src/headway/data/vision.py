@@ -1,0 +1,106 @@
+"""What a vision tower derives from image grids, computed where the pack is made instead of inside its forward pass.
+
+transformers' towers work out positions, attention boundaries, windows and interpolation from the grids with loops and
+reads that make the host wait for the device. They take all of it ready-made as well, under names with the prefix
+"image_" or "video_"; the functions that compute it are transformers' own.
+
+Tensor letters: M images, P patches, N attention segments.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+# Vision configurations whose towers, and the models around them, take everything ready-made.
+_KNOWN = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")
+_PADDING_SIDE = 32  # side of the squares that padding patches form [patches]; whole images would cost attention
+
+
+@dataclass(frozen=True, slots=True)
+class VisionGeometry:
+    """How a model's vision tower lays out patches.
+
+    Attributes:
+        merge_size: patches per side that one token stands for [patches].
+        image_token: id of the placeholder of an image's tokens.
+        video_token: id of the placeholder of a video's tokens.
+        patch_size: side of a patch [pixels].
+        window_size: side of the attention windows [pixels]; None without windows.
+        table_side: side of the learnt position table that is resampled to each grid; None without one.
+        interpolation: how it is resampled.
+        align_corners: whether its corners meet the grid's.
+    """
+
+    merge_size: int
+    image_token: int
+    video_token: int
+    patch_size: int
+    window_size: int | None = None
+    table_side: int | None = None
+    interpolation: str = "bilinear"
+    align_corners: bool = True
+
+    def inputs(self, grids_M3: torch.Tensor, prefix: str) -> dict[str, Any]:
+        """What the tower would derive from the grids, as keyword arguments of the model.
+
+        Args:
+            grids_M3: (t, h, w) of each image or video [patches], on the CPU.
+            prefix: "image_" or "video_".
+        """
+        cu_seqlens_N = get_vision_cu_seqlens(grids_M3)
+        found: dict[str, Any] = {
+            "position_ids": get_vision_position_ids(grids_M3, self.merge_size),
+            "cu_seqlens": cu_seqlens_N,
+            "max_seqlen": int(cu_seqlens_N.diff().max()),
+        }
+        if self.window_size is not None:
+            index, cu_windows_N = get_vision_window_index(grids_M3, self.merge_size, self.window_size, self.patch_size)
+            found |= {"window_index": index, "cu_window_seqlens": cu_windows_N}
+            found["max_window_seqlen"] = int(cu_windows_N.diff().max())
+        if self.table_side is not None:
+            found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+                grids_M3,
+                self.table_side,
+                mode=self.interpolation,
+                align_corners=self.align_corners,
+                spatial_merge_size=self.merge_size,
+            )
+        return {prefix + name: value for name, value in found.items()}
+
+    def padding_grids(self, patches: int) -> torch.Tensor:
+        """Grids of blank images that fill a patch buffer, shape (M, 3).
+
+        Args:
+            patches: how many to fill, a multiple of the patches of one token [patches].
+        """
+        squares, rest = divmod(patches, _PADDING_SIDE**2)
+        strip = (1, rest // self.merge_size, self.merge_size)
+        grids = [(squares, _PADDING_SIDE, _PADDING_SIDE)] * bool(squares) + [strip] * bool(rest)
+        return torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
+
+
+def vision_geometry(model: PreTrainedModel) -> VisionGeometry | None:
+    """The geometry of a model's vision tower; None where it has none, or one that takes nothing ready-made."""
+    for tower in model.modules():
+        config: Any = getattr(tower, "config", None)
+        if isinstance(tower, PreTrainedModel) and getattr(config, "model_type", None) in _KNOWN:
+            whole: Any = model.config
+            return VisionGeometry(
+                merge_size=config.spatial_merge_size,
+                image_token=whole.image_token_id,
+                video_token=whole.video_token_id,
+                patch_size=config.patch_size,
+                window_size=getattr(tower, "window_size", None),
+                table_side=getattr(tower, "num_grid_per_side", None),
+                interpolation=getattr(tower, "interpolation_mode", "bilinear"),
+                align_corners=getattr(tower, "interpolation_align_corners", True),
+            )
+    return None

@@ -1,0 +1,185 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.data.feed.parcel import unwrap, wrap
+from headway.data.feed.pool import Pool
+from headway.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Square:
+    """Squares a number, as a tensor and as it is; may note who did it, fail, or be killed on the way."""
+
+    notes: Path | None = None
+    kill_at: int | None = None
+    always: bool = False
+
+    def __call__(self, number):
+        if number == self.kill_at:
+            mark = self.notes / f"killed-{number}"
+            if self.always or not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        if number < 0:
+            raise DataError(f"{number} is below 0")
+        if self.notes is not None:
+            (self.notes / f"{number}-{os.getpid()}").touch()
+        return {"square": torch.tensor([number * number]), "threads": torch.get_num_threads(), "number": number}
+
+
+def tasks(numbers, size_bytes=1):
+    return ((number, size_bytes) for number in numbers)
+
+
+def test_a_parcel_holds_tensors_of_every_kind_and_what_is_around_them():
+    value = {
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "words": [torch.randn(3, 5), torch.zeros(0, 3, dtype=torch.long)],
+        "strided": torch.arange(12).view(3, 4).T,
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "text": "line 3" * 5000,
+    }
+    parcel = wrap(value)
+    back = unwrap(parcel)
+    assert parcel.block.is_shared()
+    assert back["text"] == value["text"]
+    for ours, theirs in zip(
+        [back["bytes"], *back["words"], back["strided"], back["scalar"]],
+        [value["bytes"], *value["words"], value["strided"], value["scalar"]],
+        strict=True,
+    ):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+        assert theirs.numel() == 0 or ours.untyped_storage().data_ptr() == parcel.block.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_results_come_in_order_and_each_once(workers):
+    pool = Pool(Square(), workers=workers, prefetch_bytes=5)
+    results = list(pool.run(tasks(range(30))))
+    assert [int(result["square"]) for result in results] == [n * n for n in range(30)]
+    assert {result["threads"] for result in results} == ({1} if workers else {torch.get_num_threads()})
+    assert [int(result["square"]) for result in pool.run(tasks([4]))] == [16]
+    pool.close()
+
+
+@pytest.mark.parametrize(("prefetch_bytes", "ahead"), [(0, 1), (2, 1), (6, 3), (7, 3)])
+def test_it_runs_ahead_by_bytes(prefetch_bytes, ahead):
+    drawn = []
+
+    def noted():
+        for number in range(10):
+            drawn.append(number)
+            yield number, 2
+
+    pool = Pool(Square(), workers=0, prefetch_bytes=prefetch_bytes)
+    results = pool.run(noted())
+    next(results)
+    assert len(drawn) == ahead + 1  # one more task is known than could be begun
+    pool.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_work_reaches_the_one_who_asks_and_in_its_turn(workers):
+    pool = Pool(Square(), workers=workers, prefetch_bytes=9)
+    results = pool.run(tasks([1, -2, 3]))
+    assert next(results)["number"] == 1
+    with pytest.raises(DataError, match="-2 is below 0"):
+        next(results)
+    pool.close()
+
+
+def test_a_killed_worker_loses_and_repeats_nothing(tmp_path):
+    pool = Pool(Square(tmp_path, kill_at=7), workers=2, prefetch_bytes=4)
+    with pytest.warns(RuntimeWarning, match="killed"):
+        numbers = [result["number"] for result in pool.run(tasks(range(20)))]
+    assert numbers == list(range(20))
+    assert pool.replaced == 1
+    pool.close()
+
+
+def test_a_worker_that_is_always_killed_is_one_clear_error(tmp_path):
+    pool = Pool(Square(tmp_path, kill_at=2, always=True), workers=2, prefetch_bytes=1, restarts=1)
+    results = pool.run(tasks(range(5)))
+    assert [next(results)["number"], next(results)["number"]] == [0, 1]
+    with pytest.raises(DataError, match="killed 2 times in a row"), pytest.warns(RuntimeWarning):
+        next(results)
+
+
+def test_closing_ends_the_processes(tmp_path):
+    pool = Pool(Square(tmp_path), workers=2, prefetch_bytes=8)
+    results = pool.run(tasks(range(100)))
+    next(results)
+    pool.close()
+    workers = {int(note.name.split("-")[1]) for note in tmp_path.iterdir()}
+    assert workers
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+_TRAINER = """
+import sys
+sys.path.insert(0, {folder!r})
+from pathlib import Path
+from test_pool import Square, tasks
+from headway.data.feed.pool import Pool
+
+if __name__ == "__main__":
+    pool = Pool(Square(Path({notes!r})), workers=2, prefetch_bytes=4)
+    results = pool.run(tasks(range(10**9)))
+    for _ in range(5):
+        next(results)
+    print("running", flush=True)
+    {then}
+"""
+
+
+def _run_trainer(notes, then):
+    script = notes / "trainer.py"
+    script.write_text(_TRAINER.format(folder=str(Path(__file__).parent), notes=str(notes), then=then))
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert trainer.stdout.readline() == "running\n"
+    return trainer
+
+
+def _workers_gone(notes, within_s=20.0):
+    workers = {int(note.name.split("-")[1]) for note in notes.glob("[0-9]*-*")}
+    assert workers
+    end = time.monotonic() + within_s
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("end_by", [signal.SIGKILL, signal.SIGINT])
+def test_workers_go_when_the_trainer_is_killed_or_interrupted(tmp_path, end_by):
+    trainer = _run_trainer(tmp_path, "import time; time.sleep(600)")
+    trainer.send_signal(end_by)
+    trainer.communicate(timeout=60)
+    assert _workers_gone(tmp_path)
+
+
+def test_workers_go_when_the_trainer_fails(tmp_path):
+    trainer = _run_trainer(tmp_path, "raise RuntimeError('the trainer failed')")
+    _, said = trainer.communicate(timeout=60)
+    assert "the trainer failed" in said
+    assert _workers_gone(tmp_path)
+
+
+def test_work_that_cannot_be_sent_is_told_at_once():
+    with pytest.raises(ConfigError, match="cannot be sent to worker processes"):
+        Pool(lambda number: number, workers=1, prefetch_bytes=0)
+
+
+def test_numbers_below_zero_are_refused():
+    with pytest.raises(ConfigError, match="workers=-1"):
+        Pool(Square(), workers=-1, prefetch_bytes=0)

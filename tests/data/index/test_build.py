@@ -1,0 +1,320 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headway.data import Encoder
+from headway.data.index import build_index, index_folder
+from headway.data.index.units import units_of
+from headway.data.sources import open_source
+from headway.demo.processor import write_processor
+from headway.errors import ConfigError, DataError
+from headway.models import load_processor
+
+
+def parts_of(folder):
+    return sorted((folder / "parts").glob("*.parquet"))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 256, 257, 15_999, 130_000, 10_000_001])
+def test_units_cover_every_row_once(rows):
+    units = units_of(rows)
+
+    assert [unit.start for unit in units] == [0, *(unit.stop for unit in units)][: len(units)]
+    assert sum(map(len, units)) == rows
+    assert len(units) <= 4096
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_index_holds_what_encoding_gives(chats, encoder, tmp_path, workers):
+    source = chats(600)
+
+    index = build_index(source, encoder, tmp_path / "indices", workers=workers)
+
+    for row in range(600):
+        encoded = encoder.encode(source[row])
+        assert (index.tokens[row], index.supervised[row]) == (encoded.tokens, encoded.num_supervised)
+    assert index.ok.all()
+    assert index.description["rows"] == 600
+    assert not (index.path.parent / "parts").exists()
+
+
+def test_a_second_run_reads_what_the_first_wrote(chats, encoder, tmp_path):
+    source = chats(300)
+    first = build_index(source, encoder, tmp_path, workers=0)
+    written = first.path.stat().st_mtime_ns
+    told = []
+    reopened = open_source(source.shards[0].name)
+
+    second = build_index(reopened, encoder, tmp_path, progress=lambda *seen: told.append(seen))
+
+    assert second.path.stat().st_mtime_ns == written
+    assert np.array_equal(first.tokens, second.tokens)
+    assert not told
+
+
+def test_a_refresh_measures_anew(chats, encoder, tmp_path):
+    source = chats(300)
+    build_index(source, encoder, tmp_path, workers=0)
+    told = []
+
+    build_index(source, encoder, tmp_path, workers=0, refresh=True, progress=lambda *seen: told.append(seen))
+
+    assert told == [(0, 300, 0), (256, 300, 0), (300, 300, 0)]
+
+
+def test_other_content_or_settings_are_another_index(chats, tmp_path):
+    source = chats(10)
+    write_processor(tmp_path / "same", ["Which digits"], patch_size=8)
+    write_processor(tmp_path / "settings", ["Which digits"], patch_size=8, max_pixels=64 * 64)
+    write_processor(tmp_path / "words", ["How many pictures"], patch_size=8)
+    first, same, settings, words, template = (
+        load_processor(tmp_path / name) for name in ("same", "same", "settings", "words", "same")
+    )
+    template.chat_template = template.chat_template.replace("assistant", "helper")
+
+    folders = [index_folder(source, Encoder(other), tmp_path) for other in (first, settings, words, template)]
+    folders += [index_folder(source, Encoder(first.tokenizer), tmp_path)]
+    folders += [index_folder(chats(10, folder="elsewhere"), Encoder(first), tmp_path)]
+
+    assert len(set(folders)) == 6
+    assert index_folder(open_source(source.shards[0].name), Encoder(same), tmp_path) == folders[0]
+
+
+def test_a_run_goes_on_from_finished_parts(chats, encoder, tmp_path):
+    source = chats(1000)
+    whole = build_index(source, encoder, tmp_path / "whole", workers=0)
+    folder = index_folder(source, encoder, tmp_path / "stopped")
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(measured, rows, bad):
+        if measured >= 512:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        build_index(source, encoder, tmp_path / "stopped", workers=0, progress=stop)
+    kept = {part: part.stat().st_mtime_ns for part in parts_of(folder)}
+    assert len(kept) == 2
+    damaged = parts_of(folder)[1]
+    damaged.write_bytes(damaged.read_bytes()[:50])  # as a failing disk leaves it: it is measured again
+    seen = []
+    index = build_index(
+        source, encoder, tmp_path / "stopped", workers=0, progress=lambda measured, *_: seen.append(measured)
+    )
+
+    assert seen == [0, 256, 512, 768, 1000]
+    assert np.array_equal(index.tokens, whole.tokens)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(chats, encoder, processor, tmp_path):
+    source = chats(8000)
+    processor.save_pretrained(tmp_path / "model")
+    folder = index_folder(source, encoder, tmp_path / "indices")
+    program = _program(tmp_path, source, "build_index(source, encoder, cache, workers=2)")
+
+    running = subprocess.Popen([sys.executable, program])
+    _wait_for(lambda: len(parts_of(folder)) >= 3, running)
+    children = _children(running.pid)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+
+    assert children
+    _wait_for(lambda: not any(_lives(pid) for pid in children))  # workers end with the process that started them
+    kept = {part: part.stat().st_mtime_ns for part in parts_of(folder)}
+    assert 3 <= len(kept) < len(units_of(8000))
+    again = []
+    index = build_index(
+        source, encoder, tmp_path / "indices", workers=0, progress=lambda measured, *_: again.append(measured)
+    )
+    assert len(index) == 8000
+    assert index.summary().tokens == build_index(source, encoder, tmp_path / "whole", workers=0).summary().tokens
+
+
+@pytest.mark.slow
+def test_two_processes_build_the_same_index_at_once(chats, encoder, processor, tmp_path):
+    source = chats(3000)
+    processor.save_pretrained(tmp_path / "model")
+    program = _program(tmp_path, source, "print(build_index(source, encoder, cache, workers=0).tokens.sum())")
+
+    running = [subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=300)[0] for process in running]
+
+    assert [process.returncode for process in running] == [0, 0]
+    expected = build_index(source, encoder, tmp_path / "whole", workers=0).summary().tokens
+    assert said == [f"{expected}\n"] * 2
+
+
+def test_a_full_disk_is_one_error_that_says_what_is_kept(chats, encoder, tmp_path):
+    source = chats(600)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs rights that this user lacks")
+    try:
+        folder = index_folder(source, encoder, disk)
+
+        def fill(measured, rows, bad):
+            if measured == 256:
+                free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+                (disk / "ballast").write_bytes(bytes(free))
+
+        with pytest.raises(DataError, match=r"disk of the length index is full.* 256 of 600 rows are kept.*--cache"):
+            build_index(source, encoder, disk, workers=0, progress=fill)
+        assert len(list((folder / "parts").iterdir())) == 1  # nothing half written
+        (disk / "ballast").unlink()
+
+        assert len(build_index(source, encoder, disk, workers=0)) == 600
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_full_in_a_worker_is_the_same_error(chats, encoder, processor, tmp_path):
+    source = chats(2000)
+    assert len(source) == 2000  # the table of its lines is written while files may still be large
+    processor.save_pretrained(tmp_path / "model")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
+    program = _program(tmp_path, source, f"{limit}; build_index(source, encoder, cache, workers=2)")
+
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 1
+    assert "The disk of the length index is full" in done.stderr.splitlines()[-1]
+
+
+def test_a_cache_that_cannot_be_written_is_named(chats, encoder, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+
+    with pytest.raises(DataError, match=r"cannot be written to .*file.*--cache"):
+        build_index(chats(10), encoder, tmp_path / "file", workers=0)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced(chats, encoder, tmp_path):
+    source = chats(3000)
+    killed = []
+
+    def kill_one(measured, rows, bad):
+        if measured and not killed:
+            killed.append(_children(os.getpid())[-1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    index = build_index(source, encoder, tmp_path, workers=2, progress=kill_one)
+
+    assert killed
+    assert index.ok.all()
+    assert index.summary().tokens == build_index(source, encoder, tmp_path / "whole", workers=0).summary().tokens
+
+
+class DeadlySource:
+    """A source one of whose rows ends the process that reads it, as a crashing decoder does."""
+
+    def __init__(self, source, row):
+        self.source, self.row, self.name, self.shards = source, row, source.name, source.shards
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, row):
+        if row == self.row:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.source[row]
+
+    def fingerprint(self):
+        return self.source.fingerprint()
+
+
+@pytest.mark.slow
+def test_a_row_that_kills_its_worker_is_narrowed_down(chats, encoder, tmp_path):
+    source = DeadlySource(chats(1500), row=600)
+
+    with pytest.raises(DataError, match=r"Rows 512 to 767 of chats have ended their worker process 3 times"):
+        build_index(source, encoder, tmp_path, workers=2)
+
+    kept = parts_of(index_folder(source, encoder, tmp_path))
+    assert len(kept) >= 2
+
+
+def test_a_row_that_cannot_be_used_stops_indexing(chats, encoder, tmp_path):
+    with pytest.raises(DataError, match=r"chats\.jsonl, line 8"):
+        build_index(chats(20, broken=[7]), encoder, tmp_path, workers=0)
+
+
+def test_a_file_that_disappears_is_no_bad_row(chats, encoder, tmp_path):
+    source = chats(1000)
+
+    def remove(measured, rows, bad):
+        if measured == 256:
+            from headway.data.sources import files
+
+            files._handle.cache_clear()
+            (tmp_path / "data" / "chats.jsonl").unlink()
+
+    with pytest.raises(DataError, match=r"chats\.jsonl cannot be read.*put it back"):
+        build_index(source, encoder, tmp_path, workers=0, progress=remove)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"workers": -1}, "workers=-1"), ({"workers": 2, "cluster": "tcp://h:1"}, "not both")]
+)
+def test_settings_that_cannot_take_effect_are_refused(chats, encoder, tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        build_index(chats(10), encoder, tmp_path, **options)
+
+
+def _program(tmp_path, source, body):
+    """A script that builds the index in a process of its own."""
+    script = tmp_path / "build.py"
+    script.write_text(
+        f"""
+from pathlib import Path
+from headway.data import Encoder
+from headway.data.index import build_index
+from headway.data.sources import open_source
+from headway.models import load_processor
+
+if __name__ == "__main__":
+    cache = Path({str(tmp_path / "indices")!r})
+    source = open_source({source.shards[0].name!r})
+    encoder = Encoder(load_processor({str(tmp_path / "model")!r}))
+    {body}
+"""
+    )
+    return script
+
+
+def _wait_for(happened, process=None, patience_s=120):
+    end = time.monotonic() + patience_s
+    while not happened():
+        assert time.monotonic() < end
+        assert process is None or process.poll() is None
+        time.sleep(0.01)
+
+
+def _status(pid):
+    """State and parent of a process; a zombie has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z", 0
+    return state, int(parent)
+
+
+def _lives(pid):
+    return _status(pid)[0] != "Z"
+
+
+def _children(pid):
+    """Processes below one, nearest first."""
+    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found = [number for number in numbers if _status(number)[1] == pid and _lives(number)]
+    return found + [below for child in found for below in _children(child)]

@@ -1,0 +1,145 @@
+import subprocess
+import sys
+
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from headway.count import Workload, load_cost_model
+from headway.data.index import LengthIndex
+from headway.data.index.length_index import METADATA
+from headway.data.index.table import LAYOUT, join_tables, table_of, write_table
+from headway.data.media.lengths import Lengths
+from headway.data.samples import Origin, SampleError
+from headway.errors import DataError, WorkloadError
+
+DESCRIPTION = {METADATA: b'{"layout": %d, "source": "chats"}' % LAYOUT}
+ROWS = [
+    Lengths(tokens=20, supervised=5, first_target=3),
+    Lengths(tokens=300, supervised=40, first_target=250, media_end=200, image_grids=((1, 8, 12), (1, 4, 4))),
+    SampleError(Origin("chats", "chats.jsonl", 2, "line 3"), "the image is cut short"),
+    Lengths(tokens=900, supervised=2, first_target=898, media_end=800, video_grids=((4, 8, 8),), audio_lengths=(300,)),
+    Lengths(tokens=20, supervised=7, first_target=1, media_end=9, image_grids=((1, 4, 4),)),
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """The rows in three parts, joined to one file."""
+    parts = []
+    for number, (start, stop) in enumerate([(0, 2), (2, 3), (3, 5)]):
+        parts.append(tmp_path / f"{number}.parquet")
+        write_table(parts[-1], table_of(ROWS[start:stop]))
+    join_tables(parts, tmp_path / "index.parquet", DESCRIPTION, group_rows=2)
+    return tmp_path / "index.parquet"
+
+
+def test_what_was_measured_is_what_is_read(file):
+    index = LengthIndex.load(file)
+
+    assert index.tokens.tolist() == [20, 300, 0, 900, 20]
+    assert index.supervised.tolist() == [5, 40, 0, 2, 7]
+    assert index.first_target.tolist() == [3, 250, 0, 898, 1]
+    assert index.media_end.tolist() == [0, 200, 0, 800, 9]
+    assert index.patches.tolist() == [0, 8 * 12 + 16, 0, 4 * 64, 16]
+    assert [grids.tolist() for grids in index.image_grids] == [[], [[1, 8, 12], [1, 4, 4]], [], [], [[1, 4, 4]]]
+    assert [grids.tolist() for grids in index.video_grids] == [[], [], [], [[4, 8, 8]], []]
+    assert [clips.tolist() for clips in index.audio_lengths] == [[], [], [], [300], []]
+    assert index.ok.tolist() == [True, True, False, True, True]
+    assert list(index.bad) == [2]
+    assert str(index.bad[2]) == "chats.jsonl, line 3: the image is cut short"
+    assert index.bad[2].origin == ROWS[2].origin
+    assert index.description["source"] == "chats"
+    assert len(index) == 5
+
+
+def test_the_summary_counts_usable_rows_alone(file):
+    summary = LengthIndex.load(file).summary()
+
+    assert (summary.samples, summary.bad) == (5, 1)
+    assert (summary.tokens, summary.supervised, summary.patches) == (1240, 54, 384)
+    assert (summary.images, summary.videos, summary.clips) == (3, 1, 1)
+    assert summary.length_percentiles[0] == 20
+    assert summary.length_percentiles[50] == 20  # two of four rows do not exceed it
+    assert summary.length_percentiles[90] == 900
+
+
+def test_an_index_without_usable_rows_has_a_summary(tmp_path):
+    write_table(tmp_path / "part", table_of([ROWS[2], ROWS[2]]))
+    join_tables([tmp_path / "part"], tmp_path / "index.parquet", DESCRIPTION)
+    index = LengthIndex.load(tmp_path / "index.parquet")
+
+    assert index.summary().length_percentiles == {}
+    assert index.costs(load_cost_model("gpt2")).tolist() == [0, 0]
+
+
+def test_pandas_reads_the_file(file):
+    frame = pandas.read_parquet(file)
+
+    assert frame.tokens.tolist() == [20, 300, 0, 900, 20]
+    assert frame[frame.bad.isna()].tokens.sum() == 1240
+    assert frame.bad[2]["reason"] == "the image is cut short"
+    assert list(frame.image_grids[1]) == [{"t": 1, "h": 8, "w": 12}, {"t": 1, "h": 4, "w": 4}]
+
+
+def test_the_file_holds_no_floats_and_is_compressed(file):
+    assert not [field for field in pq.read_schema(file) if pa.types.is_floating(field.type)]
+    groups = pq.read_metadata(file)
+    assert groups.row_group(0).column(0).compression == "ZSTD"
+
+
+def test_costs_are_those_of_the_whole_row():
+    model = load_cost_model("qwen2.5-vl-7b")
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(30):
+        images = tuple((1, int(h), int(w)) for h, w in 2 * rng.integers(1, 20, (rng.integers(0, 4), 2)))
+        videos = tuple((int(t), 8, 12) for t in rng.integers(1, 5, rng.integers(0, 2)))
+        patches = sum(t * h * w for t, h, w in images + videos)
+        tokens = patches // 4 + int(rng.integers(10, 500))
+        rows.append(Lengths(tokens, 3, 7, tokens - 5 if patches else 0, images, videos))
+
+    costs = _in_memory(rows).costs(model)
+
+    for row, cost in zip(rows, costs, strict=True):
+        step = Workload([row.tokens], images=row.image_grids, videos=row.video_grids)
+        assert cost == pytest.approx(model.count(step).total, rel=1e-12)
+
+
+def test_a_model_without_eyes_does_not_cost_images():
+    with pytest.raises(WorkloadError, match="no vision tower"):
+        _in_memory([ROWS[1]]).costs(load_cost_model("gpt2"))
+
+
+def test_a_file_cut_short_is_named(file):
+    file.write_bytes(file.read_bytes()[:-20])
+
+    with pytest.raises(DataError, match=r"index\.parquet cannot be read"):
+        LengthIndex.load(file)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"nothing\.parquet cannot be read"):
+        LengthIndex.load(tmp_path / "nothing.parquet")
+
+
+def test_a_parquet_file_of_something_else_is_refused(tmp_path):
+    pq.write_table(pa.table({"tokens": [1, 2]}), tmp_path / "lengths.parquet")
+
+    with pytest.raises(DataError, match="no length index of layout"):
+        LengthIndex.load(tmp_path / "lengths.parquet")
+
+
+def test_reading_an_index_needs_no_torch(file):
+    program = (
+        "import sys\nfrom headway.data.index import LengthIndex\n"
+        f"assert len(LengthIndex.load({str(file)!r})) == 5\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def _in_memory(rows):
+    return LengthIndex.of_table(table_of(rows), "chats")
