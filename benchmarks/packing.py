@@ -26,10 +26,12 @@ from record import RESULTS, describe_environment, environment, markdown_table, r
 from their_packers import ONLINE, VERSION, install, naive_packers, online_packers, pack_online
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 RANKS, SEED = 32, 1
 WINDOWS = (2_048, 8_192, 32_768, 131_072)
+BALANCES = (0.0, 0.9, 0.95, 0.97, 0.98, 0.9865, 0.99, 1.0)
+CURVE = ("fill", "balance", "mixing", "us_per_sample")
 
 
 def main() -> None:
@@ -49,7 +51,8 @@ def main() -> None:
         record["lmms_engine"] = VERSION
         datasets = install(options.wheel or Path(folder))
         record["mixes"] = [compare(mix, options.samples, datasets) for mix in MIXES]
-    record["windows"] = [curve(mix, options.samples) for mix in MIXES]
+    record["windows"] = [curve(mix, options.samples, "window", WINDOWS) for mix in MIXES]
+    record["balances"] = [curve(mix, options.samples, "balance", BALANCES) for mix in MIXES]
     record["plans"] = [
         {"mix": mix.name, "samples": count, **in_a_process_of_its_own(mix, count)}
         for count in options.large
@@ -109,16 +112,15 @@ def in_steps(packs: list[Any], items: Items, *, shuffled: bool) -> list[PlannedS
     return steps
 
 
-def curve(mix: LengthMix, num_samples: int | None) -> dict[str, Any]:
-    """What the window's size gives."""
+def curve(mix: LengthMix, num_samples: int | None, setting: str, values: "Sequence[float]") -> dict[str, Any]:
+    """What a setting of the plan gives."""
     items = mix.items(num_samples)
     order, budget = Order.epochs(items.sizes, 1, seed=SEED), Budget(mix.packing_length)
     points = []
-    for window in WINDOWS:
-        report, _ = measure(Plan(items, order, budget, RANKS, window=window), RANKS)
-        points.append(
-            {"window": window, **{n: getattr(report, n) for n in ("fill", "balance", "mixing", "us_per_sample")}}
-        )
+    for value in values:
+        changed: dict[str, Any] = {setting: value}
+        report, _ = measure(Plan(items, order, budget, RANKS, **changed), RANKS)
+        points.append({"value": value, **{name: getattr(report, name) for name in CURVE}})
     return {"mix": mix.name, "points": points}
 
 
@@ -191,24 +193,25 @@ def render(record: dict[str, Any]) -> str:
             markdown_table(headings, rows),
             "",
         ]
-    rows = [
-        [
-            entry["mix"],
-            f"{p['window']:,}",
-            f"{p['fill']:.4f}",
-            f"{p['balance']:.4f}",
-            f"{p['mixing']:.2f}",
-            f"{p['us_per_sample']:.2f}",
+    for setting, heading in (("windows", "window [samples]"), ("balances", "balance asked for")):
+        rows = [
+            [
+                entry["mix"],
+                f"{point['value']:,}",
+                f"{point['fill']:.4f}",
+                f"{point['balance']:.4f}",
+                f"{point['mixing']:.2f}",
+                f"{point['us_per_sample']:.2f}",
+            ]
+            for entry in record[setting]
+            for point in entry["points"]
         ]
-        for entry in record["windows"]
-        for p in entry["points"]
-    ]
-    lines += [
-        "## Headway balanced, by window",
-        "",
-        markdown_table(["mix", "samples", "fill", "balance", "mixing", "us per sample"], rows),
-        "",
-    ]
+        lines += [
+            f"## Headway balanced, by {heading.partition(' [')[0]}",
+            "",
+            markdown_table(["mix", heading, "fill", "balance", "mixing", "us per sample"], rows),
+            "",
+        ]
     rows = [
         [
             entry["mix"],

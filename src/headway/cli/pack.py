@@ -73,6 +73,12 @@ def pack(
         int | None,
         typer.Option(metavar="W", min=1, help="Samples packed together; 131072, or 16 steps' worth if not given."),
     ] = None,
+    balance: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=0, max=1, help="mean / max FLOPs over ranks that `balanced` sorts for; less mixes better."
+        ),
+    ] = 0.9865,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs (PNG or SVG).")
@@ -109,7 +115,7 @@ def pack(
         read = sum(count.read for count in counts.values())
         raise DataError(f"Of {read} samples none fits a pack of {packing_length} tokens. Raise it.")
     order = Order.epochs(planned.sizes, 1, seed=seed)
-    chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation}
+    chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation, "balance": balance}
     plans = [Plan(planned, order, budget, ranks * accumulation, strategy=each, **chosen) for each in wanted]
     measured = [measure(plan, ranks) for plan in plans]
     reports = [report for report, _ in measured]
@@ -124,6 +130,7 @@ def pack(
         "ranks": ranks,
         "accumulation": accumulation,
         "window": window,
+        "balance": balance,
         "seed": seed,
         "overlong": policy,
     }
