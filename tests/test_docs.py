@@ -17,6 +17,7 @@ PAGES = [
     "mbu.md",
     "metering.md",
     "mfu-tracker.md",
+    "packing.md",
     "tracing.md",
     "trackers.md",
     "what-the-numbers-mean.md",
