@@ -14,6 +14,7 @@ PAGES = [
     "devices.md",
     "goodput.md",
     "integrations.md",
+    "length-index.md",
     "mbu.md",
     "metering.md",
     "mfu-tracker.md",
