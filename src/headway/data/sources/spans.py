@@ -89,13 +89,7 @@ class SpanReader(Reader):
 
     def _plain_file(self) -> File:
         """The file that spans point into."""
-        if self._is_plain:
-            return self.file
-        if not hasattr(self, "_copy"):
-            path = self._table_file().with_suffix(".bytes")
-            status = path.stat()
-            self._copy = File(str(path), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
-        return self._copy
+        return self.file if self._is_plain else File(str(self._table_file().with_suffix(".bytes")), None, stamp="")
 
     def _spans(self) -> NDArray[np.int64]:
         """First byte, one past the last and number of every row, shape (rows, 3)."""
