@@ -148,6 +148,7 @@ def _last(pickled):
     return source[len(source) - 1].content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
 def test_processes_that_make_the_same_tables_at_once_do_not_meet(tmp_path, name):
     WRITERS[name](tmp_path / name, [{"text": f"text {number}"} for number in range(20_000)])
