@@ -17,6 +17,7 @@ PAGES = [
     "integrations.md",
     "length-index.md",
     "mbu.md",
+    "media.md",
     "metering.md",
     "mfu-tracker.md",
     "tracing.md",
