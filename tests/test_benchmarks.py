@@ -106,3 +106,12 @@ def test_the_plain_loop_is_metered_eager_and_compiled(tmp_path, monkeypatch):
     runs = json.loads(path.read_text())["runs"]
     assert runs["eager"]["headway"]["num_steps"] == 4
     assert runs["eager"]["headway"]["flops"] == runs["compiled"]["headway"]["flops"]
+
+
+@pytest.mark.slow
+def test_the_indexing_benchmark_reads_the_same_tokens_on_both_sides(tmp_path):
+    run("indexing.py", "--rows", 60, "--rounds", 1, "--out", tmp_path)
+    (path,) = tmp_path.glob("indexing_*.json")
+    record = json.loads(path.read_text())
+    assert record["text"]["tokens"]["indexed"] == record["text"]["tokens"]["bare"] > 60 * 100
+    assert record["images"]["tokens"]["bare"] == 60 * 1000 * 750
