@@ -244,6 +244,15 @@ def test_a_row_that_kills_its_worker_is_narrowed_down(chats, encoder, tmp_path):
     assert len(kept) >= 2
 
 
+def test_a_source_without_rows_is_named(chats, encoder, tmp_path):
+    class Nothing(DeadlySource):
+        def __len__(self):
+            return 0
+
+    with pytest.raises(DataError, match="The dataset chats holds no rows"):
+        build_index(Nothing(chats(1), row=0), encoder, tmp_path)
+
+
 def test_a_row_that_cannot_be_used_stops_indexing(chats, encoder, tmp_path):
     with pytest.raises(DataError, match=r"chats\.jsonl, line 8"):
         build_index(chats(20, broken=[7]), encoder, tmp_path, workers=0)

@@ -84,8 +84,8 @@ def build_index(
         The index, bad rows included with their reasons.
 
     Raises:
-        DataError: rows that cannot be used, by the policy; a full disk; a unit that kills its workers; files that
-            are gone or were changed since the source was opened.
+        DataError: no rows; rows that cannot be used, by the policy; a full disk; a unit that kills its workers;
+            files that are gone or were changed since the source was opened.
         ConfigError: a negative number of workers, or workers beside a cluster.
         UsageError: no scheduler at that address.
     """
@@ -94,6 +94,8 @@ def build_index(
             f"Indexing got workers={workers} and cluster={cluster!r}. Give a number of processes of 0 or more, or a "
             "cluster, not both."
         )
+    if not len(source):
+        raise DataError(f"The dataset {source.name} holds no rows, so there is nothing to index. Check its path.")
     job = Job(source, encoder, index_folder(source, encoder, cache), len(source))
     if refresh:
         shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time
