@@ -20,6 +20,7 @@ PAGES = [
     "media.md",
     "metering.md",
     "mfu-tracker.md",
+    "packing.md",
     "tracing.md",
     "trackers.md",
     "what-the-numbers-mean.md",
