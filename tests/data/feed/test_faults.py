@@ -66,7 +66,7 @@ def test_five_percent_of_damaged_images_are_skipped_and_named(pictures, encoder,
     counts, known = report.samples["pictures"], report.planned.get("pictures", {}).get("bad", 0)
     assert (counts["read"].samples + known, counts["used"].samples, counts["skipped"].samples + known) == (100, 95, 5)
     named = [json.loads(line) for line in quarantine.read_text().splitlines()]
-    assert sorted(25 * int(Path(line["file"]).stem[-2:]) + line["row"] for line in named) == list(damaged)
+    assert {25 * int(Path(line["file"]).stem[-2:]) + line["row"] for line in named} == set(damaged)
     assert all("cannot be read" in line["reason"] for line in named)
 
 
