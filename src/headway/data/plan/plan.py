@@ -121,8 +121,7 @@ class Plan:
         self.items, self.order, self.budget = items, order, budget
         self.packs_per_step, self.strategy, self.seed = packs_per_step, strategy, seed
         self.accumulation, self.window, self.balance = accumulation, window, balance
-        heaviest = float(items.costs.max(initial=0.0))
-        self._shift = cost_shift(heaviest)
+        self._shift = cost_shift(float(items.costs.max(initial=0.0)))
 
     def settings(self) -> dict[str, Any]:
         """What decides the plan besides items and order, as plain JSON values; ranks are free to change."""
@@ -151,7 +150,7 @@ class Plan:
         Raises:
             CheckpointError: the state is none of a plan.
         """
-        start, done = self._read(state) if state is not None else self._read(self.initial_state())
+        start, done = self._read(state if state is not None else self.initial_state())
         while True:
             packed = self._pack(start)
             while done < packed.num_packs:

@@ -103,6 +103,8 @@ def pack_window(window: Window, strategy: Strategy, last: bool) -> tuple[Ints, i
         of `packs_per_step`. Packs are numbered in the order in which they are trained on; of the last window's some may
         be empty.
     """
+    if not len(window.tokens):
+        return np.zeros(0, dtype=np.int64), 0
     pack_of, num_packs = _PACKERS[strategy](window)
     while last and (pack_of < 0).any():
         rest = np.flatnonzero(pack_of < 0)
