@@ -16,7 +16,7 @@ from headway.data.plan.budget import Budget, Size, over_budget
 from headway.data.plan.items import Items
 from headway.data.plan.order import Order
 from headway.data.plan.permute import key_of
-from headway.data.plan.spread import sums_of
+from headway.data.plan.spread import by_number, sums_of
 from headway.data.plan.steps import BALANCE
 from headway.data.plan.strategies import STRATEGIES, Strategy, Window, cost_shift, pack_window, whole_costs
 from headway.errors import CheckpointError, ConfigError, DataError
@@ -231,7 +231,7 @@ def _packed(items: Ints, pack_of: Ints, num_packs: int, position: int, num_carri
     used = np.flatnonzero(pack_of >= 0)
     seen = max(num_carried, int(used[-1]) + 1 if len(used) else 0)
     left = items[:seen][pack_of[:seen] < 0]
-    by_pack = used[np.argsort(pack_of[used], kind="stable")]
+    by_pack = used[by_number(pack_of[used])]
     bounds = np.concatenate([[0], np.cumsum(np.bincount(pack_of[used], minlength=num_packs))])
     return _Packed(items[by_pack], bounds, position + seen - num_carried, tuple(left.tolist()))
 
