@@ -198,6 +198,14 @@ def test_an_item_that_cannot_be_packed_is_refused(tokens, text):
         Plan(items, Order(items.sizes), Budget(10), 2)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_order_without_items_has_no_steps(strategy):
+    items = Items.of([5])
+    order = Order.epochs(items.sizes, 0.25)
+    assert order.length == 0
+    assert list(Plan(items, order, Budget(10), 2, strategy=strategy).steps()) == []
+
+
 def test_a_state_that_is_none_is_refused():
     items = Items.of([1, 2])
     plan = Plan(items, Order(items.sizes), Budget(10), 2)

@@ -16,7 +16,7 @@ from headway.data.plan.budget import Budget, Size, over_budget
 from headway.data.plan.items import Items
 from headway.data.plan.order import Order
 from headway.data.plan.permute import key_of
-from headway.data.plan.spread import sums_of
+from headway.data.plan.spread import by_number, sums_of
 from headway.data.plan.steps import BALANCE
 from headway.data.plan.strategies import STRATEGIES, Strategy, Window, cost_shift, pack_window, whole_costs
 from headway.errors import CheckpointError, ConfigError, DataError
@@ -121,8 +121,7 @@ class Plan:
         self.items, self.order, self.budget = items, order, budget
         self.packs_per_step, self.strategy, self.seed = packs_per_step, strategy, seed
         self.accumulation, self.window, self.balance = accumulation, window, balance
-        heaviest = float(items.costs.max(initial=0.0))
-        self._shift = cost_shift(heaviest)
+        self._shift = cost_shift(float(items.costs.max(initial=0.0)))
 
     def settings(self) -> dict[str, Any]:
         """What decides the plan besides items and order, as plain JSON values; ranks are free to change."""
@@ -151,7 +150,7 @@ class Plan:
         Raises:
             CheckpointError: the state is none of a plan.
         """
-        start, done = self._read(state) if state is not None else self._read(self.initial_state())
+        start, done = self._read(state if state is not None else self.initial_state())
         while True:
             packed = self._pack(start)
             while done < packed.num_packs:
@@ -232,7 +231,7 @@ def _packed(items: Ints, pack_of: Ints, num_packs: int, position: int, num_carri
     used = np.flatnonzero(pack_of >= 0)
     seen = max(num_carried, int(used[-1]) + 1 if len(used) else 0)
     left = items[:seen][pack_of[:seen] < 0]
-    by_pack = used[np.argsort(pack_of[used], kind="stable")]
+    by_pack = used[by_number(pack_of[used])]
     bounds = np.concatenate([[0], np.cumsum(np.bincount(pack_of[used], minlength=num_packs))])
     return _Packed(items[by_pack], bounds, position + seen - num_carried, tuple(left.tolist()))
 
