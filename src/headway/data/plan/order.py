@@ -124,6 +124,10 @@ class Order:
         """Items in all; None for an endless order."""
         return None if self._ends[-1] == _LAST_PLACE else self._ends[-1]
 
+    def stage_end(self, place: int) -> int:
+        """Where the stage that holds a place ends; beyond all places where it never does, or nothing is left."""
+        return next((end for end in self._ends if place < end), _LAST_PLACE)
+
     def draw(self, start: int, count: int) -> NDArray[np.int64]:
         """Return the items at places start .. start + count - 1, fewer where the order ends before.
 

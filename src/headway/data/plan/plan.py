@@ -27,6 +27,7 @@ WINDOW = 131_072
 """Samples that are packed together unless told otherwise; more where `MIN_STEPS` steps need more."""
 
 MIN_STEPS = 16
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,19 +184,25 @@ class Plan:
         """Pack the window that starts somewhere; the same start gives the same packs."""
         carried = np.array(start.carried, dtype=np.int64)
         count = self.window or WINDOW
+        # Steps of a window are shuffled, so it ends where its stage does, unless the rest of that fills no step.
+        within = self.order.stage_end(start.position) - start.position
         while True:
-            items = np.concatenate([carried, self.order.draw(start.position, max(1, count - len(carried)))])
+            wanted = max(1, count - len(carried))
+            items = np.concatenate([carried, self.order.draw(start.position, min(wanted, within))])
             drawn = start.position + len(items) - len(carried)
             drawn_all = self.order.length is not None and drawn >= self.order.length
             window = self._window(items, start)
-            enough = 1 if self.window is not None else MIN_STEPS
+            ends_stage = wanted >= within
+            enough = 1 if self.window is not None or ends_stage else MIN_STEPS
             steps = float(window.packs_needed()[-1]) / start.packs_per_step if len(items) else 0.0
             if steps < enough and not drawn_all:
+                within = _UNLIMITED if ends_stage else within
                 count = 1 + max(2 * len(items), int(len(items) * enough / max(steps, 0.125)))
                 continue
             pack_of, num_packs = pack_window(window, self.strategy, drawn_all)
             if num_packs or drawn_all:
                 return _packed(items, pack_of, num_packs, start.position, len(carried))
+            within = _UNLIMITED if ends_stage else within
             count = 2 * len(items)
 
     def _window(self, items: Ints, start: _Start) -> Window:
