@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data import Budget, Size, pack
-from headway.data.pack import STRATEGIES, Packer
+from headway.data import Budget, Size
+from headway.data.pack import STRATEGIES, Packer, pack
 from headway.errors import ConfigError, DataError
 
 TOKENS, PATCHES = 40, 30

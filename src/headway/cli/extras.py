@@ -7,14 +7,15 @@ from headway.errors import HeadwayError
 
 
 @contextmanager
-def needs_extra(purpose: str) -> Iterator[None]:
+def needs_extra(purpose: str, extra: str = "train") -> Iterator[None]:
     """Turn a missing library into a word on how to install it.
 
     Args:
         purpose: what needs it, as the beginning of the sentence: "training".
+        extra: the extra that brings it.
 
     Raises:
-        HeadwayError: a library of the train extra is not installed.
+        HeadwayError: a library of the extra is not installed.
     """
     try:
         yield
@@ -22,5 +23,5 @@ def needs_extra(purpose: str) -> Iterator[None]:
         if error.name is None or error.name.startswith("headway"):
             raise
         raise HeadwayError(
-            f"{purpose} needs {error.name}, which is not installed. Install the extra: pip install 'headway[train]'."
+            f"{purpose} needs {error.name}, which is not installed. Install the extra: pip install 'headway[{extra}]'."
         ) from error

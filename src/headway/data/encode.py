@@ -6,7 +6,7 @@ videos.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import ChatTemplate, Span
 from headway.data.encoded import IGNORED, EncodedSample
-from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
+from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
 from headway.data.media.lengths import Grid, Lengths
-from headway.data.media.patches import ImagePatches
+from headway.data.media.opened import MediaReader, OpenedMedia
 from headway.data.media.placeholders import Tokeniser, Tokens
 from headway.data.samples import Chat, Document, Sample
 from headway.errors import DataError
@@ -37,8 +37,7 @@ class _Planned:
     """A sample whose media are open and whose tokens are known."""
 
     tokens: Tokens
-    pictures: tuple[Picture, ...] = ()
-    image_grids: tuple[Grid, ...] = ()
+    media: OpenedMedia
 
 
 class Encoder:
@@ -67,13 +66,13 @@ class Encoder:
         self.tokeniser = Tokeniser(processor)
         self.tokenizer: Any = self.tokeniser.tokenizer
         multimodal = not isinstance(processor, PreTrainedTokenizerBase)
-        self.images = ImagePatches(self.processor.image_processor) if self._has("image_processor") else None
+        self.media = MediaReader(processor, self.max_image_pixels)
         self.template = ChatTemplate(processor, multimodal)
 
     @property
     def pixel_scale(self) -> Scale | None:
         """(scale_D, shift_D): the model reads bytes * scale + shift; None where patches are what the model reads."""
-        return None if self.images is None else self.images.scale
+        return None if self.media.images is None else self.media.images.scale
 
     def encode(self, sample: Sample) -> EncodedSample:
         """Encode a sample for training.
@@ -102,7 +101,9 @@ class Encoder:
                 supervised=len(targets),
                 first_target=int(targets[0]),
                 media_end=tokens.media_end,
-                image_grids=planned.image_grids,
+                image_grids=planned.media.image_grids,
+                video_grids=planned.media.video_grids,
+                audio_lengths=planned.media.audio_lengths,
             )
 
     def encode_prompt(self, sample: Chat) -> EncodedSample:
@@ -149,7 +150,7 @@ class Encoder:
                 raise DataError(
                     f"{sample.where}: the document has {len(tokens.ids_S)} tokens, so none predicts another. Delete it."
                 )
-            yield _Planned(tokens)
+            yield _Planned(tokens, OpenedMedia())
             return
         if not any(message.role == "assistant" for message in sample.messages):
             raise DataError(
@@ -168,61 +169,49 @@ class Encoder:
     @contextmanager
     def _opened(self, sample: Chat, text: str, spans: list[Span]) -> Iterator[_Planned]:
         with ExitStack() as stack:
-            pictures, grids, written = self._pictures(sample, stack)
-            tokens = self.tokeniser.chat(text, spans, {"image": written}, sample.where)
-            yield _Planned(tokens, pictures, grids)
-
-    def _pictures(
-        self, sample: Chat, stack: ExitStack
-    ) -> tuple[tuple[Picture, ...], tuple[Grid, ...], tuple[str, ...]]:
-        """The chat's images opened, their grids, and what stands for each in the text."""
-        if not sample.images:
-            return (), (), ()
-        if self.images is None:
-            raise DataError(
-                f"{sample.where}: the chat holds {len(sample.images)} images, but the model reads text alone. Choose "
-                "an image-text model, or a dataset without images."
-            )
-        pictures = tuple(
-            stack.enter_context(Picture(media, sample.where, self.max_image_pixels)) for media in sample.images
-        )
-        try:
-            grids = tuple(self.images.grid(*picture.size) for picture in pictures)
-        except ValueError as error:  # an image too narrow to resize
-            raise DataError(f"{sample.where}: the model's processor refuses an image: {error}.") from error
-        found = {"image_grid_thw": np.asarray(grids)}
-        written = tuple(self.processor.replace_image_token(found, image_idx=i) for i in range(len(grids)))
-        return pictures, grids, written
+            media = self.media.open(sample, stack)
+            yield _Planned(self.tokeniser.chat(text, spans, media.written, sample.where), media)
 
     def _tensors(self, sample: Sample, planned: _Planned) -> EncodedSample:
-        tokens = planned.tokens
+        tokens, media = planned.tokens, planned.media
         ids_S = torch.from_numpy(tokens.ids_S)
-        types_S = torch.from_numpy(tokens.types_S) if self.images is not None else None
-        grids_M3 = torch.tensor(planned.image_grids, dtype=torch.long).reshape(-1, 3)
-        pixels_PD = None
-        if planned.pictures:
-            assert self.images is not None
-            pixels_PD = self.images.patches(planned.pictures)
+        types_S = torch.from_numpy(tokens.types_S) if self.media.images is not None else None
+        pixels_PD, video_pixels_PD = self.media.pixels(media)
         return EncodedSample(
             input_ids_S=ids_S,
             labels_S=torch.from_numpy(np.where(tokens.supervised_S, tokens.ids_S, IGNORED)),
-            position_ids_RS=self._positions(ids_S, types_S, grids_M3),
+            position_ids_RS=self._positions(ids_S, types_S, media),
             origin=sample.origin,
             token_types_S=types_S,
             pixels_PD=pixels_PD,
-            grids_M3=grids_M3,
+            grids_M3=_grids(media.image_grids),
+            video_pixels_PD=video_pixels_PD,
+            video_grids_M3=_grids(media.video_grids),
+            audio_features_AMF=self.media.features(media),
+            audio_lengths_A=torch.tensor(media.audio_lengths, dtype=torch.long),
             media_end=tokens.media_end,
         )
 
-    def _positions(self, ids: torch.Tensor, types: torch.Tensor | None, grids: torch.Tensor) -> torch.Tensor:
+    def _positions(self, ids: torch.Tensor, types: torch.Tensor | None, media: OpenedMedia) -> torch.Tensor:
         plain = torch.arange(ids.shape[0])[None]
         if self.rope_index is None:
             return plain
-        if not len(grids):
+        known: dict[str, Any] = {}
+        if media.image_grids:
+            known["image_grid_thw"] = _grids(media.image_grids)
+        if media.video_grids:
+            known["video_grid_thw"] = _grids(media.video_grids)
+        if not known:
             return plain.repeat(3, 1)  # M-RoPE of text alone: the three rows agree
+        if media.seconds_per_patch is not None:
+            known["second_per_grid_ts"] = media.seconds_per_patch
         assert types is not None
-        positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], image_grid_thw=grids)
+        positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **known)
         return positions[:, 0].cpu()
+
+
+def _grids(grids: Sequence[Grid]) -> torch.Tensor:
+    return torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
 
 
 def _settings(part: Any) -> Any:

@@ -48,7 +48,6 @@ class PackReport:
         return asdict(self)
 
 
-
 def pack(sizes: Sequence[Size], budget: Budget, strategy: Strategy = "best_fit") -> list[list[int]]:
     """Assign samples to packs, in the order given.
 
@@ -77,4 +76,3 @@ def pack(sizes: Sequence[Size], budget: Budget, strategy: Strategy = "best_fit")
             packs.append([])
         packs[number].append(index)
     return packs
-

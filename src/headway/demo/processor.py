@@ -24,8 +24,8 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 
-# Turns in ChatML form; an image part stands for one placeholder that the processor expands. The generation block marks
-# what an assistant writes itself, its closing token included.
+# Turns in ChatML form; an image or video part stands for one placeholder that the processor
+# expands. The generation block marks what an assistant writes itself, its closing token included.
 CHAT_TEMPLATE = """\
 {%- macro body(content) -%}
     {%- if content is string -%}
@@ -34,6 +34,8 @@ CHAT_TEMPLATE = """\
         {%- for part in content -%}
             {%- if part.type == 'image' -%}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+            {%- elif part.type == 'video' -%}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
             {%- else -%}
                 {{- part.text -}}
             {%- endif -%}

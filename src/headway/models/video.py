@@ -52,6 +52,7 @@ class VideoSettings(PushToHubMixin):
     """A folder's settings for videos that Headway does not read, kept so that they are saved again."""
 
     _auto_class = None
+    model_input_names: tuple[str, ...] = ()
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)
@@ -74,6 +75,8 @@ class VideoProcessor(VideoSettings):
 
     Source: transformers 5.23, video_processing_qwen2_vl.py and video_processing_qwen3_vl.py, `sample_frames`, `resize`.
     """
+
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
 
     def __init__(self, settings: Mapping[str, Any], kind: str) -> None:
         merged = {**_DEFAULTS[kind], **{name: value for name, value in settings.items() if value is not None}}

@@ -7,7 +7,7 @@ import pytest
 
 from headway.data.sources import open_source
 
-WORDS = ["Which", "digits", "do", "you", "see?", "One,", "two,", "three.", "How", "many", "pictures", "are", "there?"]
+WORDS = ("Which", "digits", "do", "you", "see?", "One,", "two,", "three.")
 
 
 @pytest.fixture(autouse=True)

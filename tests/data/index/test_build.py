@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,7 +156,8 @@ def test_a_full_disk_is_one_error_that_says_what_is_kept(chats, encoder, tmp_pat
     source = chats(600)
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", disk], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small disk needs rights that this user lacks")
     try:
         folder = index_folder(source, encoder, disk)
@@ -178,6 +180,7 @@ def test_a_full_disk_is_one_error_that_says_what_is_kept(chats, encoder, tmp_pat
 @pytest.mark.slow
 def test_a_disk_full_in_a_worker_is_the_same_error(chats, encoder, processor, tmp_path):
     source = chats(2000)
+    assert len(source) == 2000  # the table of its lines is written while files may still be large
     processor.save_pretrained(tmp_path / "model")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"
     program = _program(tmp_path, source, f"{limit}; build_index(source, encoder, cache, workers=2)")
@@ -191,7 +194,7 @@ def test_a_disk_full_in_a_worker_is_the_same_error(chats, encoder, processor, tm
 def test_a_cache_that_cannot_be_written_is_named(chats, encoder, tmp_path):
     (tmp_path / "file").write_text("not a folder")
 
-    with pytest.raises(DataError, match="cannot be written to .*file.*--cache"):
+    with pytest.raises(DataError, match=r"cannot be written to .*file.*--cache"):
         build_index(chats(10), encoder, tmp_path / "file", workers=0)
 
 
@@ -216,7 +219,7 @@ class DeadlySource:
     """A source one of whose rows ends the process that reads it, as a crashing decoder does."""
 
     def __init__(self, source, row):
-        self.source, self.row, self.name = source, row, source.name
+        self.source, self.row, self.name, self.shards = source, row, source.name, source.shards
 
     def __len__(self):
         return len(self.source)
@@ -260,7 +263,9 @@ def test_a_file_that_disappears_is_no_bad_row(chats, encoder, tmp_path):
         build_index(source, encoder, tmp_path, workers=0, progress=remove)
 
 
-@pytest.mark.parametrize(("options", "said"), [({"workers": -1}, "workers=-1"), ({"workers": 2, "cluster": "tcp://h:1"}, "not both")])
+@pytest.mark.parametrize(
+    ("options", "said"), [({"workers": -1}, "workers=-1"), ({"workers": 2, "cluster": "tcp://h:1"}, "not both")]
+)
 def test_settings_that_cannot_take_effect_are_refused(chats, encoder, tmp_path, options, said):
     with pytest.raises(ConfigError, match=said):
         build_index(chats(10), encoder, tmp_path, **options)
@@ -295,20 +300,21 @@ def _wait_for(happened, process=None, patience_s=120):
         time.sleep(0.01)
 
 
-def _lives(pid):
+def _status(pid):
+    """State and parent of a process; a zombie has ended."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z", 0
+    return state, int(parent)
+
+
+def _lives(pid):
+    return _status(pid)[0] != "Z"
 
 
 def _children(pid):
     """Processes below one, nearest first."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and _lives(entry):
-            with open(f"/proc/{entry}/stat") as file:
-                if int(file.read().rpartition(")")[2].split()[1]) == pid:
-                    found += [int(entry)]
+    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found = [number for number in numbers if _status(number)[1] == pid and _lives(number)]
     return found + [below for child in found for below in _children(child)]

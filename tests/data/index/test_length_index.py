@@ -12,13 +12,14 @@ from headway.data.index import LengthIndex
 from headway.data.index.length_index import METADATA
 from headway.data.index.table import LAYOUT, join_tables, table_of, write_table
 from headway.data.media.lengths import Lengths
+from headway.data.samples import Origin, SampleError
 from headway.errors import DataError, WorkloadError
 
 DESCRIPTION = {METADATA: b'{"layout": %d, "source": "chats"}' % LAYOUT}
 ROWS = [
     Lengths(tokens=20, supervised=5, first_target=3),
     Lengths(tokens=300, supervised=40, first_target=250, media_end=200, image_grids=((1, 8, 12), (1, 4, 4))),
-    "chats.jsonl, line 3: the image is cut short",
+    SampleError(Origin("chats", "chats.jsonl", 2, "line 3"), "the image is cut short"),
     Lengths(tokens=900, supervised=2, first_target=898, media_end=800, video_grids=((4, 8, 8),), audio_lengths=(300,)),
     Lengths(tokens=20, supervised=7, first_target=1, media_end=9, image_grids=((1, 4, 4),)),
 ]
@@ -47,7 +48,9 @@ def test_what_was_measured_is_what_is_read(file):
     assert [grids.tolist() for grids in index.video_grids] == [[], [], [], [[4, 8, 8]], []]
     assert [clips.tolist() for clips in index.audio_lengths] == [[], [], [], [300], []]
     assert index.ok.tolist() == [True, True, False, True, True]
-    assert index.reasons == {2: ROWS[2]}
+    assert list(index.bad) == [2]
+    assert str(index.bad[2]) == "chats.jsonl, line 3: the image is cut short"
+    assert index.bad[2].origin == ROWS[2].origin
     assert index.description["source"] == "chats"
     assert len(index) == 5
 
@@ -64,7 +67,7 @@ def test_the_summary_counts_usable_rows_alone(file):
 
 
 def test_an_index_without_usable_rows_has_a_summary(tmp_path):
-    write_table(tmp_path / "part", table_of(["broken", "broken too"]))
+    write_table(tmp_path / "part", table_of([ROWS[2], ROWS[2]]))
     join_tables([tmp_path / "part"], tmp_path / "index.parquet", DESCRIPTION)
     index = LengthIndex.load(tmp_path / "index.parquet")
 
@@ -76,7 +79,8 @@ def test_pandas_reads_the_file(file):
     frame = pandas.read_parquet(file)
 
     assert frame.tokens.tolist() == [20, 300, 0, 900, 20]
-    assert frame[frame.reason.isna()].tokens.sum() == 1240
+    assert frame[frame.bad.isna()].tokens.sum() == 1240
+    assert frame.bad[2]["reason"] == "the image is cut short"
     assert list(frame.image_grids[1]) == [{"t": 1, "h": 8, "w": 12}, {"t": 1, "h": 4, "w": 4}]
 
 
@@ -138,4 +142,4 @@ def test_reading_an_index_needs_no_torch(file):
 
 
 def _in_memory(rows):
-    return LengthIndex.of_table(table_of(rows))
+    return LengthIndex.of_table(table_of(rows), "chats")

@@ -169,7 +169,10 @@ def test_damage_anywhere_gives_pixels_or_one_clear_error(form, changes):
     try:
         read(bytes(damaged), max_pixels=10_000)
     except DataError as error:
-        assert str(error).startswith("chats.jsonl, line 3: the image ")
+        said = str(error)
+    else:
+        said = None
+    assert said is None or said.startswith("chats.jsonl, line 3: the image ")
 
 
 def test_a_decompression_bomb_is_refused_from_its_header(monkeypatch):

@@ -6,10 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 import headway
 from headway.cache import CACHE_VARIABLE, cache_root
@@ -17,16 +20,18 @@ from headway.data.index.length_index import METADATA, LengthIndex
 from headway.data.index.pool import measure_here, measure_in_processes
 from headway.data.index.table import LAYOUT, join_tables
 from headway.data.index.units import Job, units_of
+from headway.data.policy import BadSamples, SampleCounts
 from headway.errors import ConfigError, DataError
 from headway.report import format_bytes
 
 if TYPE_CHECKING:
     from headway.data.encode import Encoder
-    from headway.data.policy import BadSamples
     from headway.data.sources import Source
 
 Progress = Callable[[int, int, int], None]
 """Told the rows measured, all rows, and the bad ones among those measured."""
+
+STOP = BadSamples("error")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -55,7 +60,8 @@ def build_index(
     workers: int | None = None,
     cluster: str | None = None,
     progress: Progress | None = None,
-    policy: "BadSamples | None" = None,
+    policy: BadSamples = STOP,
+    counts: SampleCounts | None = None,
     refresh: bool = False,
 ) -> LengthIndex:
     """Measure every row of a source, or read what was measured before.
@@ -70,7 +76,8 @@ def build_index(
         workers: processes; 0 measures in this one; one for each usable core if None, and none for a few rows.
         cluster: address of a Dask scheduler whose workers measure instead.
         progress: told how far it is.
-        policy: what happens to rows that cannot be used; an error if None.
+        policy: what happens to rows that cannot be used.
+        counts: of all sources; this one's rows are counted there as read and skipped.
         refresh: measure anew, as where images were replaced under the same names.
 
     Returns:
@@ -87,31 +94,35 @@ def build_index(
             f"Indexing got workers={workers} and cluster={cluster!r}. Give a number of processes of 0 or more, or a "
             "cluster, not both."
         )
-    job = Job(source, encoder, index_folder(source, encoder, cache))
+    job = Job(source, encoder, index_folder(source, encoder, cache), len(source))
     if refresh:
         shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time
     if not job.index_file.exists():
         _make(job, workers, cluster, progress or _silent, policy)
-    index = LengthIndex.load(job.index_file)
-    if policy is None:
-        _refuse(index.reasons)
+    index = LengthIndex.load(job.index_file, source=source.name)
+    counts = SampleCounts() if counts is None else counts
+    counts.count(source.name, "read", len(index), int(index.tokens.sum(dtype=np.int64)))
+    for error in index.bad.values():
+        policy.handle(error, counts)
     return index
 
 
-def _make(job: Job, workers: int | None, cluster: str | None, progress: Progress, policy: "BadSamples | None") -> None:
+def _make(job: Job, workers: int | None, cluster: str | None, progress: Progress, policy: BadSamples) -> None:
     """Measure what is not measured yet and join all parts to the index."""
-    rows = len(job.source)
-    units = units_of(rows)
+    units = units_of(job.rows)
+    early = replace(policy, quarantine=None)  # stops as soon as there are too many; each is named when all are known
+    counts = SampleCounts()
+    counts.count(job.source.name, "read", job.rows)
     try:
         measured = bad = 0
-        progress(0, rows, 0)
+        progress(0, job.rows, 0)
         for unit in _finish(job, units, workers, cluster):
             found = job.bad_rows(unit)
             measured, bad = measured + len(unit), bad + len(found)
-            if policy is None:
-                _refuse(found)
-            progress(measured, rows, bad)
-        join_tables([job.part(unit) for unit in units], job.index_file, {METADATA: _description(job, rows, bad)})
+            for error in found:
+                early.handle(error, counts)
+            progress(measured, job.rows, bad)
+        join_tables([job.part(unit) for unit in units], job.index_file, {METADATA: _description(job, bad)})
     except OSError as error:
         if not job.index_file.exists():  # otherwise another process was faster, and has cleared the parts away
             raise _cannot_write(job, units, error) from error
@@ -140,14 +151,7 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _refuse(reasons: dict[int, str]) -> None:
-    if reasons:
-        raise DataError(
-            f"{reasons[min(reasons)]} (Rows that cannot be used stop indexing unless they are to be skipped.)"
-        )
-
-
-def _description(job: Job, rows: int, bad: int) -> bytes:
+def _description(job: Job, bad: int) -> bytes:
     """What the index says of itself, as JSON."""
     return json.dumps(
         {
@@ -155,7 +159,7 @@ def _description(job: Job, rows: int, bad: int) -> bytes:
             "source": job.source.name,
             "source_fingerprint": job.source.fingerprint(),
             "encoder_fingerprint": job.encoder.fingerprint(),
-            "rows": rows,
+            "rows": job.rows,
             "bad": bad,
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"headway": headway.__version__}
@@ -168,7 +172,7 @@ def _cannot_write(job: Job, units: Sequence[range], error: OSError) -> DataError
     """Say what is kept, and how to go on."""
     kept = sum(len(unit) for unit in units if job.has(unit))
     rest = (
-        f"{kept:,} of {len(job.source):,} rows are kept there, and the same command goes on from them; or name another "
+        f"{kept:,} of {job.rows:,} rows are kept there, and the same command goes on from them; or name another "
         f"folder with --cache or ${CACHE_VARIABLE}."
     )
     if error.errno in _FULL:

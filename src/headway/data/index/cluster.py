@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distributed import Client, KilledWorker, WorkerPlugin, as_completed, get_worker
+import distributed
 
 from headway.data.index.units import Job, measure_unit
 from headway.errors import DataError, UsageError
@@ -12,11 +12,15 @@ CONNECT_S = 30
 """How long the scheduler may take to answer [s]."""
 
 
-class _GiveJob(WorkerPlugin):  # type: ignore[misc]  # distributed has no types
-    """Gives the job to every worker, those that join or restart later included, instead of to every task."""
+class GiveJob(distributed.WorkerPlugin):
+    """Gives the job to every worker once, those that join or restart later included, instead of to every task.
+
+    Args:
+        job: what is measured.
+    """
 
     def __init__(self, job: Job) -> None:
-        self.name, self.job = str(job.folder), job
+        self.name, self.job = f"headway index {job.folder}", job
 
 
 def measure_on_cluster(job: Job, units: Sequence[range], address: str) -> Iterator[range]:
@@ -34,31 +38,33 @@ def measure_on_cluster(job: Job, units: Sequence[range], address: str) -> Iterat
         UsageError: no scheduler answers.
         DataError: a unit has killed several workers, or workers do not see the source's files.
     """
-    plugin = _GiveJob(job)
+    plugin = GiveJob(job)
     with _client(address) as client:
         client.register_plugin(plugin)
+        tasks = [(plugin.name, unit.start, unit.stop) for unit in units]
+        running: dict[Any, range] = dict(zip(client.map(_measure, tasks, pure=False), units, strict=True))
+        finished: Any = distributed.as_completed  # it has no types
         try:
-            running = client.map(_measure, [(plugin.name, unit.start, unit.stop) for unit in units], pure=False)
-            wanted = {future.key: unit for future, unit in zip(running, units, strict=True)}
-            for future in as_completed(running):
-                unit = wanted[future.key]
+            for future in finished(list(running)):
+                unit = running[future]
                 try:
                     future.result()
-                except KilledWorker as error:
+                except distributed.KilledWorker as error:
                     raise DataError(
                         f"Rows {unit.start} to {unit.stop - 1} of {job.source.name} have ended several of the "
-                        f"cluster's workers ({error}). One of the rows needs more memory than they have, or crashes a "
-                        "decoder. Leave those rows out; finished rows are kept."
+                        f"cluster's workers: {error} One of the rows needs more memory than they have, or crashes a "
+                        "decoder. Look into the workers' logs, then leave those rows out; finished rows are kept."
                     ) from error
                 yield unit
         finally:
-            client.cancel(running)
+            client.cancel(list(running))
             client.unregister_worker_plugin(plugin.name)
 
 
 def _client(address: str) -> Any:
+    connect: Any = distributed.Client
     try:
-        return Client(address, timeout=CONNECT_S)
+        return connect(address, timeout=CONNECT_S)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"No Dask scheduler answers at {address!r}: {error}. Give the address that `dask scheduler` prints, such "
@@ -68,4 +74,6 @@ def _client(address: str) -> Any:
 
 def _measure(task: tuple[str, int, int]) -> None:
     name, start, stop = task
-    measure_unit(get_worker().plugins[name].job, range(start, stop))
+    plugin = distributed.get_worker().plugins[name]
+    assert isinstance(plugin, GiveJob)
+    measure_unit(plugin.job, range(start, stop))

@@ -1,11 +1,11 @@
 """FLOPs of each row of an index: distinct lengths, grids and clips are counted once and looked up."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from headway.count import Workload
+from headway.data.plan.costs import grid_costs, segment_costs
 from headway.errors import CostModelError
 
 if TYPE_CHECKING:
@@ -29,47 +29,34 @@ def row_costs(index: "LengthIndex", cost_model: "CostModel") -> Ints:
         WorkloadError: the model has no tower for what the rows hold.
         CostModelError: the model's cost does not add up over text and media.
     """
-
-    def flops(**content: Any) -> int:
-        return cost_model.count(Workload(**content)).total
-
-    base = flops(segments=[1])
-    costs = np.zeros(int(index.tokens.max(initial=0)) + 1)
-    for length in np.flatnonzero(np.bincount(index.tokens)).tolist():
-        costs[length] = flops(segments=[length]) if length else 0
-    rows = costs[index.tokens]
-    for kind, ragged in (
+    rows = np.zeros(len(index))
+    rows[index.ok] = segment_costs(cost_model, index.tokens[index.ok])
+    parts: list[tuple[Literal["images", "videos", "audio"], Ragged]] = [
         ("images", index.image_grids),
         ("videos", index.video_grids),
         ("audio", index.audio_lengths),
-    ):
-        rows += _added(ragged, lambda value, kind=kind: flops(segments=[1], **{kind: [value]}) - base)  # type: ignore[misc]
-    _check_additive(index, rows, flops)
+    ]
+    for kind, ragged in parts:
+        if len(ragged.values):
+            rows += np.bincount(ragged.rows, grid_costs(cost_model, ragged.values, kind), minlength=len(index))
+    _check_additive(index, rows, cost_model)
     return rows
 
 
-def _added(ragged: "Ragged", flops_of: Callable[[Any], int]) -> Ints | float:
-    """Sum the cost of each row's values, each distinct value counted once."""
-    if not len(ragged.values):
-        return 0.0
-    distinct, place = np.unique(ragged.values, axis=0, return_inverse=True)
-    flops = np.array([flops_of(value) for value in distinct.tolist()], dtype=np.float64)
-    return np.bincount(ragged.rows, weights=flops[place.reshape(-1)], minlength=len(ragged))
-
-
-def _check_additive(index: "LengthIndex", rows: Ints, flops: Callable[..., int]) -> None:
+def _check_additive(index: "LengthIndex", rows: Ints, cost_model: "CostModel") -> None:
     """Count the row with the most patches as a whole, too: what text reads of media elsewhere would not add up."""
     if not index.patches.any():
         return
     row = int(index.patches.argmax())
-    whole = flops(
-        segments=[int(index.tokens[row])],
+    whole = Workload(
+        [int(index.tokens[row])],
         images=index.image_grids[row],
         videos=index.video_grids[row],
         audio=index.audio_lengths[row],
     )
-    if not np.isclose(rows[row], whole, rtol=1e-9):
+    flops = cost_model.count(whole).total
+    if not np.isclose(rows[row], flops, rtol=1e-9):
         raise CostModelError(
-            f"The cost of row {row} is {whole} FLOPs, but its text and media alone make {rows[row]:.0f}: this model's "
+            f"The cost of row {row} is {flops} FLOPs, but its text and media alone make {rows[row]:.0f}: this model's "
             "cost does not add up over them, so rows cannot be costed one by one. Plan by tokens instead."
         )

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headway.data.index.table import CLIPS, GRIDS, LAYOUT, NUMBERS, REASON
+from headway.data.index.table import BAD, CLIPS, GRIDS, LAYOUT, NUMBERS, bad_rows
+from headway.data.samples import SampleError
 from headway.errors import DataError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class LengthIndex:
         image_grids: (t, h, w) of each row's images [patches].
         video_grids: (t, h, w) of each row's videos [patches].
         audio_lengths: lengths of each row's clips [feature frames].
-        reasons: why rows cannot be used, by row.
+        bad: why rows cannot be used, by row.
         description: what the index was made of: source, fingerprints, versions.
         path: the Parquet file that it was read from; None for one made by hand.
     """
@@ -81,7 +82,7 @@ class LengthIndex:
     image_grids: Ragged
     video_grids: Ragged
     audio_lengths: Ragged
-    reasons: dict[int, str] = field(default_factory=dict)
+    bad: dict[int, SampleError] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
 
@@ -92,15 +93,16 @@ class LengthIndex:
     def ok(self) -> Ints:
         """Whether each row can be used, shape (N,)."""
         ok = np.ones(len(self), dtype=bool)
-        ok[list(self.reasons)] = False
+        ok[list(self.bad)] = False
         return ok
 
     @classmethod
-    def load(cls, path: str | Path) -> "LengthIndex":
+    def load(cls, path: str | Path, *, source: str | None = None) -> "LengthIndex":
         """Read an index, a column at a time.
 
         Args:
             path: the Parquet file that `build_index` wrote.
+            source: name of the source in the run; the one it had when it was indexed if None.
 
         Raises:
             DataError: no such file, one that is cut short, or one of another layout.
@@ -109,24 +111,23 @@ class LengthIndex:
         try:
             with pq.ParquetFile(path) as file:
                 description = _description(file, path)
-                return cls._of(lambda name: file.read(columns=[name])[name], description, path)
+                columns = cls._columns(lambda name: file.read(columns=[name])[name], source or description["source"])
         except (OSError, pa.ArrowException, KeyError) as error:
             raise DataError(
                 f"The length index {path} cannot be read: {error}. Delete it and make it again with `headway index`."
             ) from error
+        return cls(**columns, description=description, path=path)
 
     @classmethod
-    def of_table(cls, table: pa.Table) -> "LengthIndex":
+    def of_table(cls, table: pa.Table, source: str) -> "LengthIndex":
         """Take an index from a table in memory, with the columns of the Parquet file."""
-        return cls._of(table.column, {}, None)
+        return cls(**cls._columns(table.column, source))
 
-    @classmethod
-    def _of(
-        cls, column: Callable[[str], pa.ChunkedArray], description: dict[str, Any], path: Path | None
-    ) -> "LengthIndex":
+    @staticmethod
+    def _columns(column: Callable[[str], pa.ChunkedArray], source: str) -> dict[str, Any]:
         columns: dict[str, Any] = {name: column(name).to_numpy() for name in NUMBERS}
         columns |= {name: _ragged(column(name)) for name in (*GRIDS, CLIPS)}
-        return cls(**columns, reasons=reasons_of(column(REASON)), description=description, path=path)
+        return columns | {"bad": bad_rows(column(BAD), source)}
 
     def costs(self, cost_model: "CostModel") -> Ints:
         """Count the useful FLOPs of training on each row, forward and backward.
@@ -152,7 +153,7 @@ class LengthIndex:
         places = np.percentile(tokens, PERCENTILES, method="inverted_cdf") if tokens.size else ()
         return IndexSummary(
             samples=len(self),
-            bad=len(self.reasons),
+            bad=len(self.bad),
             tokens=int(tokens.sum(dtype=np.int64)),
             supervised=int(self.supervised.sum(dtype=np.int64)),
             patches=int(self.patches.sum(dtype=np.int64)),
@@ -190,14 +191,6 @@ class IndexSummary:
     length_percentiles: dict[int, int]
 
 
-def reasons_of(column: pa.ChunkedArray) -> dict[int, str]:
-    """Why rows cannot be used, by row."""
-    if column.null_count == len(column):
-        return {}
-    rows = np.flatnonzero(column.is_valid().to_numpy())
-    return dict(zip(rows.tolist(), column.drop_null().to_pylist(), strict=True))
-
-
 def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
     found = (file.schema_arrow.metadata or {}).get(METADATA)
     description: dict[str, Any] = json.loads(found) if found else {}
@@ -224,4 +217,5 @@ def _ragged(column: pa.ChunkedArray) -> Ragged:
 def _values(flat: pa.Array) -> Ints:
     if pa.types.is_struct(flat.type):
         return np.stack([side.to_numpy() for side in flat.flatten()], axis=1)
-    return flat.to_numpy()
+    values: Ints = flat.to_numpy()
+    return values

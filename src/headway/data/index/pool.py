@@ -13,7 +13,7 @@ from headway.errors import DataError
 ATTEMPTS = 3
 """How often a unit may take a worker of its own with it before indexing stops."""
 
-_PRELOAD = ("headway.data",)
+_PRELOAD = ("headway.data.encode", "headway.data.index.pool", "headway.data.sources")
 
 
 def measure_here(job: Job, units: Sequence[range]) -> Iterator[range]:

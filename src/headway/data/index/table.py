@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from headway.data.samples import Origin, SampleError
 
 if TYPE_CHECKING:
     from headway.data.media.lengths import Lengths
@@ -17,25 +20,26 @@ LAYOUT = 1
 NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches")
 GRIDS = ("image_grids", "video_grids")
 CLIPS = "audio_lengths"
-REASON = "reason"
+BAD = "bad"
 
 _COMPRESSION = "zstd"
 _INT = pa.int32()
+_FAULT = pa.struct([("file", pa.string()), ("row", pa.int64()), ("place", pa.string()), ("reason", pa.string())])
 _GRID = pa.struct([pa.field(side, _INT, nullable=False) for side in "thw"])
 
-_BAD: dict[str, Any] = dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, CLIPS), ())  # a bad row's lengths
+_NOTHING: dict[str, Any] = dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, CLIPS), ())  # a bad row's lengths
 
 SCHEMA = pa.schema(
     [
         *(pa.field(name, _INT, nullable=False) for name in NUMBERS),
         *(pa.field(name, pa.list_(pa.field("grid", _GRID, nullable=False)), nullable=False) for name in GRIDS),
         pa.field(CLIPS, pa.list_(pa.field("frames", _INT, nullable=False)), nullable=False),
-        pa.field(REASON, pa.string()),
+        pa.field(BAD, _FAULT),
     ]
 )
 
 
-def table_of(rows: "Sequence[Lengths | str]") -> pa.Table:
+def table_of(rows: "Sequence[Lengths | SampleError]") -> pa.Table:
     """Lay measured rows out in columns.
 
     Args:
@@ -43,12 +47,35 @@ def table_of(rows: "Sequence[Lengths | str]") -> pa.Table:
     """
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for row in rows:
-        for name, nothing in _BAD.items():
-            columns[name].append(nothing if isinstance(row, str) else getattr(row, name))
-        columns[REASON].append(row if isinstance(row, str) else None)
+        fault = _fault(row) if isinstance(row, SampleError) else None
+        for name, nothing in _NOTHING.items():
+            columns[name].append(nothing if fault else getattr(row, name))
+        columns[BAD].append(fault)
     for name in GRIDS:
         columns[name] = [[dict(zip("thw", grid, strict=True)) for grid in grids] for grids in columns[name]]
     return pa.table(columns, schema=SCHEMA)
+
+
+def _fault(error: SampleError) -> dict[str, Any]:
+    origin = error.origin
+    return {"file": origin.file, "row": origin.row, "place": origin.place, "reason": error.reason}
+
+
+def bad_rows(column: pa.ChunkedArray, source: str) -> dict[int, SampleError]:
+    """Take why rows cannot be used from the column `bad`, by row.
+
+    Args:
+        column: of the table.
+        source: name of the source in the run.
+    """
+    if column.null_count == len(column):
+        return {}
+    rows = np.flatnonzero(column.is_valid().to_numpy()).tolist()
+    faults = column.drop_null().to_pylist()
+    return {
+        row: SampleError(Origin(source, fault["file"], fault["row"], fault["place"]), fault["reason"])
+        for row, fault in zip(rows, faults, strict=True)
+    }
 
 
 def write_table(path: Path, table: pa.Table) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headway.data.index.length_index import reasons_of
-from headway.data.index.table import REASON, table_of, write_table
+from headway.data.index.table import BAD, bad_rows, table_of, write_table
+from headway.data.policy import sample_error
 from headway.data.samples import SampleError
 from headway.errors import DataError
 
@@ -32,11 +32,13 @@ class Job:
         source: the rows.
         encoder: measures them.
         folder: of this index in the cache.
+        rows: of the source, as the process counted them that cut the work into units.
     """
 
     source: "Source"
     encoder: "Encoder"
     folder: Path
+    rows: int
 
     @property
     def index_file(self) -> Path:
@@ -53,20 +55,19 @@ class Job:
         return self.parts_folder / f"{unit.start:012d}-{unit.stop:012d}.parquet"
 
     def has(self, unit: range) -> bool:
-        """Whether a unit is finished; a file that is damaged does not count."""
+        """Whether a unit is finished; a file that is damaged does not count, and is measured again."""
         try:
-            return pq.read_metadata(self.part(unit)).num_rows == len(unit)
-        except (FileNotFoundError, pa.ArrowInvalid):
+            return int(pq.read_metadata(self.part(unit)).num_rows) == len(unit)
+        except (FileNotFoundError, NotADirectoryError, pa.ArrowInvalid):
             return False
 
-    def bad_rows(self, unit: range) -> dict[int, str]:
-        """Why rows of a finished unit cannot be used, by row of the source.
+    def bad_rows(self, unit: range) -> list[SampleError]:
+        """Why rows of a finished unit cannot be used.
 
         Raises:
             FileNotFoundError: the unit is not finished, or another process has joined the parts already.
         """
-        reasons = reasons_of(pq.read_table(self.part(unit), columns=[REASON])[REASON])
-        return {unit.start + row: reason for row, reason in reasons.items()}
+        return list(bad_rows(pq.read_table(self.part(unit), columns=[BAD])[BAD], self.source.name).values())
 
 
 def units_of(rows: int) -> Sequence[range]:
@@ -88,22 +89,29 @@ def measure_unit(job: Job, unit: range) -> None:
 
     Raises:
         OSError: the part cannot be written.
-        DataError: a file of the source is gone, or was changed.
+        DataError: a file of the source is gone or was changed, or this process does not see it.
     """
     if job.index_file.exists() or job.has(unit):
         return
+    rows = sum(map(len, job.source.shards))  # as this process sees the files; the source remembers another's count
+    if rows != job.rows:
+        raise DataError(
+            f"A worker sees {rows:,} rows of {job.source.name}, but {job.rows:,} are to be indexed, so it "
+            f"does not see the same files, such as {job.source.shards[0].name}. Give a path or URL that means the same "
+            "on all workers, on a shared file system or in an object store."
+        )
     write_table(job.part(unit), table_of(list(_measured(job, unit))))
 
 
-def _measured(job: Job, unit: range) -> "Iterator[Lengths | str]":
+def _measured(job: Job, unit: range) -> "Iterator[Lengths | SampleError]":
     """Lengths of each row, or why it cannot be used; a file that is gone or was changed is an error."""
     for row in unit:
         try:
             sample = job.source[row]
         except SampleError as error:
-            yield str(error)
+            yield error
             continue
         try:
             yield job.encoder.measure(sample)
         except DataError as error:
-            yield str(error)
+            yield sample_error(error, sample.origin)

@@ -1,10 +1,10 @@
-"""FLOPs of samples: each distinct segment length and grid is counted once by the model's own cost model, then looked up.
+"""FLOPs of samples: each distinct segment length and grid is counted once by the model's cost model, then looked up.
 
 Cost models are linear in drivers that add up over segments and grids, so the sum over a sample's parts is its cost.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,24 +34,28 @@ def segment_costs(cost_model: "CostModel", lengths: NDArray[Any]) -> Floats:
     return costs
 
 
-def grid_costs(cost_model: "CostModel", grids: NDArray[Any]) -> Floats:
-    """Count training on images, their tokens in the text left out.
+def grid_costs(
+    cost_model: "CostModel", grids: NDArray[Any], kind: Literal["images", "videos", "audio"] = "images"
+) -> Floats:
+    """Count training on images, videos or sounds, their tokens in the text left out.
 
     Args:
         cost_model: of the model that is trained.
-        grids: (t, h, w) of each image [patches], shape (M, 3).
+        grids: (t, h, w) of each image or video [patches], shape (M, 3); of sounds the lengths [feature frames], (M,).
+        kind: what they are.
 
     Returns:
-        FLOPs of each image, shape (M,).
+        FLOPs of each, shape (M,).
 
     Raises:
-        WorkloadError: the model has no vision tower, or cannot take such a grid.
+        WorkloadError: the model has no tower for them, or cannot take such a grid.
     """
     if not len(grids):
         return np.zeros(0)
     distinct, which = np.unique(grids, axis=0, return_inverse=True)
     text = cost_model.count(Workload([1])).total
-    flops = [cost_model.count(Workload([1], images=[grid])).total - text for grid in distinct.tolist()]
+    media: list[dict[str, Any]] = [{kind: [grid]} for grid in distinct.tolist()]
+    flops = [cost_model.count(Workload([1], **one)).total - text for one in media]
     return np.array(flops, dtype=np.float64)[which.reshape(-1)]
 
 

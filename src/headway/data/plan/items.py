@@ -212,9 +212,7 @@ class _Part(NamedTuple):
     counts: OverlongCounts
 
 
-def _items_of(
-    name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: "CostModel | None"
-) -> _Part:
+def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: "CostModel | None") -> _Part:
     """Apply the policy to one source."""
     tokens, patches, ok = np.asarray(lengths.tokens), np.asarray(lengths.patches), np.asarray(lengths.ok)
     costs = tokens.astype(np.float64) if cost_model is None else np.asarray(lengths.costs(cost_model))

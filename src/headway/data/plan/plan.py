@@ -4,6 +4,7 @@ Every rank computes the same plan without communication: decisions rest on whole
 rounding that differs between processors.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,12 +16,13 @@ from headway.data.plan.budget import Budget, Size, over_budget
 from headway.data.plan.items import Items
 from headway.data.plan.order import Order
 from headway.data.plan.permute import key_of
+from headway.data.plan.spread import sums_of
 from headway.data.plan.strategies import STRATEGIES, Strategy, Window, pack_window
 from headway.errors import CheckpointError, ConfigError, DataError
 
 Ints = NDArray[np.int64]
 
-WINDOW = 32_768
+WINDOW = 131_072
 """Samples that are packed together unless told otherwise; more where `MIN_STEPS` steps need more."""
 
 MIN_STEPS = 16
@@ -75,7 +77,7 @@ class Plan:
         packs_per_step: packs of an optimizer step over all ranks, data-parallel ranks times accumulation.
         strategy: "balanced", or one of the textbook ones for comparison.
         seed: of everything that the plan chooses at random.
-        window: samples packed together; 32,768, or 16 steps' worth if that is more, when None.
+        window: samples packed together; 131,072, or 16 steps' worth if that is more, when None.
         accumulation: packs of a step that one rank sums up, as far as the plan cares: with more, heavy and light packs
             may pair up, so that less is sorted.
 
@@ -163,11 +165,11 @@ class Plan:
 
     def _step(self, packed: _Packed, first: int, stop: int) -> PlannedStep:
         bounds = packed.bounds[first : stop + 1]
-        packs = [packed.items[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+        packs = [packed.items[low:high] for low, high in itertools.pairwise(bounds.tolist())]
         packs += [packed.items[:0]] * (self.packs_per_step - len(packs))
         pack_of = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
         costs = self.items.costs[packed.items[bounds[0] : bounds[-1]]]
-        return PlannedStep(packs, np.bincount(pack_of, costs, len(packs)))
+        return PlannedStep(packs, sums_of(pack_of, costs, len(packs)))
 
     def _ends(self, packed: _Packed) -> bool:
         return not packed.carried and self.order.length is not None and packed.position >= self.order.length
@@ -178,7 +180,8 @@ class Plan:
         count = self.window or WINDOW
         while True:
             items = np.concatenate([carried, self.order.draw(start.position, max(1, count - len(carried)))])
-            drawn_all = self.order.length is not None and start.position + len(items) - len(carried) >= self.order.length
+            drawn = start.position + len(items) - len(carried)
+            drawn_all = self.order.length is not None and drawn >= self.order.length
             window = self._window(items, start)
             enough = 1 if self.window is not None else MIN_STEPS
             steps = float(window.packs_needed()[-1]) / start.packs_per_step if len(items) else 0.0

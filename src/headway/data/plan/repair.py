@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.plan.permute import key_of, shuffled
+from headway.data.plan.spread import sums_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -53,7 +54,7 @@ def repair(pack_of: Ints, needs: Ints, caps: Ints, costs: Floats, num_packs: int
         overfull = overfull[shuffled(len(overfull), key_of(key, number, 1))]
         num_pairs = min(len(overfull), len(roomy))
         pairs = np.stack([overfull[:num_pairs], roomy[:num_pairs]])
-        pack_costs = np.bincount(pack_of, costs, num_packs)
+        pack_costs = sums_of(pack_of, costs, num_packs)
         for first in range(0, num_pairs, _BATCH):
             _divide(pack_of, pairs[:, first : first + _BATCH], needs, over, scales, costs, pack_costs)
     return pack_of

@@ -50,10 +50,15 @@ def spread(tokens: Ints, costs: Floats, num_packs: int, budget_tokens: int, max_
     free = None if max_items is None else np.full(num_packs, max_items)
     pack_extra = np.zeros(num_packs)
     pack_of[first] = fill_emptiest(extra[first], pack_extra, free)
-    pack_tokens = np.bincount(pack_of[first], tokens[first], num_packs)
+    pack_tokens = sums_of(pack_of[first], tokens[first], num_packs)
     aims = _aims(pack_tokens, pack_extra, float(tokens.sum()), per_token, np.floor(budget_tokens * _FULL))
     pack_of[rest] = fill_emptiest(tokens[rest].astype(np.float64), pack_tokens - aims, free)
     return pack_of
+
+
+def sums_of(pack_of: Ints, values: NDArray[Any], num_packs: int) -> Floats:
+    """Sum the values of each pack's samples, shape (num_packs,)."""
+    return np.bincount(pack_of, values, num_packs).astype(np.float64, copy=False)
 
 
 def _aims(pack_tokens: Floats, pack_extra: Floats, total: float, per_token: float, most: float) -> Floats:

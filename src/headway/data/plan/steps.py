@@ -13,7 +13,7 @@ from headway.errors import ConfigError
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-BALANCE = 0.988
+BALANCE = 0.9865
 """Mean over a window's steps of mean / max FLOPs over ranks from which packs are dealt at random."""
 
 # Packs are sorted by cost and cut where a band's mean falls below this share of its heaviest pack; looser first.

@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from headway.data.plan.budget import Budget, Size
 from headway.data.plan.packer import Packer
-from headway.data.plan.permute import key_of
 from headway.data.plan.repair import excess, repair
-from headway.data.plan.spread import spread
+from headway.data.plan.spread import spread, sums_of
 from headway.data.plan.steps import group
 
 Strategy = Literal["balanced", "best_fit", "first_fit", "next_fit", "none"]
 STRATEGIES: tuple[Strategy, ...] = ("balanced", "best_fit", "first_fit", "next_fit", "none")
 
-FILL = 0.9915
+FILL = 0.9912
 """Share of the token and patch budgets that `balanced` plans packs for; the rest lets costs be made equal."""
 
 Ints = NDArray[np.int64]
@@ -116,7 +115,7 @@ def _balanced(window: Window, at_least: int = 0) -> tuple[Ints, int]:
         pack_of[rest] = np.where(more >= 0, more + num_packs, -1)
         num_packs += num_more
     placed = pack_of >= 0
-    costs = np.bincount(pack_of[placed], window.costs[placed], num_packs)
+    costs = sums_of(pack_of[placed], window.costs[placed], num_packs)
     order = group(costs, window.packs_per_step, window.accumulation, window.key).reshape(-1)
     number = np.empty(num_packs, dtype=np.int64)
     number[order] = np.arange(num_packs)
@@ -161,7 +160,8 @@ def _next_fit(window: Window) -> tuple[Ints, int]:
     base = np.zeros(len(caps), dtype=np.int64)
     while start < len(pack_of):
         stop = min(
-            int(np.searchsorted(row, cap, side="right")) for row, cap in zip(reached, (base + caps).tolist(), strict=True)
+            int(np.searchsorted(row, cap, side="right"))
+            for row, cap in zip(reached, (base + caps).tolist(), strict=True)
         )
         pack_of[start:stop] = pack
         base = reached[:, stop - 1]

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from errno import ENOENT
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -52,7 +53,14 @@ class File:
     @property
     def compression(self) -> str | None:
         """How its content is compressed, by its extension: "gzip", "zstd" or not at all."""
-        return COMPRESSIONS.get(Path(self.url).suffix)
+        suffix = Path(self.url).suffix.lower()
+        return "gzip" if suffix == ".tgz" else COMPRESSIONS.get(suffix)
+
+    @property
+    def extension(self) -> str:
+        """The extension of its name, in lower case, without that of its compression."""
+        path = Path(self.url)
+        return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
 
     @property
     def folder(self) -> str:
@@ -93,25 +101,29 @@ class File:
             )
 
 
-def find_files(path: str, options: Mapping[str, Any]) -> list[File]:
-    """Find the files that a path, glob or URL names, in the order of their names; a folder stands for all within.
+def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | None]:
+    """Find the files that a path, glob or URL names, in the order of their names.
+
+    Returns:
+        The files; and the folder that was named, which stands for all files within but hidden ones, or None.
 
     Raises:
         DataError: there are none, or they cannot be reached.
     """
     try:
         system, inside = fsspec.core.url_to_fs(path, **options)
-        is_local = isinstance(system, LocalFileSystem)
         if system.isfile(inside):
-            names = [inside]
-        elif system.isdir(inside):
+            is_plain = isinstance(system, LocalFileSystem) and "://" not in path
+            return [_file(system, path if is_plain else inside, options)], None
+        folder = None
+        if system.isdir(inside):
+            folder = _file_url(system, inside)
             names = [name for name in sorted(system.find(inside)) if not _is_hidden(name[len(inside) :])]
-        elif any(letter in path for letter in "*?["):
-            names = [name for name in sorted(system.glob(inside)) if system.isfile(name)]
         else:
-            raise FileNotFoundError(2, "No such file or directory")
-        given = path if is_local and "://" not in path else None
-        return [_file(system, name, given if names == [inside] else None, is_local, options) for name in names]
+            names = [name for name in sorted(system.glob(inside)) if system.isfile(name)]
+        if not names:
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+        return [_file(system, name, options) for name in names], folder
     except (OSError, ImportError, ValueError) as error:  # ImportError and ValueError: fsspec's, of unknown protocols
         reason = getattr(error, "strerror", None) or error
         raise DataError(
@@ -120,11 +132,15 @@ def find_files(path: str, options: Mapping[str, Any]) -> list[File]:
         ) from error
 
 
-def _file(system: Any, name: str, given: str | None, is_local: bool, options: Mapping[str, Any]) -> File:
-    if is_local:
+def _file(system: Any, name: str, options: Mapping[str, Any]) -> File:
+    if isinstance(system, LocalFileSystem):
         status = Path(name).stat()
-        return File(given or name, status.st_size, _stamp(status))
-    return File(system.unstrip_protocol(name), system.size(name), system.ukey(name), options)
+        return File(name, status.st_size, _stamp(status))
+    return File(_file_url(system, name), system.size(name), system.ukey(name), options)
+
+
+def _file_url(system: Any, name: str) -> str:
+    return name if isinstance(system, LocalFileSystem) else str(system.unstrip_protocol(name))
 
 
 def _is_hidden(below: str) -> bool:

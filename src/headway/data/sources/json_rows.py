@@ -28,7 +28,7 @@ class JsonLines(SpanReader):
 
     def parse(self, content: bytes) -> Row:
         """Read a line."""
-        return Row(parse_object(content.removeprefix(_BOM), "Each line must be one whole JSON object."))
+        return Row(parse_object(content, "Each line must be one whole JSON object."))
 
 
 class JsonArray(SpanReader):
@@ -45,7 +45,9 @@ class JsonArray(SpanReader):
         text = _Buffer(stream)
         text.skip(_BOM + _SPACE)
         if text.take() != "[":
-            raise io.UnsupportedOperation("a JSON dataset must be an array of objects, or have one object per line")
+            raise io.UnsupportedOperation(
+                "a JSON dataset must be an array of objects; for one per line, name the format jsonl"
+            )
         number, separator = 1, ""
         text.skip(_SPACE)
         while (found := text.peek()) != "]" or separator == ",":
@@ -120,9 +122,7 @@ def parse_object(content: bytes, rule: str) -> dict[str, Any]:
         DataError: it is none, or not UTF-8; the message ends with the rule.
     """
     try:
-        value = json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"it is not UTF-8 text: {error}. Save the file as UTF-8.") from error
+        value = json.loads(decoded(content))
     except json.JSONDecodeError as error:
         raise DataError(f"not valid JSON ({error.msg} at column {error.colno}). {rule}") from error
     except RecursionError as error:
@@ -130,6 +130,18 @@ def parse_object(content: bytes, rule: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"got {shortened(value)}, but it must be an object. {rule}")
     return value
+
+
+def decoded(content: bytes) -> str:
+    """Read UTF-8, without the mark that some editors put before it.
+
+    Raises:
+        DataError: it is something else.
+    """
+    try:
+        return content.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"it is not UTF-8 text: {error}. Save the file as UTF-8.") from error
 
 
 def shortened(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Datasets by their paths: which files, in which format."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,40 @@ from headway.data.sources.reader import Reader
 from headway.data.sources.references import MediaRules
 from headway.data.sources.schemas import Normaliser
 from headway.data.sources.source import Shard, Source
+from headway.data.sources.tables import Arrow, Parquet
+from headway.data.sources.tar import Tar
+from headway.data.sources.text import SampleBy, Text
+from headway.data.sources.tokens import Tokens
 from headway.errors import ConfigError, DataError
 
-FORMATS: dict[str, type[Reader]] = {"jsonl": JsonLines, "json": JsonArray}
+FORMATS: dict[str, type[Reader]] = {
+    "jsonl": JsonLines,
+    "json": JsonArray,
+    "parquet": Parquet,
+    "arrow": Arrow,
+    "webdataset": Tar,
+    "text": Text,
+    "tokens": Tokens,
+}
 """Readers by the names of their formats."""
 
-EXTENSIONS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"}
-"""Formats by extension; .gz and .zst may follow."""
+EXTENSIONS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".tar": "webdataset",
+    ".tgz": "webdataset",
+    ".txt": "text",
+    ".npy": "tokens",
+    ".bin": "tokens",
+}
+"""Formats by extension; .gz and .zst may follow, except behind tables, which compress within."""
+
+_TABLES = ("parquet", "arrow")
+_SETTINGS = {"text": ("sample_by",), "tokens": ("token_dtype", "end_token")}
 
 
 def open_source(
@@ -28,43 +56,107 @@ def open_source(
     text_column: str = "text",
     root: str | Path | None = None,
     allow_remote: bool = False,
+    sample_by: SampleBy | None = None,
+    token_dtype: str | None = None,
+    end_token: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Source:
     """Open a dataset.
 
     Args:
-        path: a file, folder or glob, here or behind any URL that fsspec opens. Files are taken in the order of their
-            names.
+        path: a file, a folder, one that `datasets` saved, or a glob; here or behind any URL that fsspec opens. Files
+            are taken in the order of their names.
         name: how the run calls the dataset; by default its path without folders and extensions.
         format: one of `FORMATS`; "auto" tells it from each file's extension.
         schema: form of the rows, one of `schemas.SCHEMAS`; "auto" tells it from each row's columns.
         text_column: the column that holds the words of documents and captions.
         root: the folder or URL that rows' media paths start from and stay below; by default each file's own.
         allow_remote: whether rows may name media on the web or in object stores.
+        sample_by: what is a document of plain text: "paragraph" (the default), "line" or "document", the whole file.
+        token_dtype: of files of bare token ids, one of `tokens.DTYPES`.
+        end_token: the id that ends a document in files of token ids.
         storage_options: passed to fsspec's file system, such as credentials.
 
     Raises:
-        ConfigError: an unknown format or schema.
+        ConfigError: an unknown format, schema or setting, or one that no file takes.
         DataError: no such files, or none whose format is known.
     """
     given = str(path)
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"Unknown format {format!r}. Allowed: auto, {', '.join(FORMATS)}.")
     rules = MediaRules(None if root is None else str(root), allow_remote)
-    called = name or given.rstrip("/").rpartition("/")[2].partition(".")[0]
+    called = name or given.rstrip("/").rpartition("/")[2].partition(".")[0] or given
+    files = _with_formats(*find_files(given, storage_options or {}), format)
+    settings = {"sample_by": sample_by, "token_dtype": token_dtype, "end_token": end_token}
+    settings = {setting: value for setting, value in settings.items() if value is not None}
+    for setting in settings:
+        if not any(setting in _SETTINGS.get(found, ()) for _, found in files):
+            raise ConfigError(f"{setting} is {settings[setting]!r}, but no file of {given} takes it. Leave it out.")
     shards = []
-    for file in find_files(given, storage_options or {}):
-        reader = FORMATS[_format_of(file) if format == "auto" else format](file)
-        shards.append(Shard(called, reader, Normaliser(schema, text_column, file.folder, rules)))
+    for file, found in files:
+        taken = {setting: settings[setting] for setting in _SETTINGS.get(found, ()) if setting in settings}
+        column = "text" if found == "text" else text_column
+        shards.append(Shard(called, FORMATS[found](file, **taken), Normaliser(schema, column, file.folder, rules)))
     return Source(called, tuple(shards))
 
 
+def _with_formats(files: list[File], folder: str | None, format: str) -> list[tuple[File, str]]:  # noqa: A002
+    """Choose what belongs to the dataset of all files found, each with its format."""
+    if folder is not None and (saved := _saved_by_datasets(files, folder)):
+        return [(file, "arrow") for file in saved]
+    if format != "auto":
+        return [(file, format) for file in files]
+    if folder is not None:
+        known = [file for file in files if file.extension in EXTENSIONS]
+        formats = {EXTENSIONS[file.extension] for file in known}
+        if len(formats) > 1:
+            raise DataError(
+                f"The folder {folder} holds files of several formats, {', '.join(sorted(formats))}, so what its "
+                "dataset is cannot be told. Give a glob, such as a path that ends in /*.parquet."
+            )
+        files = known or files
+    return [(file, _format_of(file)) for file in files]
+
+
 def _format_of(file: File) -> str:
-    suffixes = [suffix for suffix in Path(file.url).suffixes if suffix not in COMPRESSIONS]
-    known = EXTENSIONS.get(suffixes[-1].lower()) if suffixes else None
-    if known is None:
+    found = EXTENSIONS.get(file.extension)
+    if found is None or (found in _TABLES and file.compression):
         raise DataError(
-            f"The format of {file.url} is not known by its extension. Known are {', '.join(EXTENSIONS)}, also "
-            f"followed by {' or '.join(COMPRESSIONS)}; or name the format, one of {', '.join(FORMATS)}."
+            f"The format of {file.url} is not known by its extension. Known are {', '.join(EXTENSIONS)}, those of "
+            f"tables excepted also followed by {' or '.join(COMPRESSIONS)}; or name the format, one of "
+            f"{', '.join(FORMATS)}."
         )
-    return known
+    return found
+
+
+def _saved_by_datasets(files: list[File], folder: str) -> list[File]:
+    """The files of a dataset that `datasets` saved, in its order; none of any other folder.
+
+    Raises:
+        DataError: the folder holds several splits, or its files do not belong together.
+
+    Source: datasets 5.2, Dataset.save_to_disk and DatasetDict.save_to_disk.
+    """
+    within = {file.url[len(folder) :].lstrip("/"): file for file in files}
+    if "dataset_dict.json" in within:
+        splits = _content(within["dataset_dict.json"]).get("splits", [])
+        raise DataError(
+            f"The folder {folder} holds the splits {', '.join(splits)}. Give the folder of one of them, such as "
+            f"{folder}/{splits[0] if splits else 'train'}."
+        )
+    if not {"state.json", "dataset_info.json"} <= within.keys():
+        return []
+    names = [file["filename"] for file in _content(within["state.json"])["_data_files"]]
+    missing = [name for name in names if name not in within]
+    if missing:
+        raise DataError(f"The folder {folder} lacks {', '.join(missing)}, which its state.json names. Copy it again.")
+    return [within[name] for name in names]
+
+
+def _content(file: File) -> dict[str, Any]:
+    try:
+        with file.opened() as stream:
+            content: dict[str, Any] = json.load(stream)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file.url} cannot be read: {error}. Save the dataset again.") from error
+    return content

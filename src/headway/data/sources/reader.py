@@ -102,9 +102,23 @@ def until_damage(items: Iterable[T]) -> Iterator[T | DataError]:
         yield from items
     except DAMAGE as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        yield DataError(
+        damage = DataError(
             f"the file cannot be read further: {reason}. It may be cut short, damaged or out of reach; copy it again."
         )
+        damage.__cause__ = error
+        yield damage
+
+
+def lasting(damage: DataError, file: File) -> str:
+    """Why a file ends before its time, if it always will.
+
+    Raises:
+        DataError: another attempt may succeed, as where the file is out of reach; this is not to be kept.
+    """
+    cause = damage.__cause__
+    if not file.is_local or (isinstance(cause, OSError) and cause.errno is not None):
+        raise DataError(f"{file.url}: {damage}") from cause
+    return str(damage)
 
 
 def after(last: Raw | None) -> str:

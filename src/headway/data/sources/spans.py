@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.sources.files import File, cached_path, read_span, write_whole
-from headway.data.sources.reader import EMPTY, Raw, Reader, after, until_damage
+from headway.data.sources.reader import EMPTY, Raw, Reader, after, lasting, until_damage
 from headway.errors import DataError
 
 _DAMAGED = -1  # as the end of a row: the row stands for what cannot be read
@@ -117,7 +117,7 @@ class SpanReader(Reader):
             place = 0
             for record in until_damage(self._records()):
                 if isinstance(record, DataError):
-                    damage = str(record)
+                    damage = lasting(record, self.file)
                     break
                 start = record.start if copy is None else place
                 place = start + len(record.data)

@@ -1,0 +1,161 @@
+"""`headway index`: what every sample takes of a pack, measured once and kept."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.extras import needs_extra
+from headway.cli.options import JsonOption
+from headway.errors import UsageError
+from headway.report import format_count, format_share, render_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headway.data.index import LengthIndex
+    from headway.data.index.build import Progress
+
+SCHEMA_VERSION = 1
+_SHOWN_BAD = 5
+
+
+def index(
+    data: Annotated[list[str], typer.Argument(metavar="DATA...", help="Files, folders, globs or URLs of datasets.")],
+    model: Annotated[
+        str, typer.Option("--model", metavar="M", help="Whose tokenizer and processor measure: a folder or a Hub id.")
+    ],
+    schema: Annotated[
+        str, typer.Option(metavar="NAME", help="Form of the rows; told from each row's columns if not given.")
+    ] = "auto",
+    text_column: Annotated[
+        str, typer.Option(metavar="NAME", help="Column with the words of documents and captions.")
+    ] = "text",
+    root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder or URL that media paths start from; each file's own else.")
+    ] = None,
+    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let rows name media on the web.")] = False,
+    on_bad: Annotated[
+        str, typer.Option(metavar="error|skip", help="What a row that cannot be used does: it stops, or is counted.")
+    ] = "error",
+    quarantine: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --on-bad skip: write file, row and reason of each there.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", help="Worker processes; 0 for none, one per usable core if not given.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="URL", help="Measure on a Dask cluster, such as tcp://scheduler:8786.")
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of all indices; `index` in $HEADWAY_CACHE if not given."),
+    ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Measure anew, as after images were replaced under the same names.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure tokens, patches and grids of every sample, exactly, without decoding pixels.
+
+    What was measured is kept as Parquet: a run that was stopped goes on, and a second run is immediate. The summary
+    goes to stdout, progress to stderr; docs/length-index.md describes the file.
+
+    Example: headway index chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct
+    """
+    with needs_extra("indexing"):
+        from headway.data.encode import Encoder
+        from headway.data.index import build_index
+        from headway.data.policy import BadSamples, SampleCounts
+        from headway.data.sources import open_source
+        from headway.models import load_processor
+    if cluster is not None:
+        with needs_extra("--cluster", extra="cluster"):
+            import distributed  # noqa: F401  # told before anything is opened
+    if on_bad not in ("error", "skip"):
+        raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
+
+    policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
+    options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
+    sources = [open_source(path, **options) for path in data]  # a typo is told before anything is measured
+    encoder = Encoder(load_processor(model))
+    counts = SampleCounts()
+    indices = {}
+    for path, source in zip(data, sources, strict=True):
+        with _progress_bar(source.name) as progress:
+            indices[path] = build_index(
+                source,
+                encoder,
+                cache,
+                workers=workers,
+                cluster=cluster,
+                progress=progress,
+                policy=policy,
+                counts=counts,
+                refresh=refresh,
+            )
+    if as_json:
+        records = [_record(path, found) for path, found in indices.items()]
+        print(json.dumps({"schema_version": SCHEMA_VERSION, "model": model, "indices": records}))
+    else:
+        print("\n\n".join(_render(path, found) for path, found in indices.items()))
+
+
+@contextmanager
+def _progress_bar(name: str) -> "Iterator[Progress]":
+    """A bar on stderr, on a terminal; it appears with the first unit."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows, {task.fields[bad]:,} bad"))
+    bar = Bar(
+        TextColumn("indexing {task.description}", markup=False),
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    task = bar.add_task(name, total=None, bad=0)
+    with bar:
+        yield lambda measured, rows, bad: bar.update(task, completed=measured, total=rows, bad=bad)
+
+
+def _record(path: str, index: "LengthIndex") -> dict[str, Any]:
+    return {
+        "data": path,
+        "path": str(index.path),
+        **asdict(index.summary()),
+        "bad_rows": [asdict(error.origin) | {"reason": error.reason} for error in index.bad.values()],
+    }
+
+
+def _render(path: str, index: "LengthIndex") -> str:
+    summary = index.summary()
+    pairs = [("data", path), ("samples", format_count(summary.samples))]
+    if summary.bad:
+        share = format_share(summary.bad / summary.samples)
+        pairs.append(("bad", f"{format_count(summary.bad)} ({share}), left out of the numbers below"))
+    pairs += [
+        ("tokens", format_count(summary.tokens)),
+        ("supervised", format_count(summary.supervised)),
+        ("patches", format_count(summary.patches)),
+    ]
+    media = [("images", summary.images), ("videos", summary.videos), ("clips", summary.clips)]
+    pairs += [(name, format_count(number)) for name, number in media if number]
+    lengths = [f"{_percentile(p)} {format_count(length)}" for p, length in summary.length_percentiles.items()]
+    pairs += [("lengths", ", ".join(lengths)), ("index", str(index.path))]
+    shown = [str(error) for error in list(index.bad.values())[:_SHOWN_BAD]]
+    if len(index.bad) > len(shown):
+        shown.append(f"and {format_count(len(index.bad) - len(shown))} more; --quarantine FILE or --json names all")
+    return "\n".join([render_pairs(pairs), *(f"bad: {reason}" for reason in shown)])
+
+
+def _percentile(percent: int) -> str:
+    return {0: "least", 50: "median", 100: "most"}.get(percent, f"{percent} %")

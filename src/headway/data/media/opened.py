@@ -1,0 +1,161 @@
+"""A chat's media, opened for one model: sizes and placeholders from headers, pixels and features when asked for."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from headway.data.media.audio import Sound, SoundFeatures
+from headway.data.media.images import Picture
+from headway.data.media.lengths import Grid
+from headway.data.media.patches import ImagePatches
+from headway.data.media.videos import Clip, SampledClip, VideoPatches
+from headway.data.samples import Chat, Media
+from headway.errors import DataError
+from headway.models.video import VideoProcessor, metadata_of
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedMedia:
+    """What the headers of a chat's media say.
+
+    Attributes:
+        pictures: its images.
+        image_grids: (t, h, w) of each [patches].
+        clips: its videos.
+        sounds: its sounds.
+        audio_lengths: feature frames of each [frames].
+        written: for each kind, what stands in the text for each.
+        seconds_per_patch: time that a patch of each video spans, for models whose positions are times [s].
+    """
+
+    pictures: tuple[Picture, ...] = ()
+    image_grids: tuple[Grid, ...] = ()
+    clips: tuple[SampledClip, ...] = ()
+    sounds: tuple[Sound, ...] = ()
+    audio_lengths: tuple[int, ...] = ()
+    written: dict[str, list[str]] = field(default_factory=dict)
+    seconds_per_patch: tuple[float, ...] | None = None
+
+    @property
+    def video_grids(self) -> tuple[Grid, ...]:
+        """(t, h, w) of each video [patches]."""
+        return tuple(clip.grid for clip in self.clips)
+
+
+class MediaReader:
+    """Opens the media of chats for one model.
+
+    Args:
+        processor: the model's processor, or its tokenizer if it reads text alone.
+        max_image_pixels: larger images and frames are refused [pixels].
+
+    Attributes:
+        images, videos, sounds: how the model reads each; None where it does not.
+    """
+
+    def __init__(self, processor: Any, max_image_pixels: int) -> None:
+        self._processor, self._max_pixels = processor, max_image_pixels
+        self.images: ImagePatches | None = None
+        self.videos: VideoPatches | None = None
+        self.sounds: SoundFeatures | None = None
+        if isinstance(processor, PreTrainedTokenizerBase):
+            return
+        if hasattr(processor, "image_processor"):
+            self.images = ImagePatches(processor.image_processor)
+        rules = getattr(processor, "video_processor", None)
+        if isinstance(rules, VideoProcessor):
+            self.videos = VideoPatches(rules, None if self.images is None else self.images.scale)
+        if SoundFeatures.can_read(processor):
+            self.sounds = SoundFeatures(processor)
+
+    def open(self, sample: Chat, stack: ExitStack) -> OpenedMedia:
+        """Read the headers of a chat's media; files stay open until the stack is closed.
+
+        Raises:
+            DataError: media that cannot be read, or that the model does not take.
+        """
+        where = sample.where
+        if not (sample.images or sample.videos or sample.audio):
+            return OpenedMedia()
+        pictures, image_grids, image_words = self._open_images(sample.images, where, stack)
+        clips, video_words, seconds = self._open_videos(sample.videos, where)
+        sounds, frames, audio_words = self._open_sounds(sample.audio, where)
+        written = {"image": image_words, "video": video_words, "audio": audio_words}
+        return OpenedMedia(pictures, image_grids, clips, sounds, frames, written, seconds)
+
+    def _open_images(
+        self, images: Sequence[Media], where: str, stack: ExitStack
+    ) -> tuple[tuple[Picture, ...], tuple[Grid, ...], list[str]]:
+        if not images:
+            return (), (), []
+        if self.images is None:
+            raise self._refusal(where, "images", len(images))
+        pictures = tuple(stack.enter_context(Picture(media, where, self._max_pixels)) for media in images)
+        try:
+            grids = tuple(self.images.grid(*picture.size) for picture in pictures)
+        except ValueError as error:  # an image too narrow to resize
+            raise DataError(f"{where}: the model's processor refuses an image: {error}.") from error
+        found = {"image_grid_thw": np.asarray(grids)}
+        words = [self._processor.replace_image_token(found, image_idx=i) for i in range(len(grids))]
+        return pictures, grids, words
+
+    def _open_videos(
+        self, videos: Sequence[Media], where: str
+    ) -> tuple[tuple[SampledClip, ...], list[str], tuple[float, ...] | None]:
+        if not videos:
+            return (), [], None
+        if self.videos is None:
+            raise self._refusal(where, "videos", len(videos))
+        opened = [Clip(media, where, self._max_pixels) for media in videos]
+        try:
+            clips = tuple(self.videos.sample(clip) for clip in opened)
+        except ValueError as error:  # frames too narrow to resize
+            raise DataError(f"{where}: the model's processor refuses a video: {error}.") from error
+        known = [metadata_of(each.clip.num_frames, each.clip.fps, each.places) for each in clips]
+        seconds = None
+        if "second_per_grid_ts" in self._processor.model_input_names:
+            seconds = tuple(self.videos.rules.temporal_patch_size / metadata.sampled_fps for metadata in known)
+        found = {"video_grid_thw": np.asarray([each.grid for each in clips]), "video_metadata": known}
+        words = [self._processor.replace_video_token(found, video_idx=i) for i in range(len(clips))]
+        return clips, words, seconds
+
+    def _open_sounds(self, audio: Sequence[Media], where: str) -> tuple[tuple[Sound, ...], tuple[int, ...], list[str]]:
+        if not audio:
+            return (), (), []
+        if self.sounds is None:
+            raise self._refusal(where, "sounds", len(audio))
+        opened = tuple(self.sounds.open(media, where) for media in audio)
+        return opened, tuple(self.sounds.frames(sound) for sound in opened), self.sounds.written(opened)
+
+    def pixels(self, opened: OpenedMedia) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Patches of all images, and of all videos, (P, D) each; None without any.
+
+        Raises:
+            DataError: one is damaged.
+        """
+        images = self.images.patches(opened.pictures) if self.images is not None and opened.pictures else None
+        videos = self.videos.patches(opened.clips) if self.videos is not None and opened.clips else None
+        return images, videos
+
+    def features(self, opened: OpenedMedia) -> torch.Tensor | None:
+        """(A, M, F) features of all sounds; None without any.
+
+        Raises:
+            DataError: one is damaged.
+        """
+        return self.sounds.features(opened.sounds) if self.sounds is not None and opened.sounds else None
+
+    def _refusal(self, where: str, kind: str, number: int) -> DataError:
+        reads = [
+            name for name, part in (("images", self.images), ("videos", self.videos), ("sounds", self.sounds)) if part
+        ]
+        model = f"the model reads {', '.join(['text', *reads])}" if reads else "the model reads text alone"
+        return DataError(
+            f"{where}: the chat holds {number} {kind}, but {model} here. Choose another model, or a dataset without "
+            f"{kind}. The processor is {type(self._processor).__name__}."
+        )

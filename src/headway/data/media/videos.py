@@ -1,0 +1,188 @@
+"""Videos by PyAV: length, rate and size from the header, and the frames that a model reads when asked for.
+
+Tensor letters: F frames, C channels, H and W pixels, P patches, D values per patch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headway.data.media.files import media_error, open_media
+from headway.data.media.lengths import Grid
+from headway.data.samples import Media
+from headway.errors import DataError
+from headway.models.patch_layout import Scale, pixel_scale
+from headway.models.video import VideoProcessor
+
+# What PyAV raises on files that are missing, damaged or no media.
+DAMAGE = (av.error.FFmpegError, OSError, ValueError, IndexError, EOFError, OverflowError, Warning)
+# A playlist could name other files or addresses; nothing but the file itself is opened.
+_OPTIONS = {"protocol_whitelist": "none"}
+
+
+@contextmanager
+def av_container(media: Media) -> Iterator[Any]:
+    """A file opened by PyAV, of which the header has been read.
+
+    Raises:
+        OSError, av.error.FFmpegError: it cannot be opened.
+    """
+    with open_media(media) as file, av.open(file, options=_OPTIONS) as container:
+        yield container
+
+
+class Clip:
+    """A video, of which the header and the first frame have been read.
+
+    Frames are counted as they are shown, one after the other, whatever their times; frames per second are the mean.
+    Rotations by quarter turns are applied.
+
+    Args:
+        media: the file or its bytes.
+        where: the sample's place, for messages.
+        max_pixels: larger frames are refused [pixels].
+
+    Attributes:
+        num_frames: frames in the video.
+        fps: their mean rate [1/s].
+        size: (height, width) of the first frame, upright [pixels].
+
+    Raises:
+        DataError: the file is missing, damaged, has no video or larger frames; the message names sample and file.
+    """
+
+    def __init__(self, media: Media, where: str, max_pixels: int) -> None:
+        self._media, self._where = media, where
+        try:
+            with av_container(media) as container:
+                self.num_frames, self.fps, self.size = self._header(container, max_pixels)
+            if self.num_frames == 0:
+                with av_container(media) as container:
+                    self.num_frames = _count_frames(container)
+        except DAMAGE as error:
+            raise media_error(media, where, "video", error) from error
+        if self.num_frames == 0:
+            raise self._unusable("it has no frames. Delete the sample, or copy the file again")
+
+    def _header(self, container: Any, max_pixels: int) -> tuple[int, float, tuple[int, int]]:
+        """Frames, 0 where the header does not tell; their rate; their size."""
+        if not container.streams.video:
+            raise self._unusable("it has no video stream. Give it as sound, or delete the sample")
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        first = next(container.decode(stream), None)
+        if first is None:
+            raise self._unusable("none of its frames can be decoded. Copy it again, or delete the sample")
+        rate = stream.average_rate or stream.guessed_rate
+        if not rate:
+            raise self._unusable("its header tells no frame rate. Convert it anew")
+        if first.width * first.height > max_pixels:
+            raise self._unusable(
+                f"its frames have {first.width} x {first.height} pixels, more than the limit of {max_pixels}. Shrink "
+                "it, or raise max_image_pixels"
+            )
+        turned = round(first.rotation / 90) % 2 == 1
+        size = (first.width, first.height) if turned else (first.height, first.width)
+        return int(stream.frames), float(rate), size
+
+    def frames(self, places: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+        """The frames at places in rising order, a place as often as it is named: (H, W, 3), upright.
+
+        Raises:
+            DataError: fewer frames can be decoded than the header promises.
+        """
+        wanted = iter(places)
+        place = next(wanted, None)
+        decoded = 0
+        try:
+            with av_container(self._media) as container:
+                stream = container.streams.video[0]
+                stream.codec_context.thread_count = 1
+                for number, frame in enumerate(container.decode(stream)):
+                    if place is None:
+                        return
+                    decoded = number + 1
+                    if number < place:
+                        continue
+                    frame_HWC = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                    while place == number:
+                        yield frame_HWC
+                        place = next(wanted, None)
+        except DAMAGE as error:
+            raise media_error(self._media, self._where, "video", error) from error
+        if place is not None:
+            raise self._unusable(
+                f"{decoded} frames can be decoded, but frame {place + 1} of {self.num_frames} is needed; it was cut "
+                "off or is damaged. Copy it again, or delete the sample"
+            )
+
+    def _unusable(self, reason: str) -> DataError:
+        return media_error(self._media, self._where, "video", reason)
+
+
+def _count_frames(container: Any) -> int:
+    """Frames of the first video stream, by its packets; nothing is decoded."""
+    packets = container.demux(container.streams.video[0])
+    return sum(1 for packet in packets if packet.size and not packet.is_discard)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledClip:
+    """A video and what the model reads of it.
+
+    Attributes:
+        clip: the video.
+        places: the frames read, in order.
+        grid: (t, h, w) [patches].
+    """
+
+    clip: Clip
+    places: tuple[int, ...]
+    grid: Grid
+
+
+class VideoPatches:
+    """Turns videos into patches for one model.
+
+    Args:
+        rules: how the model reads videos.
+        image_scale: (scale_D, shift_D) of image patches; patches of videos are bytes where theirs is the same.
+    """
+
+    def __init__(self, rules: VideoProcessor, image_scale: Scale | None) -> None:
+        self.rules = rules
+        self._scale = pixel_scale(rules)
+        self._in_bytes = image_scale is not None and all(
+            torch.equal(ours, theirs) for ours, theirs in zip(self._scale, image_scale, strict=True)
+        )
+
+    def sample(self, clip: Clip) -> SampledClip:
+        """Choose the frames that the model reads.
+
+        Raises:
+            ValueError: the rules refuse the video's size.
+        """
+        places = self.rules.sample(clip.num_frames, clip.fps)
+        return SampledClip(clip, tuple(places), self.rules.grid(len(places), *clip.size))
+
+    def patches(self, sampled: Sequence[SampledClip]) -> torch.Tensor:
+        """The patches of videos, end to end: (P, D), bytes or what the model reads.
+
+        Raises:
+            DataError: a video is damaged.
+        """
+        laid_out = torch.cat([self._patches(each) for each in sampled])
+        return laid_out if self._in_bytes else laid_out * self._scale[0] + self._scale[1]
+
+    def _patches(self, sampled: SampledClip) -> torch.Tensor:
+        height, width = (side * self.rules.patch_size for side in sampled.grid[1:])
+        frames_FCHW = np.empty((len(sampled.places), 3, height, width), np.uint8)
+        for place, frame_HWC in enumerate(sampled.clip.frames(sampled.places)):
+            frames_FCHW[place] = self.rules.resize(frame_HWC, height, width)
+        return self.rules.lay_out(frames_FCHW)

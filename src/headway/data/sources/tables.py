@@ -1,0 +1,163 @@
+"""Parquet and Arrow: rows of tables."""
+
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headway.data.sources.files import cached_path, write_whole
+from headway.data.sources.reader import EMPTY, START, Raw, Reader, Row, after, lasting, until_damage
+from headway.errors import DataError
+
+_BATCH_ROWS = 64  # decoded at once: few, as a row may hold images
+_ARROW_FILE = b"ARROW1"  # how an Arrow file begins; an Arrow stream does not
+
+
+class TableReader(Reader):
+    """A file of record batches.
+
+    Random access maps an Arrow file into memory. Parquet, compressed Arrow and remote files are written to the cache as
+    uncompressed Arrow first, in one pass: Parquet has no way to a row but to decode the row group around it.
+    """
+
+    @abstractmethod
+    def batches(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Record batches in order, each with the row it begins at; those that end before `start` may be left out."""
+
+    def parse(self, content: dict[str, Any]) -> Row:
+        """Take a row's columns."""
+        return Row(content)
+
+    def get(self, row: int) -> Raw:  # noqa: D102 - as the base class says
+        starts, batches, damage = self._rows()
+        if damage and row == starts[-1]:
+            return Raw(row, after(_raw(row - 1, {})) if row else START, DataError(damage))
+        number = bisect_right(starts, row) - 1
+        (content,) = batches[number].slice(row - starts[number], 1).to_pylist()
+        return _raw(row, content)
+
+    def __len__(self) -> int:
+        starts, _, damage = self._rows()
+        return starts[-1] + bool(damage)
+
+    def _read(self, start: int) -> Iterator[Raw]:
+        for first, batch in self.batches(max(start - 1, 0)):
+            for begin in range(0, batch.num_rows, _BATCH_ROWS):
+                if first + begin + _BATCH_ROWS >= start:
+                    for i, content in enumerate(batch.slice(begin, _BATCH_ROWS).to_pylist()):
+                        yield _raw(first + begin + i, content)
+
+    @contextmanager
+    def _opened(self) -> Iterator[pa.NativeFile]:
+        if not self.file.is_local:
+            with self.file.opened() as stream, pa.PythonFile(stream, "r") as source:
+                yield source
+            return
+        self.file.check(Path(self.file.url).stat())
+        with pa.memory_map(self.file.url) as source:
+            yield source
+
+    def _rows(self) -> tuple[list[int], list[pa.RecordBatch], str]:
+        """Rows before each batch and of all, the batches, mapped into memory, and why they end before their time."""
+        if not hasattr(self, "_table"):
+            batches, damage = self._directly() or self._from_copy()
+            self._table = [0, *accumulate(batch.num_rows for batch in batches)], batches, damage
+        return self._table
+
+    def _directly(self) -> tuple[list[pa.RecordBatch], str] | None:
+        """The file's own batches; None where they lie neither here nor uncompressed."""
+        return None
+
+    def _from_copy(self) -> tuple[list[pa.RecordBatch], str]:
+        path = cached_path(self.file, f"{type(self).__name__} rows 1").with_suffix(".arrow")
+        told = path.with_suffix(".damage")
+        if not path.exists():
+            write_whole(path, lambda copy: self._copy(copy, told))
+        batches = list(pa.ipc.open_stream(pa.memory_map(str(path)))) if path.stat().st_size else []
+        return batches, told.read_text("utf-8") if told.exists() else ""
+
+    def _copy(self, copy: BinaryIO, told: Path) -> None:
+        """Write all rows as an Arrow stream; name a damage beside it."""
+        writer = None
+        for item in until_damage(self.batches(0)):
+            if isinstance(item, DataError):
+                self._tell(told, lasting(item, self.file))
+            elif item[1].num_rows:
+                writer = writer or pa.ipc.new_stream(copy, item[1].schema)
+                writer.write_batch(item[1])
+        if writer is not None:
+            writer.close()
+        elif not told.exists():
+            self._tell(told, EMPTY)
+
+    def _tell(self, told: Path, damage: str) -> None:
+        write_whole(told, lambda file: file.write(damage.encode()))
+
+
+class Arrow(TableReader):
+    """An Arrow file or stream, such as those of `datasets`."""
+
+    def batches(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:  # noqa: ARG002, D102 - skipping costs nothing
+        with self._opened() as source:
+            row = 0
+            for batch in _batches(source):
+                yield row, batch
+                row += batch.num_rows
+
+    def _directly(self) -> tuple[list[pa.RecordBatch], str] | None:
+        if not self.file.is_local:
+            return None
+        batches: list[pa.RecordBatch] = []
+        with self._opened() as source:
+            for batch in until_damage(_batches(source)):
+                if isinstance(batch, DataError):
+                    return batches, lasting(batch, self.file)
+                if not batches and not _lies_in(source, batch):
+                    return None
+                batches.append(batch)
+        return batches, "" if any(batch.num_rows for batch in batches) else EMPTY
+
+
+class Parquet(TableReader):
+    """A Parquet file."""
+
+    def batches(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:  # noqa: D102 - as the base class says
+        with self._opened() as source, pq.ParquetFile(source) as table:
+            row = 0
+            for group in range(table.num_row_groups):
+                stop = row + table.metadata.row_group(group).num_rows
+                if stop > start:
+                    for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group]):
+                        yield row, batch
+                        row += batch.num_rows
+                row = stop
+
+
+def _batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+    source.seek(0)
+    if is_file:
+        table = pa.ipc.open_file(source)
+        yield from (table.get_batch(number) for number in range(table.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(source)
+
+
+def _lies_in(source: pa.MemoryMappedFile, batch: pa.RecordBatch) -> bool:
+    """Whether a batch's buffers are the file's own bytes, instead of having been decompressed."""
+    place = source.tell()
+    source.seek(0)
+    whole = source.read_buffer()
+    source.seek(place)
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
+    return all(whole.address <= buffer.address < whole.address + whole.size for buffer in buffers)
+
+
+def _raw(row: int, content: dict[str, Any]) -> Raw:
+    return Raw(row, f"row {row}", content)

@@ -1,0 +1,115 @@
+"""Corpora that were tokenised before, as arrays of token ids: NumPy files and bare numbers."""
+
+import io
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from headway.data.sources.files import File
+from headway.data.sources.reader import Row
+from headway.data.sources.spans import Record, SpanReader
+from headway.errors import ConfigError
+
+DTYPES = ("uint16", "uint32", "int32", "int64")
+_CHUNK_TOKENS = 2**20
+
+
+class Tokens(SpanReader):
+    """Token ids one after the other, with an id that ends each document; or a NumPy array with a document on each row.
+
+    Args:
+        file: a .npy file, or one that holds nothing but ids, as nanoGPT and Megatron-LM write them.
+        token_dtype: of bare ids, one of `DTYPES`, in this machine's byte order; a NumPy file tells its own.
+        end_token: the id that ends a document and belongs to it; a NumPy file of two dimensions needs none.
+
+    Raises:
+        ConfigError: a setting is missing, unknown, or cannot take effect.
+    """
+
+    unit = "document"
+
+    def __init__(self, file: File, token_dtype: str | None = None, end_token: int | None = None) -> None:
+        super().__init__(file)
+        self.is_numpy = file.extension == ".npy"
+        if self.is_numpy is not (token_dtype is None) or token_dtype not in (None, *DTYPES):
+            raise ConfigError(
+                f"The token ids of {file.url} were given the dtype {token_dtype}. A NumPy file tells its own; for bare "
+                f"ids, name one of {', '.join(DTYPES)} as token_dtype."
+            )
+        if not self.is_numpy and end_token is None:
+            raise ConfigError(f"Name the id that ends a document of {file.url} as end_token; the ids alone do not.")
+        self.token_dtype, self.end_token = token_dtype, end_token
+
+    def records(self, stream: BinaryIO) -> Iterator[Record]:
+        """Documents in order, reading a chunk of ids at a time."""
+        if not self.is_numpy:
+            yield from self._split(stream, 0, np.dtype(self.token_dtype))
+            return
+        shape, dtype, header_bytes = _numpy_header(stream)
+        if len(shape) == 2 and self.end_token is None:
+            yield from _rows(stream, header_bytes, shape, dtype)
+        elif len(shape) == 1 and self.end_token is not None:
+            yield from self._split(stream, header_bytes, dtype, expected_tokens=shape[0])
+        else:
+            raise io.UnsupportedOperation(
+                f"the array has the shape {shape} and end_token is {self.end_token}; give two dimensions, a document "
+                "each row, or one dimension and the id that ends a document"
+            )
+
+    def parse(self, content: bytes) -> Row:
+        """Read a document's ids."""
+        if not hasattr(self, "_dtype"):
+            with self.file.opened() as stream:
+                self._dtype = _numpy_header(stream)[1] if self.is_numpy else np.dtype(self.token_dtype)
+        return Row({"input_ids": np.frombuffer(content, self._dtype).tolist()})
+
+    def _purpose(self) -> str:
+        return f"Tokens as {self.token_dtype} to {self.end_token}"
+
+    def _split(
+        self, stream: BinaryIO, place: int, dtype: np.dtype[Any], expected_tokens: int | None = None
+    ) -> Iterator[Record]:
+        number, tokens, rest = 1, 0, b""
+        while chunk := stream.read(_CHUNK_TOKENS * dtype.itemsize):
+            rest += chunk
+            ids = np.frombuffer(rest[: len(rest) // dtype.itemsize * dtype.itemsize], dtype)
+            start = 0
+            for stop in ((np.flatnonzero(ids == self.end_token) + 1) * dtype.itemsize).tolist():
+                yield Record(place + start, number, rest[start:stop])
+                start, number = stop, number + 1
+            place, rest, tokens = place + start, rest[start:], tokens + start // dtype.itemsize
+        tokens += len(rest) // dtype.itemsize
+        if len(rest) % dtype.itemsize or tokens < (expected_tokens or 0):
+            raise EOFError(f"it is cut within a document, after {tokens} ids")
+        if rest:
+            yield Record(place, number, rest)
+
+
+def _rows(stream: BinaryIO, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Record]:
+    num_bytes = shape[1] * dtype.itemsize
+    for number in range(1, shape[0] + 1):
+        row = stream.read(num_bytes)
+        if len(row) < num_bytes:
+            raise EOFError(f"it announces {shape[0]} rows and is cut within row {number}")
+        yield Record(place, number, row)
+        place += num_bytes
+
+
+def _numpy_header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Shape, dtype and the header's own bytes.
+
+    Source: the NPY format, versions 1.0 and 2.0 (numpy.lib.format).
+    """
+    magic = stream.read(8)
+    length = stream.read(2 if magic[6:7] == b"\x01" else 4)
+    header = length + stream.read(int.from_bytes(length, "little"))
+    read = np.lib.format.read_array_header_1_0 if len(length) == 2 else np.lib.format.read_array_header_2_0
+    try:
+        np.lib.format.read_magic(io.BytesIO(magic))
+        shape, is_fortran, dtype = read(io.BytesIO(header))
+    except ValueError as error:
+        raise EOFError(f"it is no NumPy array: {error}") from error
+    if dtype.kind not in "iu" or (is_fortran and len(shape) > 1):
+        raise io.UnsupportedOperation(f"the array holds {dtype}, by column: {is_fortran}; give integers, row by row")
+    return shape, dtype, len(magic) + len(header)

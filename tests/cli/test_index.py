@@ -1,0 +1,103 @@
+import json
+
+import pytest
+
+from headway.demo.processor import write_processor
+
+QUESTION = {"role": "user", "content": "Which digits do you see?"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_processor(tmp_path / "model", ["Which digits do you see?"], patch_size=8)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """Twelve chats, of which the third has no answer and the fourth is no JSON."""
+    lines = [json.dumps({"messages": [QUESTION, {"role": "assistant", "content": f"It is {n}."}]}) for n in range(12)]
+    lines[2] = json.dumps({"messages": [QUESTION]})
+    lines[3] = '{"messages": ['
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+
+
+def test_the_summary_goes_to_stdout(headway, chats, model, tmp_path):
+    result = headway("index", chats, "--model", model, "--on-bad", "skip", "--workers", 0)
+
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    named = dict(line.split(maxsplit=1) for line in lines if not line.startswith("bad:"))
+    assert named["data"] == str(chats)
+    assert named["samples"] == "12"
+    assert named["bad"] == "2 (16.7 %), left out of the numbers below"
+    assert named["patches"] == "0"
+    assert "images" not in named
+    assert named["index"].startswith(str(tmp_path / "cache" / "index"))
+    assert [line.partition("line ")[2][:2] for line in lines if line.startswith("bad:")] == ["3:", "4:"]
+
+
+def test_json_names_every_bad_row(headway, chats, model):
+    result = headway("index", chats, "--model", model, "--on-bad", "skip", "--workers", 0, "--json")
+
+    said = json.loads(result.out)
+    assert said["schema_version"] == 1
+    (found,) = said["indices"]
+    assert (found["samples"], found["bad"]) == (12, 2)
+    assert [(bad["row"], bad["place"]) for bad in found["bad_rows"]] == [(2, "line 3"), (3, "line 4")]
+    lengths = found["length_percentiles"]
+    assert lengths["0"] * 10 <= found["tokens"] <= lengths["100"] * 10
+
+
+def test_several_datasets_have_an_index_each(headway, chats, model, tmp_path):
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text('{"text": "Which digits?"}\n{"text": "One, two, three."}')
+
+    result = headway("index", chats, documents, "--model", model, "--on-bad", "skip", "--workers", 0, "--json")
+
+    first, second = json.loads(result.out)["indices"]
+    assert (first["samples"], second["samples"]) == (12, 2)
+    assert first["path"] != second["path"]
+
+
+def test_a_bad_row_is_an_error_unless_skipped(headway, chats, model):
+    result = headway("index", chats, "--model", model, "--workers", 0)
+
+    assert (result.code, result.out) == (1, "")
+    assert "line 3: " in " ".join(result.err.split())
+
+
+def test_the_quarantine_names_what_was_skipped(headway, chats, model, tmp_path):
+    arguments = ("--on-bad", "skip", "--quarantine", tmp_path / "bad.jsonl", "--workers", 0)
+
+    assert headway("index", chats, "--model", model, *arguments).code == 0
+
+    lines = (tmp_path / "bad.jsonl").read_text().splitlines()
+    assert [json.loads(line)["place"] for line in lines] == ["line 3", "line 4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("nothing.jsonl", "--model", "MODEL"), 1, "The dataset nothing.jsonl cannot be read"),
+        (("CHATS", "--model", "./nothing"), 2, "no model folder or config.json at './nothing'"),
+        (("CHATS", "--model", "MODEL", "--on-bad", "ignore"), 2, "--on-bad 'ignore' is neither error nor skip"),
+        (("CHATS", "--model", "MODEL", "--schema", "xml"), 2, "'xml'"),
+        (("CHATS", "--model", "MODEL", "--workers", "-1"), 2, "workers=-1"),
+        (("CHATS", "--model", "MODEL", "--quarantine", "bad.jsonl"), 2, "bad.jsonl would stay empty"),
+    ],
+)
+def test_a_mistake_is_one_paragraph(headway, chats, model, arguments, code, said):
+    given = {"CHATS": chats, "MODEL": model}
+
+    result = headway("index", *(given.get(argument, argument) for argument in arguments))
+
+    assert (result.code, result.out) == (code, "")
+    assert result.err.startswith("Error: ")
+    assert said in " ".join(result.err.split())
