@@ -121,6 +121,8 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
             names = [name for name in sorted(system.find(inside)) if not _is_hidden(name[len(inside) :])]
         else:
             names = [name for name in sorted(system.glob(inside)) if system.isfile(name)]
+            if not Path(inside).name.startswith("."):  # as in a shell
+                names = [name for name in names if not Path(name).name.startswith(".")]
         if not names:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
         return [_file(system, name, options) for name in names], folder

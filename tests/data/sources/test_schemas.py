@@ -1,0 +1,257 @@
+"""Rows in the forms that datasets write them, and the one sample that each becomes."""
+
+import json
+
+import pytest
+
+from headway.data import AudioPart, Chat, Document, ImagePart, Media, Message, TextPart, VideoPart
+from headway.data.samples import Origin
+from headway.data.sources.reader import Row
+from headway.data.sources.references import MediaRules
+from headway.data.sources.schemas import SCHEMAS, Normaliser
+from headway.errors import ConfigError, DataError
+
+ORIGIN = Origin("data", "data.jsonl", 0, "line 1")
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Normalise a row beside which lie the files a.png, b.png, c.mp4 and d.wav."""
+    for name in ("a.png", "b.png", "c.mp4", "d.wav"):
+        (tmp_path / name).write_bytes(name.encode())
+
+    def normalise(row, schema="auto", text_column="text", **members):
+        normaliser = Normaliser(schema, text_column, str(tmp_path), MediaRules())
+        return normaliser.sample(Row(row, {name.replace("_", "."): data for name, data in members.items()}), ORIGIN)
+
+    return normalise
+
+
+@pytest.fixture
+def at(tmp_path):
+    return lambda name: Media(str(tmp_path / name))
+
+
+def user(*parts):
+    return Message("user", tuple(TextPart(part) if isinstance(part, str) else part for part in parts))
+
+
+def assistant(words):
+    return Message("assistant", (TextPart(words),))
+
+
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def test_messages_of_strings_and_parts(read, at):
+    parts = [
+        {"type": "text", "text": "See "},
+        {"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}},
+        {"type": "image", "image": "b.png", "text": None},
+        {"type": "video", "video": "c.mp4"},
+        {"type": "audio", "url": "d.wav"},
+        {"type": "image_url", "image_url": "data:image/png;base64,SGk="},
+        {"type": "input_audio", "input_audio": {"data": "SGk=", "format": "wav"}},
+        {"type": "image", "image": {"bytes": b"raw", "path": "x.png"}},
+    ]
+    chat = read({"messages": [said("developer", "Be brief."), said("user", parts), said("assistant", "Yes.")]})
+    assert chat == Chat(
+        (
+            Message("system", (TextPart("Be brief."),)),
+            user(
+                "See ",
+                ImagePart(at("a.png")),
+                ImagePart(at("b.png")),
+                VideoPart(at("c.mp4")),
+                AudioPart(at("d.wav")),
+                ImagePart(Media(data=b"Hi")),
+                AudioPart(Media(data=b"Hi")),
+                ImagePart(Media(data=b"raw")),
+            ),
+            assistant("Yes."),
+        ),
+        ORIGIN,
+    )
+
+
+def test_tool_calls_with_arguments_as_json_or_objects(read):
+    weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern", "days": null}'}},
+        {"id": "2", "type": "function", "function": {"name": "clock", "arguments": {"zone": 1}}},
+    ]
+    turns = [
+        said("user", "Weather?"),
+        said("assistant", None, tool_calls=calls),
+        said("tool", "Sun.", tool_call_id="1"),
+        said("tool", "Noon.", name="clock"),
+        said("assistant", "Sun."),
+    ]
+    chat = read({"messages": turns, "tools": [weather]})
+    assert chat.tools == (weather,)
+    assert chat.messages[1:4] == (
+        Message(
+            "assistant",
+            (),
+            (
+                {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern", "days": None}}},
+                {"type": "function", "function": {"name": "clock", "arguments": {"zone": 1}}},
+            ),
+        ),
+        Message("tool", (TextPart("Sun."),), name="weather"),
+        Message("tool", (TextPart("Noon."),), name="clock"),
+    )
+    # Tables hold what differs from row to row as JSON, or as one list for each key.
+    assert read({"messages": json.dumps(turns), "tools": json.dumps([weather])}) == chat
+
+
+def test_turns_as_a_list_for_each_key(read):
+    columns = {"role": ["user", "assistant"], "content": ["Hi", "Ho"]}
+    assert read({"messages": columns}).messages == (user("Hi"), assistant("Ho"))
+
+
+def test_parts_without_media_take_those_of_the_columns(read, at):
+    parts = [{"type": "image"}, {"type": "text", "text": "and <image>"}, {"type": "image"}]
+    chat = read({"messages": [said("user", parts)], "images": ["b.png", {"bytes": b"raw", "path": None}]})
+    assert chat.messages == (user(ImagePart(at("b.png")), "and <image>", ImagePart(Media(data=b"raw"))),)
+
+
+def test_markers_in_words_take_those_of_the_columns(read, at):
+    turns = [said("user", "<image>Two? <video> <audio>"), said("assistant", [{"type": "text", "text": "<image>"}])]
+    chat = read({"messages": turns, "images": ["a.png", "b.png"], "videos": ["c.mp4"]})
+    assert chat.messages == (
+        user(ImagePart(at("a.png")), "Two? ", VideoPart(at("c.mp4")), " <audio>"),
+        Message("assistant", (ImagePart(at("b.png")),)),
+    )
+
+
+def test_conversations_with_markers(read, at):
+    turns = [
+        {"from": "human", "value": "<image>\nWhat is <video>this"},
+        {"from": "gpt", "value": "A cat."},
+        {"from": "human", "value": "<image><image>?"},
+    ]
+    chat = read({"id": 3, "conversations": turns, "image": ["a.png", "b.png", "a.png"], "video": "c.mp4"})
+    assert chat.messages == (
+        user(ImagePart(at("a.png")), "\nWhat is ", VideoPart(at("c.mp4")), "this"),
+        assistant("A cat."),
+        user(ImagePart(at("b.png")), ImagePart(at("a.png")), "?"),
+    )
+    one = read({"conversations": turns[:1], "image": "a.png", "videos": ["c.mp4"]})
+    assert one.messages == chat.messages[:1]
+
+
+def test_sharegpt_with_tools(read):
+    turns = [
+        {"from": "human", "value": "<image> is a tag of SVG. Weather?"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Bern"}}'},
+        {"from": "observation", "value": "Sun."},
+        {"from": "gpt", "value": "It shines."},
+    ]
+    chat = read({"conversations": turns, "system": "Be brief.", "tools": '[{"name": "weather"}]'}, schema="sharegpt")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+    assert chat.messages == (
+        Message("system", (TextPart("Be brief."),)),
+        user("<image> is a tag of SVG. Weather?"),
+        Message("assistant", (), (call,)),
+        Message("tool", (TextPart("Sun."),), name="weather"),
+        assistant("It shines."),
+    )
+    assert chat.tools == ({"name": "weather"},)
+
+
+def test_prompt_and_completion(read, at):
+    assert read({"prompt": "Hi", "completion": "Ho"}).messages == (user("Hi"), assistant("Ho"))
+    assert read(
+        {"prompt": [said("system", "x"), said("user", "Hi")], "completion": [said("assistant", "Ho")]}
+    ).messages == (Message("system", (TextPart("x"),)), user("Hi"), assistant("Ho"))
+    pictured = read({"prompt": "<image>?", "completion": "Ho", "image": "a.png"})
+    assert pictured.messages == (user(ImagePart(at("a.png")), "?"), assistant("Ho"))
+
+
+def test_captions(read, at):
+    row = {"image": "a.png", "caption": "A cat.", "text": "A dog."}
+    assert read(row).messages == (user(ImagePart(at("a.png"))), assistant("A dog."))
+    assert read(row, text_column="caption").answer == "A cat."
+    assert read({"text": "A bird."}, a_png=b"raw").images == (Media(data=b"raw"),)
+
+
+def test_documents(read):
+    assert read({"text": "Words.", "meta": {"a": 1}}) == Document("Words.", ORIGIN)
+    assert read({"body": "Words.", "text": None}, text_column="body").content == "Words."
+    assert read({"input_ids": [3, 1], "labels": [3, 1], "attention_mask": [1, 1]}) == Document((3, 1), ORIGIN)
+
+
+def test_the_richest_schema_is_taken_and_a_named_one_goes_first(read):
+    row = {"text": "Words.", "messages": [said("user", "Hi")], "prompt": "Hi", "completion": "Ho"}
+    assert read(row).messages == (user("Hi"),)
+    assert read(row, schema="text") == Document("Words.", ORIGIN)
+    assert len(read(row, schema="prompt_completion").messages) == 2
+
+
+CALL = {"function": {"name": "f", "arguments": "{"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "?"}, 'got {"question": "?"}, but the row needs the columns of a schema: messages (messages);'),
+        ({"messages": "no JSON"}, "messages is a string but not JSON"),
+        ({"messages": 3}, 'got 3, but "messages" must be a list of turns'),
+        ({"messages": [said("user", "a", weight=0)]}, 'message 1: "weight" is 0, but every turn'),
+        ({"messages": [said("assistant", "a", reasoning_content="b")]}, '"reasoning_content" is not read'),
+        ({"messages": [said("assistant", None)]}, 'message 1: "content" is null'),
+        ({"messages": [said(["user"], "a")]}, 'unknown role ["user"]'),
+        ({"messages": [said("user", [{"type": ["text"]}])]}, "unknown part"),
+        ({"messages": [said("user", [{"type": "image"}])]}, "message 1: the row has 0 of kind image"),
+        (
+            {"messages": [said("user", "a")], "images": ["a.png"]},
+            "the row has 1 of kind image, but its messages hold 0",
+        ),
+        ({"messages": [said("user", "<image><image>")], "image": "a.png"}, "hold more <image> markers"),
+        ({"messages": [said("user", [{"type": "input_audio", "input_audio": "x"}])]}, '"input_audio" is "x"'),
+        ({"messages": [said("assistant", None, tool_calls=[CALL])]}, "the arguments of f is a string but not JSON"),
+        ({"messages": [said("assistant", None, tool_calls=[{"id": "1"}])]}, "names no function"),
+        (
+            {"messages": [said("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": [1]}}])]},
+            "the arguments of f are [1]",
+        ),
+        ({"messages": [said("user", "a")], "tools": {"name": "f"}}, '"tools" is {"name": "f"}'),
+        ({"conversations": []}, 'the list "conversations" is empty'),
+        ({"conversations": [{"from": "human"}]}, 'turn 1: got {"from": "human"}, but a turn needs the strings'),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, 'turn 1: unknown speaker "alien". Allowed are human'),
+        ({"conversations": [{"from": ["gpt"], "value": "a"}]}, 'unknown speaker ["gpt"]'),
+        ({"conversations": [{"from": "human", "value": "<image>"}]}, 'choose the schema "sharegpt"'),
+        ({"conversations": [{"from": "human", "value": "a"}], "image": "a.png"}, "hold 0 <image> markers for them"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "turn 1: the call is a string but not JSON"),
+        ({"prompt": 3, "completion": "a"}, '"prompt" is 3 and "completion" is "a"'),
+        ({"prompt": [said("assistant", "a")], "completion": "b"}, "the prompt holds turns of the assistant"),
+        ({"text": 3}, '"text" is 3, but a document must be a string'),
+        ({"text": ""}, '"text" is "", but a document must be a string'),
+        ({"input_ids": []}, '"input_ids" is []'),
+        ({"input_ids": [1, -1]}, "none of them negative"),
+        ({"input_ids": [1, 2.0]}, "must be a list of token ids"),
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, '"labels" differs from "input_ids"'),
+    ],
+)
+def test_what_is_wrong_is_said(read, row, says):
+    with pytest.raises(DataError) as caught:
+        read(row)
+    assert says in str(caught.value)
+
+
+def test_a_named_schema_says_what_it_needs(read):
+    with pytest.raises(
+        DataError, match=r"needs the columns of a schema: prompt and completion \(prompt_completion\)\."
+    ):
+        read({"text": "a"}, schema="prompt_completion")
+    with pytest.raises(DataError, match=r"the row has 1 of kind image, but its messages hold 0"):
+        read({"conversations": [{"from": "human", "value": "<image>"}], "image": "a.png"}, schema="sharegpt")
+    with pytest.raises(ConfigError, match=f"Unknown schema 'alpaca'. Allowed: {', '.join(SCHEMAS)}"):
+        read({"text": "a"}, schema="alpaca")
+
+
+def test_media_beside_a_document_are_not_dropped(read):
+    with pytest.raises(DataError, match="the row has 1 of kind image"):
+        read({"text": "a", "image": "a.png"}, schema="text")
