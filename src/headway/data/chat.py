@@ -57,13 +57,16 @@ class ChatTemplate:
 
         Raises:
             ConfigError: there is no chat template.
-            DataError: the template refuses the chat, or renders turns differently once others follow them.
+            DataError: the template refuses the chat, leaves words or tool calls out, or renders turns differently once
+                others follow them.
         """
         chat = self._turns(sample.messages)
         if _MARKS_GENERATION.search(self._source(sample)):
             text, marked = self._rendered(chat, sample, return_assistant_tokens_mask=True)
+            _check_nothing_is_left_out(text, sample)
             return text, [(int(place[0]), int(place[1])) for place in marked[0]]
         text = self._render(chat, sample)
+        _check_nothing_is_left_out(text, sample)
         spans = []
         for i, message in enumerate(chat):
             if message["role"] != "assistant":
@@ -122,6 +125,31 @@ class ChatTemplate:
                 turn["name"] = message.name
             turns.append(turn)
         return turns
+
+
+def _check_nothing_is_left_out(text: str, sample: Chat) -> None:
+    """Templates made for other messages pass over what they do not know, such as tool calls.
+
+    Of what is said the last line is looked for: templates may trim it, and rewrite the thoughts before an answer.
+    """
+    for number, message in enumerate(sample.messages, start=1):
+        texts = [part.text for part in message.parts if isinstance(part, TextPart) and part.text.strip()]
+        last = texts[-1].strip().splitlines()[-1] if texts and message.role in ("user", "assistant") else ""
+        last = last.rsplit("</think>", 1)[-1].strip()
+        calls = [str(call["function"]["name"]) for call in message.tool_calls]
+        for what, words in [("words", last), *(("a tool call", call) for call in calls)]:
+            if words not in text:
+                raise DataError(
+                    f"{sample.where}: the model's chat template leaves out {what} of turn {number}, {words[:60]!r}. "
+                    "Use a template that renders them (many models have one for tools), or delete the sample."
+                )
+    for tool in sample.tools:
+        name = str(tool.get("function", tool).get("name", ""))
+        if name not in text:
+            raise DataError(
+                f"{sample.where}: the model's chat template leaves out the tool {name!r} that the chat offers. Use a "
+                "template that renders tools, or delete the sample."
+            )
 
 
 def _part(part: Part) -> dict[str, str]:
