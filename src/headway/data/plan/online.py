@@ -6,7 +6,7 @@ import numpy as np
 
 from headway.data.plan.budget import Budget, Size, over_budget
 from headway.data.plan.permute import key_of
-from headway.data.plan.strategies import STRATEGIES, Strategy, Window, pack_window
+from headway.data.plan.strategies import STRATEGIES, Strategy, Window, cost_shift, pack_window, whole_costs
 from headway.errors import ConfigError, DataError
 
 T = TypeVar("T")
@@ -88,8 +88,7 @@ class OnlinePacker(Generic[T]):
 
     def _hand_out(self, last: bool) -> list[list[T]]:
         tokens, patches, costs = (np.array(column) for column in zip(*self._sizes, strict=True))
-        unit = 31 - int(np.frexp(costs.max())[1])
-        whole = np.rint(np.ldexp(costs, unit))
+        whole = whole_costs(costs, cost_shift(float(costs.max())))
         key = key_of(self.seed, len(self._waiting), int(tokens[0]), int(tokens[-1]))
         window = Window(tokens, patches, whole, self.budget, 1 if last else self.packs_per_step, 1, key)
         pack_of, num_packs = pack_window(window, self.strategy, last)

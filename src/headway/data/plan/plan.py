@@ -17,7 +17,7 @@ from headway.data.plan.items import Items
 from headway.data.plan.order import Order
 from headway.data.plan.permute import key_of
 from headway.data.plan.spread import sums_of
-from headway.data.plan.strategies import STRATEGIES, Strategy, Window, pack_window
+from headway.data.plan.strategies import STRATEGIES, Strategy, Window, cost_shift, pack_window, whole_costs
 from headway.errors import CheckpointError, ConfigError, DataError
 
 Ints = NDArray[np.int64]
@@ -26,7 +26,6 @@ WINDOW = 131_072
 """Samples that are packed together unless told otherwise; more where `MIN_STEPS` steps need more."""
 
 MIN_STEPS = 16
-_COST_BITS = 31  # costs are planned with as whole numbers up to 2**31, so that sums of millions are exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +116,7 @@ class Plan:
         self.packs_per_step, self.strategy, self.seed = packs_per_step, strategy, seed
         self.accumulation, self.window = accumulation, window
         heaviest = float(items.costs.max(initial=0.0))
-        self._shift = _COST_BITS - int(np.frexp(heaviest)[1])
+        self._shift = cost_shift(heaviest)
 
     def settings(self) -> dict[str, Any]:
         """What decides the plan besides items and order, as plain JSON values; ranks are free to change."""
@@ -197,7 +196,7 @@ class Plan:
         return Window(
             self.items.tokens[items].astype(np.int64),
             self.items.patches[items].astype(np.int64),
-            np.rint(np.ldexp(self.items.costs[items], self._shift)),
+            whole_costs(self.items.costs[items], self._shift),
             self.budget,
             start.packs_per_step,
             start.accumulation,

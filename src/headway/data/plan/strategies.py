@@ -26,6 +26,19 @@ FILL = 0.9912
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+_COST_BITS = 31  # costs are planned with as whole numbers up to 2**31, so that sums of millions are exact
+
+
+def cost_shift(heaviest: float) -> int:
+    """The power of two that makes whole numbers of costs up to this one, without losing what matters."""
+    return _COST_BITS - int(np.frexp(heaviest)[1])
+
+
+def whole_costs(costs: Floats, shift: int) -> Floats:
+    """Costs as whole numbers, held in float64; each at least 1."""
+    whole: Floats = np.maximum(np.rint(np.ldexp(costs, shift)), 1.0)
+    return whole
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -63,10 +76,10 @@ class Window:
         return np.array([max(cap, 1) for cap in caps if cap is not None])
 
     def packs_needed(self) -> Floats:
-        """Packs that the samples up to each one fill as `balanced` fills them, shape (N,)."""
+        """Packs that the samples up to each one fill as `balanced` fills them, at most one each, shape (N,)."""
         shares = np.cumsum(self.needs, axis=1) / self.caps[:, None]
         shares[: 1 + (self.budget.patches is not None)] /= FILL
-        needed: Floats = shares.max(axis=0)
+        needed: Floats = np.minimum(shares.max(axis=0), np.arange(1, len(self.tokens) + 1))
         return needed
 
     def part(self, samples: Ints) -> "Window":
@@ -101,7 +114,7 @@ def _balanced(window: Window, at_least: int = 0) -> tuple[Ints, int]:
     needed = window.packs_needed()
     num_steps = int(needed[-1]) // window.packs_per_step
     if num_steps:
-        taken = int(np.searchsorted(needed, num_steps * window.packs_per_step))  # samples that fill whole steps
+        taken = int(np.searchsorted(needed, num_steps * window.packs_per_step, side="right"))
     else:
         num_steps, taken = at_least, len(needed) if at_least else 0
     pack_of = np.full(len(needed), -1)

@@ -1,0 +1,178 @@
+"""`headway pack`: plan packs and steps from lengths alone, and show what each strategy is worth."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from headway.cli import options
+from headway.cli.pack_plot import check_plot_path, draw
+from headway.cli.resolve import resolve_cost_model
+from headway.errors import DataError, UsageError
+from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from headway.data.plan import OverlongCounts, PlanReport
+
+Name = TypeVar("Name", bound=str)
+
+SCHEMA_VERSION = 1
+TEXT_MODEL, IMAGE_MODEL = "qwen2.5-7b", "qwen2.5-vl-7b"
+"""Whose costs balance lengths for which no model is named."""
+
+
+def pack(
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="CSV or Parquet with a column `tokens` and, optionally, `patches`, or `grids` (1x32x48;1x16x16).",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help=f"Whose FLOPs are made equal, as for `headway flops`; {TEXT_MODEL} or, with patches, {IMAGE_MODEL} if "
+            "not given.",
+        ),
+    ] = None,
+    packing_length: Annotated[
+        int | None, typer.Option(metavar="L", min=1, help="Token budget of a pack [tokens].")
+    ] = None,
+    patches: Annotated[
+        int | None,
+        typer.Option(metavar="P", min=0, help="Vision patch budget of a pack [patches]; none if not given."),
+    ] = None,
+    items: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples that a pack holds at most; no limit if not given.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(metavar="R", min=1, help="Data-parallel ranks that share a step.")] = 1,
+    accumulation: Annotated[int, typer.Option(metavar="A", min=1, help="Packs of each rank in a step.")] = 1,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="balanced, best_fit, first_fit, next_fit or none. Repeatable; all if not given."
+        ),
+    ] = None,
+    overlong: Annotated[
+        str, typer.Option(metavar="POLICY", help="Samples that exceed a pack: error, drop, truncate or split.")
+    ] = "error",
+    window: Annotated[
+        int | None,
+        typer.Option(metavar="W", min=1, help="Samples packed together; 131072, or 16 steps' worth if not given."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs (PNG or SVG).")
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Plan one pass over the data and show fill, balance over ranks and mixing of each strategy; trains nothing.
+
+    Example: headway pack --lengths lengths.csv --packing-length 51200 --ranks 32
+    """
+    from headway.data.plan import STRATEGIES, Budget, Items, Order, Plan, measure
+    from headway.data.plan.items import OVERLONG
+    from headway.data.plan.lengths import read_lengths
+
+    if lengths is None:
+        raise UsageError("There is nothing to plan. Give --lengths FILE, a CSV or Parquet file with a column `tokens`.")
+    if packing_length is None:
+        raise UsageError("--packing-length is missing: the number of tokens that a pack holds, such as 51200.")
+    wanted = [_one_of(name, "packing strategy", STRATEGIES) for name in dict.fromkeys(strategy or STRATEGIES)]
+    policy = _one_of(overlong, "policy for over-long samples", OVERLONG)
+    if plot is not None:
+        check_plot_path(plot)
+    budget = Budget(packing_length, patches, items)
+    table = read_lengths(lengths)
+    name = model or (IMAGE_MODEL if table.patches.any() else TEXT_MODEL)
+    planned, counts = Items.build({lengths.stem: table}, budget, policy, resolve_cost_model(name))
+    if not len(planned):
+        raise DataError(f"All {counts[lengths.stem].read} samples exceed a pack of {packing_length} tokens. Raise it.")
+    order = Order.epochs(planned.sizes, 1, seed=seed)
+    reports: list[PlanReport] = []
+    fills: dict[str, Any] = {}
+    for each in wanted:
+        plan = Plan(
+            planned, order, budget, ranks * accumulation,
+            strategy=each, seed=seed, window=window, accumulation=accumulation,
+        )  # fmt: skip
+        report, fills[each] = measure(plan, ranks)
+        reports.append(report)
+    if plot is not None:
+        draw(plot, planned.tokens, fills, budget)
+    settings = {
+        "model": name,
+        "model_given": model is not None,
+        "packing_length": packing_length,
+        "patches": patches,
+        "items": items,
+        "ranks": ranks,
+        "accumulation": accumulation,
+        "window": window,
+        "seed": seed,
+        "overlong": policy,
+    }
+    if as_json:
+        sources = {source: count.to_dict() for source, count in counts.items()}
+        strategies = {report.strategy: report.to_dict() for report in reports}
+        print(json.dumps({"schema_version": SCHEMA_VERSION, **settings, "sources": sources, "strategies": strategies}))
+    else:
+        print(_render(settings, counts, reports))
+
+
+def _one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":
+    for one in allowed:
+        if name == one:
+            return one
+    raise UsageError(f"Unknown {what} {name!r}. Allowed: {', '.join(allowed)}.")
+
+
+def _render(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", reports: "Sequence[PlanReport]") -> str:
+    total = reports[0]
+    left = [
+        f"{number:,} {what}"
+        for what in ("bad", "dropped", "truncated", "split")
+        if (number := sum(getattr(count, what) for count in counts.values()))
+    ]
+    limits = [
+        f"{settings[name]:,} {unit}"
+        for name, unit in (("packing_length", "tokens"), ("patches", "patches"), ("items", "samples"))
+        if settings[name] is not None
+    ]
+    pairs = [
+        ("FLOPs of", settings["model"] + ("" if settings["model_given"] else "  (not given; name yours with --model)")),
+        ("data", ", ".join([f"{total.samples:,} samples", f"{total.tokens:,} tokens", *left])),
+        ("pack", f"at most {', '.join(limits)}"),
+        ("step", f"{settings['ranks']:,} ranks x {settings['accumulation']:,} packs"),
+    ]
+    columns = [Column("strategy", "left")] + [
+        Column(heading)
+        for heading in ("packs", "steps", "fill", "balance", "mixing", "step", "MFU lost waiting", "us/sample")
+    ]
+    rows = [
+        [
+            report.strategy,
+            format_count(report.packs),
+            format_count(report.steps),
+            f"{report.fill:.4f}",
+            f"{report.balance:.4f}",
+            f"{report.mixing:.2f}",
+            format_flops(report.step_flops),
+            format_share(report.straggler_loss),
+            f"{report.us_per_sample:.2f}",
+        ]
+        for report in reports
+    ]
+    best = max(reports, key=lambda report: report.balance)
+    notes = [
+        "fill: tokens over the packs' budget. Flat packs do not compute the rest.",
+        "balance: mean over steps of mean / max FLOPs over ranks.",
+        "mixing: spread over steps of the mean segment length, relative to random packing.",
+        f"As padded batches the packs of {best.strategy} would be {format_share(best.padding_loss)} padding.",
+    ]
+    return "\n\n".join([render_pairs(pairs), render_table(columns, rows), "\n".join(notes)])
