@@ -91,8 +91,7 @@ def _indices(
     """The lengths of every source: measured by the first rank, read by all."""
     if not ranks.is_first:
         ranks.wait()
-    policy = bad if bad.skips else None
-    found = {source.name: build_index(source, encoder, workers=workers, policy=policy) for source in sources}
+    found = {source.name: build_index(source, encoder, workers=workers, policy=bad) for source in sources}
     if ranks.is_first:
         ranks.wait()
     return found
