@@ -15,6 +15,7 @@ PAGES = [
     "goodput.md",
     "integrations.md",
     "mbu.md",
+    "media.md",
     "metering.md",
     "mfu-tracker.md",
     "tracing.md",

@@ -85,7 +85,7 @@ def test_the_names_of_what_is_wrong(tmp_path):
         "missing.mp4": r"missing.mp4 \(missing\) cannot be read",
         "empty.mp4": r"empty.mp4 \(0 bytes\) cannot be read",
         "text.mp4": r"text.mp4 \(8 bytes\) cannot be read",
-        "sound.wav": r"sound.wav cannot be used: it has no video stream",
+        "sound.wav": r"sound.wav \(\d+ bytes\) cannot be read: it has no video stream",
         "list.m3u8": r"list.m3u8",  # a playlist may not open other files
     }
     for name, message in expected.items():
@@ -110,6 +110,24 @@ def test_a_video_whose_header_is_cut_off_is_refused():
     whole = written()
     with pytest.raises(DataError, match="cannot be read"):
         Clip(Media(data=whole.data[: len(whole.data) // 2]), "here", LIMIT)
+
+
+@pytest.mark.parametrize(
+    "made", [written(8, form=form, codec=codec).data for form, codec in (("mp4", "libx264"), ("webm", "libvpx-vp9"))]
+)
+def test_damage_anywhere_gives_frames_or_one_clear_error(made):
+    rng = np.random.default_rng(0)
+    said = set()
+    for trial in range(80):
+        damaged = bytearray(made if trial % 3 else made[: rng.integers(len(made))])
+        for place in rng.integers(max(len(damaged), 1), size=min(len(damaged), 6)):
+            damaged[place] = rng.integers(256)
+        try:
+            clip = Clip(Media(data=bytes(damaged)), "chats.jsonl, line 3", 10**6)
+            list(clip.frames([0, clip.num_frames - 1]))
+        except DataError as error:
+            said.add(str(error)[:30])
+    assert said == {"chats.jsonl, line 3: the video"}
 
 
 SETTINGS = st.fixed_dictionaries(

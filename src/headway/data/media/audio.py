@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import BatchFeature, WhisperFeatureExtractor
 
 from headway.data.media.files import media_error
-from headway.data.media.videos import DAMAGE, av_container
+from headway.data.media.videos import DAMAGE, av_container, first_stream
 from headway.data.samples import Media
 from headway.errors import DataError
 
@@ -40,9 +40,7 @@ class Sound:
         self._media, self._where, self._rate = media, where, rate
         try:
             with av_container(media) as container:
-                if not container.streams.audio:
-                    raise media_error(media, where, "sound", "it has no audio stream. Delete the sample")
-                stream = container.streams.audio[0]
+                stream = first_stream(container, "audio")
                 codec = stream.codec_context.name
                 given: int
                 if stream.duration is not None and (codec == "flac" or codec.startswith("pcm_")):
@@ -63,7 +61,7 @@ class Sound:
         """
         try:
             with av_container(self._media) as container:
-                stream = container.streams.audio[0]
+                stream = first_stream(container, "audio")
                 resampler = av.AudioResampler(format="fltp", rate=self._rate)
                 pieces, given = [], 0
                 for frame in container.decode(stream):

@@ -11,6 +11,7 @@ from typing import Any
 import av
 import numpy as np
 import torch
+from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from headway.data.media.files import media_error, open_media
@@ -35,6 +36,21 @@ def av_container(media: Media) -> Iterator[Any]:
     """
     with open_media(media) as file, av.open(file, options=_OPTIONS) as container:
         yield container
+
+
+def first_stream(container: Any, kind: str) -> Any:
+    """The first video or audio stream of a container, decoded by one thread.
+
+    Raises:
+        ValueError: there is none, or nothing that decodes it.
+    """
+    stream = next(iter(getattr(container.streams, kind)), None)
+    if stream is None:
+        raise ValueError(f"it has no {kind} stream")
+    if stream.codec_context is None:
+        raise ValueError(f"its {kind} stream is of a kind that nothing here decodes")
+    stream.codec_context.thread_count = 1  # workers share the cores among samples, not within one
+    return stream
 
 
 class Clip:
@@ -72,10 +88,7 @@ class Clip:
 
     def _header(self, container: Any, max_pixels: int) -> tuple[int, float, tuple[int, int]]:
         """Frames, 0 where the header does not tell; their rate; their size."""
-        if not container.streams.video:
-            raise self._unusable("it has no video stream. Give it as sound, or delete the sample")
-        stream = container.streams.video[0]
-        stream.codec_context.thread_count = 1
+        stream = first_stream(container, "video")
         first = next(container.decode(stream), None)
         if first is None:
             raise self._unusable("none of its frames can be decoded. Copy it again, or delete the sample")
@@ -100,17 +113,17 @@ class Clip:
         wanted = iter(places)
         place = next(wanted, None)
         decoded = 0
+        converter = VideoReformatter()  # one for all frames: making one costs more than converting a frame
         try:
             with av_container(self._media) as container:
-                stream = container.streams.video[0]
-                stream.codec_context.thread_count = 1
-                for number, frame in enumerate(container.decode(stream)):
+                for number, frame in enumerate(container.decode(first_stream(container, "video"))):
                     if place is None:
                         return
                     decoded = number + 1
                     if number < place:
                         continue
-                    frame_HWC = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                    shown_HWC: Any = converter.reformat(frame, format="rgb24").to_ndarray()
+                    frame_HWC: NDArray[np.uint8] = np.rot90(shown_HWC, round(frame.rotation / 90))
                     while place == number:
                         yield frame_HWC
                         place = next(wanted, None)
@@ -128,7 +141,7 @@ class Clip:
 
 def _count_frames(container: Any) -> int:
     """Frames of the first video stream, by its packets; nothing is decoded."""
-    packets = container.demux(container.streams.video[0])
+    packets = container.demux(first_stream(container, "video"))
     return sum(1 for packet in packets if packet.size and not packet.is_discard)
 
 
