@@ -11,6 +11,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [
     "counting.md",
     "conventions.md",
+    "data.md",
     "devices.md",
     "goodput.md",
     "integrations.md",
@@ -57,7 +58,8 @@ def test_a_console_session_prints_what_the_page_shows(command, shown, monkeypatc
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")  # Lightning's advice
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning")  # Lightning asks torch
 @pytest.mark.parametrize("snippet", [body for kind, body in BLOCKS if kind == "python"])
-def test_a_python_snippet_runs(snippet, capsys):
+def test_a_python_snippet_runs(snippet, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     exec(compile(snippet, "docs", "exec"), {})
     assert capsys.readouterr().out.endswith("\n")
 

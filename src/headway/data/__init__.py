@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headway.data.collate import Batch, Collator
     from headway.data.encode import EncodedSample, Encoder
-    from headway.data.plan.budget import Budget, Size
+    from headway.data.plan import Budget, Size
     from headway.data.samples import (
         AudioPart,
         Chat,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AudioPart": "headway.data.samples",
     "Batch": "headway.data.collate",
-    "Budget": "headway.data.plan.budget",
+    "Budget": "headway.data.plan",
     "Chat": "headway.data.samples",
     "Collator": "headway.data.collate",
     "Document": "headway.data.samples",
@@ -39,7 +39,7 @@ _HOME = {
     "Message": "headway.data.samples",
     "Origin": "headway.data.samples",
     "Sample": "headway.data.samples",
-    "Size": "headway.data.plan.budget",
+    "Size": "headway.data.plan",
     "TextPart": "headway.data.samples",
     "VideoPart": "headway.data.samples",
     "read_samples": "headway.data.samples",

@@ -67,6 +67,7 @@ def open_feed(
             shuffle=data.stream.shuffle,
             open_packs=data.stream.open_packs,
             seed=data.seed,
+            cost_model=cost_model,
         )
         return StreamFeed(streaming, share, bad)
     indices = _indices(sources, encoder, data.workers, bad, ranks)

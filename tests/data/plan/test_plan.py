@@ -59,6 +59,14 @@ def test_no_pack_exceeds_a_budget_and_every_step_has_its_packs(plan, packs_per_s
             assert cost == pytest.approx(items.costs[pack].sum())
 
 
+@given(plans(), st.integers(1, 6))
+def test_no_rank_is_left_without_tokens_before_the_end(plan, packs_per_step):
+    items, order, budget, settings = plan
+    steps = [step for step, _ in Plan(items, order, budget, packs_per_step, **settings).steps()]
+    idle = [number for number, step in enumerate(steps) if not all(len(pack) for pack in step.packs)]
+    assert not idle or idle[0] >= len(steps) - 2
+
+
 @given(plans(), st.integers(1, 6), st.data())
 def test_a_plan_resumes_to_the_very_steps_that_would_have_followed(plan, packs_per_step, data):
     items, order, budget, settings = plan

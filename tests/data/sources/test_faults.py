@@ -161,6 +161,23 @@ def test_a_bad_row_does_not_hide_those_behind_it(tmp_path):
     assert rows[3][1].content == open_source(path)[3].content == "b"
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (r'{"text": "\uD83D"}', "half of a surrogate pair"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"text": "a"} {"text": "b"}', "not valid JSON (Extra data"),
+        ("NaN", "it must be an object"),
+    ],
+)
+def test_odd_lines_are_bad_rows(tmp_path, line, says):
+    path = tmp_path / "a.jsonl"
+    path.write_text(line + '\n{"text": "\\ud83d\\ude00"}')
+    (_, bad), (_, good) = open_source(path).shards[0].rows()
+    assert says in str(bad)
+    assert good.content == "\N{GRINNING FACE}"
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.tar", "a.jsonl.gz", "a.parquet", "a.arrow", "a.bin"])
 def test_a_file_without_rows_is_an_error(tmp_path, name):
     path = tmp_path / name

@@ -1,8 +1,11 @@
 """Rows in the forms that datasets write them, and the one sample that each becomes."""
 
+import contextlib
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from headway.data import AudioPart, Chat, Document, ImagePart, Media, Message, TextPart, VideoPart
 from headway.data.samples import Origin
@@ -199,6 +202,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"question": "?"}, 'got {"question": "?"}, but the row needs the columns of a schema: messages (messages);'),
         ({"messages": "no JSON"}, "messages is a string but not JSON"),
         ({"messages": 3}, 'got 3, but "messages" must be a list of turns'),
+        ({"messages": {"role": ["user"], "content": []}}, '"messages" must be a list of turns'),
         ({"messages": [said("user", "a", weight=0)]}, 'message 1: "weight" is 0, but every turn'),
         ({"messages": [said("assistant", "a", reasoning_content="b")]}, '"reasoning_content" is not read'),
         ({"messages": [said("assistant", None)]}, 'message 1: "content" is null'),
@@ -255,3 +259,34 @@ def test_a_named_schema_says_what_it_needs(read):
 def test_media_beside_a_document_are_not_dropped(read):
     with pytest.raises(DataError, match="the row has 1 of kind image"):
         read({"text": "a", "image": "a.png"}, schema="text")
+
+
+# Words that schemas look for, so that rows drawn at random come close to real ones.
+COLUMNS = [
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "text",
+    "input_ids",
+    "labels",
+    "image",
+    "images",
+    "tools",
+]
+INNER = ["role", "content", "type", "url", "image_url", "input_audio", "data", "tool_calls", "function", "name", "from"]
+KEYS = st.sampled_from([*COLUMNS, *INNER, "video", "audio", "system", "arguments", "value", "id", "weight", "bytes"])
+NAMES = ["user", "assistant", "tool", "human", "gpt", "function_call", "text", "image", "image_url", "input_audio"]
+PATHS = ["a.png", "data:,a", "http://a/b.png", "s3://", "..", "x" * 5000, "a\0", "\ud800"]
+LEAVES = st.sampled_from([*NAMES, *PATHS, "<image>", "[", "{}", "", 0, -1, 1.5, True, None, b"raw"])
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from(SCHEMAS), st.booleans())
+def test_any_row_is_a_sample_or_a_data_error(read, row, schema, has_member):
+    members = {"x_png": b"a"} if has_member else {}
+    with contextlib.suppress(DataError):
+        assert isinstance(read(row, schema, **members), Chat | Document)

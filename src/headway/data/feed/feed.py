@@ -1,5 +1,6 @@
 """What both feeds have in common: packs made ahead, counted where they are handed out, and a place to go on from."""
 
+import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -196,7 +197,7 @@ class Feed(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank's feed stands after the last step handed out, as plain JSON values; see `merged`."""
-        return {"settings": self._settings(), "position": self._position(), "report": self._report.to_dict()}
+        return {"settings": _plain(self._settings()), "position": self._position(), "report": self._report.to_dict()}
 
     def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Where all ranks together stand: the one state that any number of ranks goes on from.
@@ -216,7 +217,7 @@ class Feed(ABC):
         Raises:
             CheckpointError: the state was saved with other data or settings.
         """
-        ours, saved = self._settings(), state.get("settings")
+        ours, saved = _plain(self._settings()), state.get("settings")
         if saved != ours:
             saved = saved if isinstance(saved, dict) else {}
             differing = [
@@ -261,3 +262,9 @@ class Feed(ABC):
             self._report.packs += 1
             self._report.tokens += batch.tokens
             self._report.capacity += self._budget.tokens
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values as they come back from a file of JSON, tuples as lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain

@@ -4,7 +4,6 @@ A stream is cut into a fixed number of lanes, whatever the number of ranks and w
 from its number, the data and the settings alone; ranks only share the lanes among them.
 """
 
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +11,13 @@ from functools import partial
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
+from headway.count import CostModel, Workload
 from headway.data.feed.make import Dropped, Made, PackMaker, Piece, Skipped
 from headway.data.feed.track import Place, Track
+from headway.data.media.lengths import Lengths
 from headway.data.plan.budget import Budget, Size, over_budget
 from headway.data.plan.items import Overlong
+from headway.data.plan.online import OnlinePacker
 from headway.data.plan.order import Stage
 from headway.data.plan.permute import key_of
 from headway.data.plan.strategies import Strategy
@@ -38,6 +40,7 @@ class Streaming:
         shuffle: samples that wait to be drawn at random, in each lane; 1 keeps the order of the files [samples].
         open_packs: packs that are open at a time, in each lane [packs].
         seed: of the order of shards and of the draws.
+        cost_model: of the model that is trained, which "balanced" makes packs alike by; None balances tokens.
 
     Raises:
         ConfigError: a number below 1, or a stage that does not fit a stream.
@@ -46,12 +49,13 @@ class Streaming:
     maker: PackMaker
     stages: tuple[Stage, ...]
     budget: Budget
-    strategy: Strategy = "best_fit"
+    strategy: Strategy = "balanced"
     overlong: Overlong = "error"
     lanes: int = 16
     shuffle: int = 128
     open_packs: int = 8
     seed: int = 0
+    cost_model: CostModel | None = None
 
     def __post_init__(self) -> None:
         if min(self.lanes, self.shuffle, self.open_packs) < 1:
@@ -67,6 +71,15 @@ class Streaming:
                         "Give a whole number, or use an index."
                     )
 
+    def cost_of(self, lengths: Lengths, tokens: int) -> float:
+        """Useful FLOPs of training on a sample, or on so many tokens of it."""
+        if self.cost_model is None:
+            return float(tokens)
+        workload = Workload(
+            [tokens], images=lengths.image_grids, videos=lengths.video_grids, audio=lengths.audio_lengths
+        )
+        return float(self.cost_model.count(workload).total)
+
 
 class Waiting(NamedTuple):
     """A sample, or a part of one, that was read and is not handed out yet.
@@ -76,6 +89,7 @@ class Waiting(NamedTuple):
         start: the part's first token in the sample [tokens].
         stop: one past its last; 0 where the sample has not been measured yet [tokens].
         patches: vision patches of the part [patches].
+        cost: useful FLOPs of training on it.
         sample: what was read.
     """
 
@@ -83,6 +97,7 @@ class Waiting(NamedTuple):
     start: int
     stop: int
     patches: int
+    cost: float
     sample: Sample
 
     @property
@@ -93,7 +108,7 @@ class Waiting(NamedTuple):
     @property
     def key(self) -> list[Any]:
         """What finds it again, as plain JSON values."""
-        return [list(self.place), self.start, self.stop, self.patches]
+        return [list(self.place), self.start, self.stop, self.patches, self.cost]
 
 
 class LanePack(NamedTuple):
@@ -122,10 +137,13 @@ class Lane:
     def __init__(self, streaming: Streaming, number: int, state: dict[str, Any] | None = None) -> None:
         self._streaming, self._number = streaming, number
         self.turn = 0  # packs handed out
+        self.has_ended = False
         self._draws = 0
         self._buffer: list[Waiting] = []
-        self._parts: deque[Waiting] = deque()  # measured, to be packed next
-        self._open: list[list[Waiting]] = []  # packs, the oldest first
+        self._packer: OnlinePacker[Waiting] = OnlinePacker(
+            streaming.budget, streaming.strategy, packs=streaming.open_packs, seed=key_of(streaming.seed, number)
+        )
+        self._ready: deque[list[Waiting]] = deque()  # packs to be handed out next
         self._skipped: list[Skipped] = []
         self._dropped: list[Dropped] = []
         self._begin_stage(0)
@@ -139,12 +157,13 @@ class Lane:
             DataError: a sample cannot be used and is not to be skipped, or exceeds a pack under the policy "error".
         """
         members = self._next_members()
-        self.turn += members is not None
+        self.has_ended = members is None
+        self.turn += not self.has_ended
         pieces = [(self._piece(one), partial(_sample, one)) for one in members or []]
         made = self._streaming.maker.make(pieces)
         made = made._replace(skipped=(*self._skipped, *made.skipped), dropped=tuple(self._dropped))
         self._skipped, self._dropped = [], []
-        return LanePack(made, members is None, self.state())
+        return LanePack(made, self.has_ended, self.state())
 
     def state(self) -> dict[str, Any]:
         """Where the lane stands, as plain JSON values."""
@@ -155,22 +174,23 @@ class Lane:
             "drawn": list(self._drawn),
             "places": [None if place is None else list(place) for place in self._places],
             "buffer": [one.key for one in self._buffer],
-            "parts": [one.key for one in self._parts],
-            "open": [[one.key for one in members] for members in self._open],
+            "packing": [one.key for one in self._packer.waiting],
+            "ready": [[one.key for one in members] for members in self._ready],
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.turn, self._draws = state["turn"], state["draws"]
         self._begin_stage(state["stage"], state["drawn"], state["places"])
-        samples = self._read_again([*state["buffer"], *state["parts"], *chain.from_iterable(state["open"])])
+        samples = self._read_again([*state["buffer"], *state["packing"], *chain.from_iterable(state["ready"])])
 
         def waiting(key: list[Any]) -> Waiting:
-            (place, start, stop, patches) = key
-            return Waiting(Place(*place), start, stop, patches, samples[Place(*place)])
+            place, start, stop, patches, cost = key
+            return Waiting(Place(*place), start, stop, patches, cost, samples[Place(*place)])
 
         self._buffer = [waiting(key) for key in state["buffer"]]
-        self._parts = deque(waiting(key) for key in state["parts"])
-        self._open = [[waiting(key) for key in keys] for keys in state["open"]]
+        self._ready.extend([waiting(key) for key in keys] for keys in state["ready"])
+        for key in state["packing"]:
+            self._pack(waiting(key))
 
     def _read_again(self, keys: list[list[Any]]) -> dict[Place, Sample]:
         """Samples that had been read before the state was saved, read once more from the first of them on."""
@@ -194,22 +214,18 @@ class Lane:
 
     def _next_members(self) -> list[Waiting] | None:
         """The samples of the next pack; None once there are no more."""
-        while True:
-            if self._parts:
-                rooms = [_room(members, self._streaming.budget) for members in self._open]
-                chosen = choose_pack(rooms, self._parts[0].size, self._streaming.strategy)
-                if chosen is not None:
-                    self._open[chosen].append(self._parts.popleft())
-                elif len(self._open) < self._streaming.open_packs:
-                    self._open.append([self._parts.popleft()])
-                else:
-                    return self._open.pop(min(range(len(rooms)), key=lambda number: rooms[number].tokens))
-            elif (waiting := self._draw()) is not None:
-                self._measure(waiting)
-            elif self._open:
-                return self._open.pop(0)
+        while not self._ready:
+            drawn = self._draw()
+            if drawn is not None:
+                self._measure(drawn)
+            elif rest := self._packer.flush():
+                self._ready.extend(rest)
             else:
                 return None
+        return self._ready.popleft()
+
+    def _pack(self, one: Waiting) -> None:
+        self._ready.extend(self._packer.add(one, one.size, one.cost))
 
     def _draw(self) -> Waiting | None:
         """One of the samples in the buffer, chosen by the lane's key and the number of draws."""
@@ -237,7 +253,7 @@ class Lane:
                 continue
             self._drawn[number] += 1
             if not isinstance(sample, SampleError):
-                return Waiting(here, 0, 0, 0, sample)
+                return Waiting(here, 0, 0, 0, 0.0, sample)
             self._skip(sample)
 
     def _measure(self, waiting: Waiting) -> None:
@@ -261,7 +277,8 @@ class Lane:
             self._dropped.append(Dropped(waiting.sample.origin.source, lengths.tokens))
             return
         for start, stop in spans:
-            self._parts.append(waiting._replace(start=start, stop=stop, patches=lengths.patches))
+            cost = streaming.cost_of(lengths, stop - start)
+            self._pack(waiting._replace(start=start, stop=stop, patches=lengths.patches, cost=cost))
 
     def _skip(self, error: SampleError) -> None:
         if not self._streaming.maker.skips:
@@ -301,34 +318,6 @@ class Lane:
             lanes=streaming.lanes,
             key=key_of(streaming.seed, source, stage, self._number) if streaming.shuffle > 1 else None,
         )
-
-
-def choose_pack(rooms: Sequence[Size], size: Size, strategy: Strategy) -> int | None:
-    """The open pack that takes a sample, or None for a new one.
-
-    Args:
-        rooms: what is left in each open pack, oldest first.
-        size: of the sample.
-        strategy: "best_fit" leaves the least room; "first_fit" takes the oldest, "next_fit" only the newest, "none" no
-            pack that holds a sample already. Without an index "balanced" is best fit: packs of like length.
-    """
-    fitting = [at for at, room in enumerate(rooms) if size.tokens <= room.tokens and size.patches <= room.patches]
-    if strategy == "next_fit":
-        fitting = [at for at in fitting if at == len(rooms) - 1]
-    if strategy == "none" or not fitting:
-        return None
-    if strategy in ("first_fit", "next_fit"):
-        return fitting[0]
-    return min(fitting, key=lambda at: (rooms[at], at))
-
-
-def _room(members: Sequence[Waiting], budget: Budget) -> Size:
-    """What is left in an open pack; nothing once it holds as many samples as it may."""
-    if budget.items is not None and len(members) >= budget.items:
-        return Size(-1, -1)
-    patches = sys.maxsize if budget.patches is None else budget.patches
-    tokens_taken, patches_taken = (sum(one.size[at] for one in members) for at in (0, 1))
-    return Size(budget.tokens - tokens_taken, patches - patches_taken)
 
 
 def _sample(waiting: Waiting) -> Sample:

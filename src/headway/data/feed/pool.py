@@ -23,6 +23,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _PRELOAD = ("headway.data.feed",)
+_MOST_AHEAD = 128  # jobs; each finished one holds a file descriptor, of which a process often has 1024
 
 
 class Job(NamedTuple, Generic[Task]):

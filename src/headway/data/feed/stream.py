@@ -35,12 +35,11 @@ class _LaneWork:
 
     def __call__(self, task: _Turn) -> tuple[int, LanePack]:
         lane = self.lanes.get(task.lane)
-        if lane is None or lane.turn != task.turn:
+        if lane is None or (lane.turn != task.turn and not lane.has_ended):
             lane = self.lanes[task.lane] = Lane(self.streaming, task.lane, task.state)
-        while lane.turn < task.turn:  # in the place of a killed process: up to where that one was
-            passed = lane.next_pack()
-            if passed.has_ended:
-                return task.lane, passed
+        # In the place of a killed process: up to where that one was.
+        while lane.turn < task.turn and not lane.has_ended:
+            lane.next_pack()
         return task.lane, lane.next_pack()
 
 

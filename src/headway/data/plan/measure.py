@@ -1,13 +1,15 @@
 """What a plan is worth: how full packs are, how equal ranks, how well mixed steps, and what planning costs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.data.plan.budget import Budget
+from headway.data.plan.items import Items
 from headway.data.plan.order import Order
 from headway.data.plan.permute import key_of, shuffled
 from headway.data.plan.plan import Plan, PlannedStep
@@ -87,27 +89,54 @@ def measure(plan: Plan, ranks: int) -> tuple[PlanReport, Floats]:
     start_s = time.perf_counter()
     planned = [step for step, _ in plan.steps()]
     wall_s = time.perf_counter() - start_s
-    steps = [_StepNumbers.of(step, plan) for step in planned]
+    return report_on(planned, plan.items, plan.order, plan.budget, ranks, plan.strategy, wall_s)
+
+
+def report_on(
+    planned: Sequence[PlannedStep],
+    items: Items,
+    order: Order,
+    budget: Budget,
+    ranks: int,
+    strategy: str,
+    wall_s: float,
+) -> tuple[PlanReport, Floats]:
+    """Put steps of packs, whoever made them, in numbers.
+
+    Args:
+        planned: all steps of one pass.
+        items: what they hold.
+        order: that was packed; it ends.
+        budget: what a pack holds.
+        ranks: data-parallel ranks; the packs of a step are dealt to them.
+        strategy: name of who made them.
+        wall_s: how long it took [s].
+
+    Returns:
+        As for `measure`.
+    """
+    length = order.length or 0
+    steps = [_StepNumbers.of(step, items) for step in planned]
     whole = steps[:-1] or steps
     tokens_SP = np.array([step.pack_tokens for step in whole])
     per_rank = rank_costs(np.array([step.costs for step in planned[: len(whole)]]), ranks)
     heaviest, mean = per_rank.max(axis=1), per_rank.mean(axis=1)
     report = PlanReport(
-        strategy=plan.strategy,
+        strategy=strategy,
         samples=length,
         tokens=sum(int(step.pack_tokens.sum()) for step in steps),
         packs=sum(int((step.pack_tokens > 0).sum()) for step in steps),
         steps=len(steps),
-        fill=float(tokens_SP.mean()) / plan.budget.tokens,
+        fill=float(tokens_SP.mean()) / budget.tokens,
         balance=float((mean / heaviest).mean()),
-        mixing=_mixing(np.array([step.mean_segment for step in whole]), plan.order, plan.items.tokens),
+        mixing=_mixing(np.array([step.mean_segment for step in whole]), order, items.tokens),
         us_per_sample=1e6 * wall_s / length,
         step_flops=float(per_rank.sum(axis=1).mean()),
         straggler_loss=1 - float(mean.sum() / heaviest.sum()),
         padding_loss=1 - float(sum(step.pack_tokens.sum() for step in steps)) / sum(step.padded for step in steps),
-        last_step_fill=float(steps[-1].pack_tokens.mean()) / plan.budget.tokens if len(steps) > 1 else None,
+        last_step_fill=float(steps[-1].pack_tokens.mean()) / budget.tokens if len(steps) > 1 else None,
     )
-    return report, tokens_SP.reshape(-1) / plan.budget.tokens
+    return report, tokens_SP.reshape(-1) / budget.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +146,9 @@ class _StepNumbers:
     padded: int  # slots of a padded batch for each pack
 
     @classmethod
-    def of(cls, step: PlannedStep, plan: Plan) -> "_StepNumbers":
+    def of(cls, step: PlannedStep, items: Items) -> "_StepNumbers":
         sizes = np.array([len(pack) for pack in step.packs])
-        tokens = plan.items.tokens[np.concatenate(step.packs)].astype(np.float64)
+        tokens = items.tokens[np.concatenate(step.packs)].astype(np.float64)
         pack_of = np.repeat(np.arange(len(sizes)), sizes)
         longest = np.zeros(len(sizes))
         np.maximum.at(longest, pack_of, tokens)

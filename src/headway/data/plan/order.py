@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from headway.data.plan.permute import Unsigned, key_of, permute
 from headway.errors import ConfigError
 
-_RESOLUTION = 1 << 20  # weights are whole multiples of 1 / 2**20 of the mixture
+_EXACT = 1 << 24  # whole weights are exact if they add up to no more than this
+_RESOLUTION = 1 << 20  # other weights are rounded to multiples of 1 / 2**20 of the mixture
 _LAST_PLACE = 1 << 62  # places times weights or counts must stay below 2**63
 _SUBSET = 0x5B  # tells the choice of a limited source's items from the shuffling of its epochs
 
@@ -219,5 +220,7 @@ def _epoch_counts(stage: Stage, used: Sequence[int]) -> list[int]:
 
 def _weights(stage: Stage) -> list[int]:
     weights: list[Any] = [play.weight for play in stage.plays]
+    if all(weight == int(weight) for weight in weights) and sum(weights) <= _EXACT:
+        return [int(weight) for weight in weights]
     total = sum(weights)
     return [max(1, round(weight / total * _RESOLUTION)) for weight in weights]

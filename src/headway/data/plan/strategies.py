@@ -163,7 +163,7 @@ def _in_order(window: Window, strategy: Literal["best_fit", "first_fit"]) -> tup
     packer = Packer(window.budget, strategy)
     sizes = zip(window.tokens.tolist(), window.patches.tolist(), strict=True)
     pack_of = np.array([packer.place(Size(*size)) for size in sizes], dtype=np.int64)
-    return _whole_steps(pack_of, window)
+    return _whole_steps(pack_of, window, all_open=True)
 
 
 def _next_fit(window: Window) -> tuple[Ints, int]:
@@ -179,17 +179,19 @@ def _next_fit(window: Window) -> tuple[Ints, int]:
         pack_of[start:stop] = pack
         base = reached[:, stop - 1]
         start, pack = stop, pack + 1
-    return _whole_steps(pack_of, window)
+    return _whole_steps(pack_of, window, all_open=False)
 
 
 def _none(window: Window) -> tuple[Ints, int]:
-    return _whole_steps(np.arange(len(window.tokens)), window)
+    return _whole_steps(np.arange(len(window.tokens)), window, all_open=False)
 
 
-def _whole_steps(pack_of: Ints, window: Window) -> tuple[Ints, int]:
-    """Leave the emptiest packs to the next window, so that the others make whole steps, in the order of opening."""
+def _whole_steps(pack_of: Ints, window: Window, all_open: bool) -> tuple[Ints, int]:
+    """Leave to the next window the emptiest packs, or the last ones, so that the others make whole steps."""
     num_packs = int(pack_of.max(initial=-1)) + 1
     num_kept = num_packs // window.packs_per_step * window.packs_per_step
+    if not all_open:
+        return np.where(pack_of < num_kept, pack_of, -1), num_kept
     tokens = np.bincount(pack_of, window.tokens, num_packs)
     kept = np.sort(np.argsort(-tokens, kind="stable")[:num_kept])
     number = np.full(num_packs, -1)

@@ -127,9 +127,21 @@ def parse_object(content: bytes, rule: str) -> dict[str, Any]:
         raise DataError(f"not valid JSON ({error.msg} at column {error.colno}). {rule}") from error
     except RecursionError as error:
         raise DataError(f"not usable JSON: its lists are nested too deeply. {rule}") from error
+    if b"\\ud" in content.lower() and not _is_encodable(value):
+        raise DataError(
+            "it holds half of a surrogate pair (\\\\ud800 to \\\\udfff), which is no character. Write it again."
+        )
     if not isinstance(value, dict):
         raise DataError(f"got {shortened(value)}, but it must be an object. {rule}")
     return value
+
+
+def _is_encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def decoded(content: bytes) -> str:

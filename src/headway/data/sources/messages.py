@@ -86,8 +86,9 @@ def turns_of(value: Any, name: str) -> list[Any]:
         DataError: it is something else, or empty.
     """
     turns = json_value(value, name)
-    if isinstance(turns, dict) and turns and all(isinstance(column, list) for column in turns.values()):
-        turns = [dict(zip(turns, values, strict=True)) for values in zip(*turns.values(), strict=True)]
+    columns = list(turns.values()) if isinstance(turns, dict) else []
+    if all(isinstance(column, list) for column in columns) and len({len(column) for column in columns}) == 1:
+        turns = [dict(zip(turns, turn, strict=True)) for turn in zip(*columns, strict=True)]
     if not isinstance(turns, list):
         raise DataError(f'got {shortened(value)}, but "{name}" must be a list of turns.')
     if not turns:
@@ -105,8 +106,8 @@ def json_value(value: Any, what: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{what} is a string but not JSON ({error.msg}): {shortened(value)}.") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{what} is a string but not JSON ({error}): {shortened(value)}.") from error
 
 
 def read_tools(value: Any) -> tuple[dict[str, Any], ...]:

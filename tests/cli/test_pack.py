@@ -1,0 +1,149 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+STRATEGIES = ["balanced", "best_fit", "first_fit", "next_fit", "none"]
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    """A table of 20,000 short chats, a third of them with a picture, in CSV."""
+    rng = np.random.default_rng(0)
+    tokens = np.clip(rng.lognormal(6, 0.8, 20_000), 16, 8_000).astype(int)
+    patches = 4 * rng.integers(0, 300, 20_000) * (rng.random(20_000) < 0.33)
+    path = tmp_path / "chats.csv"
+    np.savetxt(
+        path,
+        np.stack([tokens + patches // 4, patches], 1),
+        fmt="%d",
+        delimiter=",",
+        header="tokens,patches",
+        comments="",
+    )
+    return path
+
+
+def write(tmp_path, content, name="lengths.csv"):
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_every_strategy_is_measured(headway, lengths):
+    result = headway("pack", "--lengths", lengths, "--packing-length", 16_384, "--ranks", 8, "--json")
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    assert record["schema_version"] == 1
+    assert (record["model"], record["model_given"]) == ("qwen2.5-vl-7b", False)
+    assert record["sources"]["chats"]["read"] == 20_000
+    assert list(record["strategies"]) == STRATEGIES
+    for plan in record["strategies"].values():
+        assert plan["samples"] == 20_000
+        assert plan["packs"] <= 8 * plan["steps"]
+        assert 0 < plan["balance"] <= 1
+        assert 0 <= plan["straggler_loss"] < 1
+        assert plan["us_per_sample"] > 0
+    balanced, none = record["strategies"]["balanced"], record["strategies"]["none"]
+    assert balanced["fill"] >= 0.99
+    assert balanced["balance"] >= 0.985
+    assert balanced["mixing"] <= 1.3
+    assert none["packs"] == 20_000
+    assert none["steps"] == 20_000 / 8
+
+
+def test_the_table_names_the_model_and_explains_the_columns(headway, lengths):
+    result = headway("pack", "--lengths", lengths, "--packing-length", 16_384, "--ranks", 8, "--strategy", "balanced")
+    assert result.code == 0, result.err
+    assert "FLOPs of  qwen2.5-vl-7b  (not given; name yours with --model)" in result.out
+    assert "step      8 ranks x 1 packs" in result.out
+    assert "balance: mean over steps of mean / max FLOPs over ranks." in result.out
+    assert "best_fit" not in result.out
+
+
+def test_a_step_costs_what_the_model_computes_for_it(headway, tmp_path):
+    table = write(tmp_path, "tokens\n300\n20\n300\n20\n")
+    result = headway("pack", "--lengths", table, "--packing-length", 320, "--ranks", 2, "--model", "gpt2", "--json",
+                     "--strategy", "best_fit")  # fmt: skip
+    counted = json.loads(headway("flops", "gpt2", "--segments", "300*2,20*2", "--json").out)["flops"]["total"]
+    plan = json.loads(result.out)["strategies"]["best_fit"]
+    assert plan["step_flops"] == pytest.approx(counted)
+    assert (plan["steps"], plan["fill"], plan["balance"]) == (1, 1.0, 1.0)
+
+
+def test_grids_and_accumulation(headway, tmp_path):
+    table = write(tmp_path, "tokens,grids\n" + "400,1x32x32\n90,\n" * 50)
+    result = headway("pack", "--lengths", table, "--packing-length", 1000, "--ranks", 2, "--accumulation", 3, "--json")
+    record = json.loads(result.out)
+    assert record["accumulation"] == 3
+    assert record["strategies"]["balanced"]["steps"] >= (400 + 90) * 50 / 6000
+
+
+@pytest.mark.parametrize(("policy", "items", "dropped"), [("drop", 1, 1), ("truncate", 2, 0), ("split", 4, 0)])
+def test_over_long_samples_are_counted(headway, tmp_path, policy, items, dropped):
+    table = write(tmp_path, "tokens\n5\n25\n")
+    run = ("--packing-length", 10, "--overlong", policy, "--strategy", "none")
+    source = json.loads(headway("pack", "--lengths", table, *run, "--json").out)["sources"]["lengths"]
+    assert (source["items"], source["dropped"]) == (items, dropped)
+    counted = {"drop": "1 dropped", "truncate": "1 truncated", "split": "1 split"}[policy]
+    assert counted in headway("pack", "--lengths", table, *run).out
+
+
+@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_plot_is_drawn(headway, lengths, tmp_path, ending, start):
+    path = tmp_path / f"plot.{ending}"
+    result = headway("pack", "--lengths", lengths, "--packing-length", 16_384, "--strategy", "balanced", "--plot", path)
+    assert result.code == 0, result.err
+    assert path.read_bytes().startswith(start)
+    assert path.stat().st_size > 5_000
+
+
+TABLE = "tokens\n5\n25\n"
+BAD = [
+    ([], TABLE, 2, "--packing-length is missing"),
+    (
+        ["--packing-length", 10],
+        TABLE,
+        1,
+        "Row 1 of lengths has 25 tokens and 0 vision patches, more than a",
+    ),
+    (["--packing-length", 30, "--strategy", "worst_fit"], TABLE, 2, "'worst_fit'. Allowed: balanced, best_fit"),
+    (["--packing-length", 30, "--overlong", "cut"], TABLE, 2, "'cut'. Allowed: error, drop, truncate, split"),
+    (["--packing-length", 30, "--model", "qwen9"], TABLE, 2, "qwen9"),
+    (["--packing-length", 30, "--plot", "plot.pdf"], TABLE, 2, "a plot is a .png or .svg file, got .pdf"),
+    (["--packing-length", 30, "--plot", "nowhere/plot.png"], TABLE, 2, "the folder nowhere does not exist"),
+    (["--packing-length", 4, "--overlong", "drop"], TABLE, 1, "All 2 samples exceed a pack of 4 tokens"),
+    (["--packing-length", 30], "length\n5\n", 1, 'has no column "tokens"'),
+    (["--packing-length", 30], "", 1, 'has no column "tokens"; its columns are none'),
+    (["--packing-length", 30], "tokens\n-3\n", 1, "row 1: tokens is -3"),
+    (["--packing-length", 30, "--model", "gpt2"], "tokens,patches\n5,4\n", 2, "no vision tower"),
+]
+
+
+@pytest.mark.parametrize(("options", "table", "code", "text"), BAD)
+def test_bad_input_is_one_clear_error(headway, tmp_path, options, table, code, text):
+    result = headway("pack", "--lengths", write(tmp_path, table), *options)
+    assert (result.code, result.out) == (code, "")
+    assert text in " ".join(result.err.split())
+    assert "Traceback" not in result.err
+
+
+def test_nothing_to_plan_is_told(headway):
+    result = headway("pack", "--packing-length", 10)
+    assert result.code == 2
+    assert "--lengths" in result.err
+
+
+def test_planning_from_lengths_loads_no_torch(tmp_path):
+    table = write(tmp_path, TABLE)
+    script = (
+        "import sys; sys.argv = ['headway', 'pack', '--lengths', sys.argv[1], '--packing-length', '30']\n"
+        "from headway.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(table)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
