@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,8 +25,13 @@ from length_mixes import MIXES, LengthMix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 from their_packers import ONLINE, VERSION, install, naive_packers, online_packers, pack_online
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 RANKS, SEED = 32, 1
 WINDOWS = (2_048, 8_192, 32_768, 131_072)
+BALANCES = (0.0, 0.9, 0.95, 0.97, 0.98, 0.9865, 0.99, 1.0)
+CURVE = ("fill", "balance", "mixing", "us_per_sample")
 
 
 def main() -> None:
@@ -37,6 +41,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="samples of each mix, instead of 100,000 to 400,000")
     parser.add_argument("--large", type=int, nargs="*", default=[1_000_000, 10_000_000], help="samples of large plans")
     parser.add_argument("--wheel", type=Path, help="folder where the wheel of LMMs-Engine is or shall be installed")
+    parser.add_argument("--ours", action="store_true", help="leave LMMs-Engine out, which must be downloaded")
     parser.add_argument("--plan-only", nargs=2, metavar=("MIX", "N"), help="plan N samples, print time and memory")
     options = parser.parse_args()
     if options.plan_only:
@@ -45,9 +50,10 @@ def main() -> None:
     record: dict[str, Any] = {"what": "packing", "environment": environment(torch.device("cpu")), "ranks": RANKS}
     with tempfile.TemporaryDirectory() as folder:
         record["lmms_engine"] = VERSION
-        datasets = install(options.wheel or Path(folder))
+        datasets = None if options.ours else install(options.wheel or Path(folder))
         record["mixes"] = [compare(mix, options.samples, datasets) for mix in MIXES]
-    record["windows"] = [curve(mix, options.samples) for mix in MIXES]
+    record["windows"] = [curve(mix, options.samples, "window", WINDOWS) for mix in MIXES]
+    record["balances"] = [curve(mix, options.samples, "balance", BALANCES) for mix in MIXES]
     record["plans"] = [
         {"mix": mix.name, "samples": count, **in_a_process_of_its_own(mix, count)}
         for count in options.large
@@ -58,7 +64,7 @@ def main() -> None:
     print(table)
 
 
-def compare(mix: LengthMix, num_samples: int | None, datasets: Path) -> dict[str, Any]:
+def compare(mix: LengthMix, num_samples: int | None, datasets: Path | None) -> dict[str, Any]:
     """Let everyone pack a mix."""
     items = mix.items(num_samples)
     order, budget = Order.epochs(items.sizes, 1, seed=SEED), Budget(mix.packing_length)
@@ -66,22 +72,8 @@ def compare(mix: LengthMix, num_samples: int | None, datasets: Path) -> dict[str
     for strategy in STRATEGIES:
         report, _ = measure(Plan(items, order, budget, RANKS, strategy=strategy), RANKS)
         contenders[f"Headway {strategy}"] = report.to_dict()
-    shuffle = order.draw(0, len(items))
-    lengths = items.tokens[shuffle].tolist()
-    online, naive = online_packers(datasets), naive_packers(datasets)
-    theirs: dict[str, Callable[[], list[list[int]]]] = {
-        f"LMMs-Engine iterable {name}": lambda name=name: pack_online(online, name, lengths, mix.packing_length, RANKS)
-        for name in ONLINE
-    }
-    theirs |= {
-        f"LMMs-Engine naive {name}": lambda pack=pack: pack(lengths, mix.packing_length) for name, pack in naive.items()
-    }
-    for name, pack in theirs.items():
-        start_s = time.perf_counter()
-        packs = pack()
-        wall_s = time.perf_counter() - start_s
-        steps = in_steps([shuffle[members] for members in packs], items, shuffled="naive" in name)
-        contenders[name] = report_on(steps, items, order, budget, RANKS, name, wall_s)[0].to_dict()
+    if datasets is not None:
+        contenders |= theirs(items, order, budget, datasets)
     for name, numbers in contenders.items():
         print(f"{mix.name} {name}: fill {numbers['fill']:.4f}, balance {numbers['balance']:.4f}", flush=True)
     return {
@@ -93,6 +85,28 @@ def compare(mix: LengthMix, num_samples: int | None, datasets: Path) -> dict[str
         "mean_tokens": float(items.tokens.mean()),
         "contenders": contenders,
     }
+
+
+def theirs(items: Items, order: Order, budget: Budget, datasets: Path) -> dict[str, Any]:
+    """Let LMMs-Engine's packers pack the same samples in the same order."""
+    shuffle = order.draw(0, len(items))
+    lengths = items.tokens[shuffle].tolist()
+    online, naive = online_packers(datasets), naive_packers(datasets)
+    packers: dict[str, Callable[[], list[list[int]]]] = {
+        f"LMMs-Engine iterable {name}": lambda name=name: pack_online(online, name, lengths, budget.tokens, RANKS)
+        for name in ONLINE
+    }
+    packers |= {
+        f"LMMs-Engine naive {name}": lambda pack=pack: pack(lengths, budget.tokens) for name, pack in naive.items()
+    }
+    contenders = {}
+    for name, pack in packers.items():
+        start_s = time.process_time()
+        packs = pack()
+        cpu_s = time.process_time() - start_s
+        steps = in_steps([shuffle[members] for members in packs], items, shuffled="naive" in name)
+        contenders[name] = report_on(steps, items, order, budget, RANKS, name, cpu_s)[0].to_dict()
+    return contenders
 
 
 def in_steps(packs: list[Any], items: Items, *, shuffled: bool) -> list[PlannedStep]:
@@ -107,16 +121,15 @@ def in_steps(packs: list[Any], items: Items, *, shuffled: bool) -> list[PlannedS
     return steps
 
 
-def curve(mix: LengthMix, num_samples: int | None) -> dict[str, Any]:
-    """What the window's size gives."""
+def curve(mix: LengthMix, num_samples: int | None, setting: str, values: "Sequence[float]") -> dict[str, Any]:
+    """What a setting of the plan gives."""
     items = mix.items(num_samples)
     order, budget = Order.epochs(items.sizes, 1, seed=SEED), Budget(mix.packing_length)
     points = []
-    for window in WINDOWS:
-        report, _ = measure(Plan(items, order, budget, RANKS, window=window), RANKS)
-        points.append(
-            {"window": window, **{n: getattr(report, n) for n in ("fill", "balance", "mixing", "us_per_sample")}}
-        )
+    for value in values:
+        changed: dict[str, Any] = {setting: value}
+        report, _ = measure(Plan(items, order, budget, RANKS, **changed), RANKS)
+        points.append({"value": value, **{name: getattr(report, name) for name in CURVE}})
     return {"mix": mix.name, "points": points}
 
 
@@ -134,13 +147,14 @@ def plan_only(name: str, num_samples: int) -> dict[str, float]:
     items = mix.items(num_samples)
     before = peak_memory_bytes()
     plan = Plan(items, Order.epochs(items.sizes, 1, seed=SEED), Budget(mix.packing_length), RANKS)
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     first_s = 0.0
     for _ in plan.steps():
         first_s = first_s or time.perf_counter() - start_s
     wall_s = time.perf_counter() - start_s
     return {
         "wall_s": wall_s,
+        "cpu_s": time.process_time() - start_cpu_s,
         "first_step_s": first_s,
         "items_bytes": items.tokens.nbytes + items.patches.nbytes + items.costs.nbytes,
         "memory_before_bytes": before,
@@ -160,11 +174,11 @@ def render(record: dict[str, Any]) -> str:
     lines = [
         "# Packing",
         "",
-        f"{record['ranks']} ranks, one pack each per step. fill: tokens over the packs' budget; balance: mean over steps of "
-        "mean / max FLOPs over ranks; mixing: spread over steps of the token-weighted mean segment length, relative to "
-        "random packing. The last, incomplete step of a pass is left out.",
-        f"LMMs-Engine {record['lmms_engine']}: its iterable dataset packs a contiguous part of the shuffled data on each "
-        "rank, and a step is the next pack of each; its naive dataset packs all of it, and its packs are shuffled.",
+        f"{record['ranks']} ranks, one pack each per step. fill: tokens over the packs' budget; balance: mean over "
+        "steps of mean / max FLOPs over ranks; mixing: spread over steps of the token-weighted mean segment length, "
+        "relative to random packing. The last, incomplete step of a pass is left out; us per sample is processor time.",
+        f"LMMs-Engine {record['lmms_engine']}: its iterable dataset packs a contiguous part of the shuffled data on "
+        "each rank, and a step is the next pack of each; its naive dataset packs all, and its packs are shuffled.",
         "",
     ]
     for mix in record["mixes"]:
@@ -189,30 +203,31 @@ def render(record: dict[str, Any]) -> str:
             markdown_table(headings, rows),
             "",
         ]
-    rows = [
-        [
-            entry["mix"],
-            f"{p['window']:,}",
-            f"{p['fill']:.4f}",
-            f"{p['balance']:.4f}",
-            f"{p['mixing']:.2f}",
-            f"{p['us_per_sample']:.2f}",
+    for setting, heading in (("windows", "window [samples]"), ("balances", "balance asked for")):
+        rows = [
+            [
+                entry["mix"],
+                f"{point['value']:,}",
+                f"{point['fill']:.4f}",
+                f"{point['balance']:.4f}",
+                f"{point['mixing']:.2f}",
+                f"{point['us_per_sample']:.2f}",
+            ]
+            for entry in record[setting]
+            for point in entry["points"]
         ]
-        for entry in record["windows"]
-        for p in entry["points"]
-    ]
-    lines += [
-        "## Headway balanced, by window",
-        "",
-        markdown_table(["mix", "samples", "fill", "balance", "mixing", "us per sample"], rows),
-        "",
-    ]
+        lines += [
+            f"## Headway balanced, by {heading.partition(' [')[0]}",
+            "",
+            markdown_table(["mix", heading, "fill", "balance", "mixing", "us per sample"], rows),
+            "",
+        ]
     rows = [
         [
             entry["mix"],
             f"{entry['samples']:,}",
             f"{entry['wall_s']:.2f}",
-            f"{1e6 * entry['wall_s'] / entry['samples']:.2f}",
+            f"{1e6 * entry['cpu_s'] / entry['samples']:.2f}",
             f"{1e3 * entry['first_step_s']:.0f}",
             f"{entry['items_bytes'] / 1e6:.0f}",
             f"{entry['memory_bytes'] / 1e6:.0f}",
@@ -222,11 +237,11 @@ def render(record: dict[str, Any]) -> str:
     lines += [
         "## Whole plans",
         "",
-        "One process each, all steps of one pass; its peak memory holds the imports, torch included, and the drawing of "
-        "the lengths.",
+        "One process each, all steps of one pass; its peak memory holds the imports, torch included, and the drawing "
+        "of the lengths.",
         "",
         markdown_table(
-            ["mix", "samples", "s", "us per sample", "ms to the first step", "items MB", "peak memory MB"], rows
+            ["mix", "samples", "wall s", "us per sample", "ms to the first step", "items MB", "peak memory MB"], rows
         ),
         "",
         describe_environment(record),

@@ -6,6 +6,7 @@ only the files that pack are loaded: `datasets/packing` as a package, and two me
 
 import ast
 import importlib.util
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -69,7 +70,7 @@ def pack_online(module: ModuleType, strategy: str, lengths: Sequence[int], packi
     """
     bounds = np.linspace(0, len(lengths), ranks + 1).astype(int).tolist()
     streams: list[Packs] = []
-    for first, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, stop in itertools.pairwise(bounds):
         packer = module.build_online_packer(strategy, packing_length)
         packs: Packs = []
         for number in range(first, stop):

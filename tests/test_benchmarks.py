@@ -87,6 +87,18 @@ def test_the_metering_benchmark_times_every_meter(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_packing_benchmark_measures_every_strategy_and_whole_plans(tmp_path):
+    run("packing.py", "--ours", "--samples", 4000, "--large", 5000, "--out", tmp_path)
+    (path,) = tmp_path.glob("packing_*.json")
+    record = json.loads(path.read_text())
+    assert [mix["name"] for mix in record["mixes"]] == ["text", "image", "video", "reasoning"]
+    for mix in record["mixes"]:
+        balanced, next_fit = (mix["contenders"][f"Headway {name}"] for name in ("balanced", "next_fit"))
+        assert balanced["balance"] > next_fit["balance"]
+    assert all(plan["memory_bytes"] > plan["items_bytes"] > 0 for plan in record["plans"])
+
+
+@pytest.mark.slow
 def test_the_plain_loop_is_metered_eager_and_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_PEAK_FLOPS", "1e15")
     run("plain_loop.py", "--tiny", "--rows", 2, "--tokens", 64, "--steps", 4, "--out", tmp_path)
@@ -94,3 +106,12 @@ def test_the_plain_loop_is_metered_eager_and_compiled(tmp_path, monkeypatch):
     runs = json.loads(path.read_text())["runs"]
     assert runs["eager"]["headway"]["num_steps"] == 4
     assert runs["eager"]["headway"]["flops"] == runs["compiled"]["headway"]["flops"]
+
+
+@pytest.mark.slow
+def test_the_indexing_benchmark_reads_the_same_tokens_on_both_sides(tmp_path):
+    run("indexing.py", "--rows", 60, "--rounds", 1, "--out", tmp_path)
+    (path,) = tmp_path.glob("indexing_*.json")
+    record = json.loads(path.read_text())
+    assert record["text"]["tokens"]["indexed"] == record["text"]["tokens"]["bare"] > 60 * 100
+    assert record["images"]["tokens"]["bare"] == 60 * 1000 * 750

@@ -5,6 +5,8 @@ import sys
 import numpy as np
 import pytest
 
+from headway.demo.reader import write_reader
+
 STRATEGIES = ["balanced", "best_fit", "first_fit", "next_fit", "none"]
 
 
@@ -100,6 +102,32 @@ def test_a_plot_is_drawn(headway, lengths, tmp_path, ending, start):
     assert path.stat().st_size > 5_000
 
 
+def test_data_are_measured_by_the_models_own_processor(headway, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    model = write_reader(tmp_path / "model")
+    chats = [
+        {"messages": [{"role": "user", "content": "Which? " * (1 + n % 5)}, {"role": "assistant", "content": "One."}]}
+        for n in range(60)
+    ]
+    lines = [json.dumps(chat) for chat in chats] + ["{"]
+    data = write(tmp_path, "\n".join(lines), "chats.jsonl")
+    run = ("pack", data, "--model", model, "--packing-length", 256, "--ranks", 2, "--json")
+    result = headway(*run)
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
+    source = record["sources"]["chats"]
+    assert (source["read"], source["bad"], source["used"]) == (61, 1, 60)
+    index = json.loads(headway("index", data, "--model", model, "--on-bad", "skip", "--json").out)
+    assert source["tokens"] == index["indices"][0]["tokens"]
+    assert record["strategies"]["balanced"]["tokens"] == source["tokens"]
+
+
+def test_data_need_a_model_and_lengths_no_data(headway, tmp_path):
+    table = write(tmp_path, TABLE)
+    assert "DATA needs --model" in headway("pack", table, "--packing-length", 10).err
+    assert "more than one thing to plan" in headway("pack", table, "--lengths", table, "--packing-length", 10).err
+
+
 TABLE = "tokens\n5\n25\n"
 BAD = [
     ([], TABLE, 2, "--packing-length is missing"),
@@ -114,7 +142,7 @@ BAD = [
     (["--packing-length", 30, "--model", "qwen9"], TABLE, 2, "qwen9"),
     (["--packing-length", 30, "--plot", "plot.pdf"], TABLE, 2, "a plot is a .png or .svg file, got .pdf"),
     (["--packing-length", 30, "--plot", "nowhere/plot.png"], TABLE, 2, "the folder nowhere does not exist"),
-    (["--packing-length", 4, "--overlong", "drop"], TABLE, 1, "All 2 samples exceed a pack of 4 tokens"),
+    (["--packing-length", 4, "--overlong", "drop"], TABLE, 1, "Of 2 samples none fits a pack of 4 tokens"),
     (["--packing-length", 30], "length\n5\n", 1, 'has no column "tokens"'),
     (["--packing-length", 30], "", 1, 'has no column "tokens"; its columns are none'),
     (["--packing-length", 30], "tokens\n-3\n", 1, "row 1: tokens is -3"),

@@ -7,6 +7,7 @@ one segment's loss, which must be exactly zero everywhere else.
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def segments_of(pipeline, batch, tokens_per_pack):
     bounds, found = batch.cu_seqlens_N.tolist(), []
     assert bounds[0] == 0
     assert bounds[-1] == batch.slots
-    assert batch.max_seqlen == max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
+    assert batch.max_seqlen == max(stop - start for start, stop in pairwise(bounds))
     for number, origin in enumerate(batch.origins):
         sample, whole = pipeline.wholes[key_of(origin)]
         start, stop = bounds[number : number + 2]

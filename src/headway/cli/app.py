@@ -12,7 +12,21 @@ from typing import Annotated, NoReturn
 import typer
 
 import headway
-from headway.cli import audit, ceiling, compare, demo, devices, flops, goodput, index, mfu, models, pack, train, verify
+from headway.cli import (
+    audit,
+    ceiling,
+    compare,
+    demo,
+    devices,
+    flops,
+    goodput,
+    index,
+    mfu,
+    models,
+    pack,
+    train,
+    verify,
+)
 from headway.errors import HeadwayError
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
@@ -36,8 +50,8 @@ app.command("devices", short_help="List the devices whose peak is known, with so
 app.command("ceiling", short_help="Measure what this device reaches at best.")(ceiling.ceiling)
 app.command("models", short_help="List the models that ship with their costs.")(models.models)
 app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own counter.")(verify.verify)
-app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
 app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
+app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
 app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
 

@@ -85,7 +85,7 @@ def index(
     counts = SampleCounts()
     indices = {}
     for path, source in zip(data, sources, strict=True):
-        with _progress_bar(source.name) as progress:
+        with progress_bar(source.name) as progress:
             indices[path] = build_index(
                 source,
                 encoder,
@@ -105,7 +105,7 @@ def index(
 
 
 @contextmanager
-def _progress_bar(name: str) -> "Iterator[Progress]":
+def progress_bar(name: str) -> "Iterator[Progress]":
     """A bar on stderr, on a terminal; it appears with the first unit."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn

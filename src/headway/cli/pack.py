@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from headway.cli import options
+from headway.cli.extras import needs_extra
 from headway.cli.pack_plot import check_plot_path, draw
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
@@ -15,7 +16,9 @@ from headway.report import Column, format_count, format_flops, format_share, ren
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from headway.data.index import LengthIndex
     from headway.data.plan import OverlongCounts, PlanReport
+    from headway.data.plan.items import Lengths
 
 Name = TypeVar("Name", bound=str)
 
@@ -25,19 +28,24 @@ TEXT_MODEL, IMAGE_MODEL = "qwen2.5-7b", "qwen2.5-vl-7b"
 
 
 def pack(
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DATA]...", help="Files, folders, globs or URLs of datasets, indexed by MODEL first."),
+    ] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="CSV or Parquet with a column `tokens` and, optionally, `patches`, or `grids` (1x32x48;1x16x16).",
+            help="Instead of DATA: CSV or Parquet with a column `tokens` and, optionally, `patches`, or `grids` "
+            "(1x32x48;1x16x16).",
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help=f"Whose FLOPs are made equal, as for `headway flops`; {TEXT_MODEL} or, with patches, {IMAGE_MODEL} if "
-            "not given.",
+            help="Whose FLOPs are made equal, as for `headway flops`, and whose processor measures DATA. With "
+            f"--lengths {TEXT_MODEL} or, with patches, {IMAGE_MODEL} if not given.",
         ),
     ] = None,
     packing_length: Annotated[
@@ -65,6 +73,12 @@ def pack(
         int | None,
         typer.Option(metavar="W", min=1, help="Samples packed together; 131072, or 16 steps' worth if not given."),
     ] = None,
+    balance: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=0, max=1, help="mean / max FLOPs over ranks that `balanced` sorts for; less mixes better."
+        ),
+    ] = 0.9865,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs (PNG or SVG).")
@@ -79,8 +93,11 @@ def pack(
     from headway.data.plan.items import OVERLONG
     from headway.data.plan.lengths import read_lengths
 
-    if lengths is None:
-        raise UsageError("There is nothing to plan. Give --lengths FILE, a CSV or Parquet file with a column `tokens`.")
+    if bool(data) == (lengths is not None):
+        raise UsageError(
+            f"There is {'more than one thing' if data else 'nothing'} to plan. Give DATA, or --lengths FILE, a CSV or "
+            "Parquet file with a column `tokens`."
+        )
     if packing_length is None:
         raise UsageError("--packing-length is missing: the number of tokens that a pack holds, such as 51200.")
     wanted = [_one_of(name, "packing strategy", STRATEGIES) for name in dict.fromkeys(strategy or STRATEGIES)]
@@ -88,23 +105,22 @@ def pack(
     if plot is not None:
         check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
-    table = read_lengths(lengths)
-    name = model or (IMAGE_MODEL if table.patches.any() else TEXT_MODEL)
-    planned, counts = Items.build({lengths.stem: table}, budget, policy, resolve_cost_model(name))
+    sources: Mapping[str, Lengths] = _indices(data or [], model)
+    if lengths is not None:
+        sources = {lengths.stem: read_lengths(lengths)}
+    seen = any(source.patches.any() for source in sources.values())
+    name = model or (IMAGE_MODEL if seen else TEXT_MODEL)
+    planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name))
     if not len(planned):
-        raise DataError(f"All {counts[lengths.stem].read} samples exceed a pack of {packing_length} tokens. Raise it.")
+        read = sum(count.read for count in counts.values())
+        raise DataError(f"Of {read} samples none fits a pack of {packing_length} tokens. Raise it.")
     order = Order.epochs(planned.sizes, 1, seed=seed)
-    reports: list[PlanReport] = []
-    fills: dict[str, Any] = {}
-    for each in wanted:
-        plan = Plan(
-            planned, order, budget, ranks * accumulation,
-            strategy=each, seed=seed, window=window, accumulation=accumulation,
-        )  # fmt: skip
-        report, fills[each] = measure(plan, ranks)
-        reports.append(report)
+    chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation, "balance": balance}
+    plans = [Plan(planned, order, budget, ranks * accumulation, strategy=each, **chosen) for each in wanted]
+    measured = [measure(plan, ranks) for plan in plans]
+    reports = [report for report, _ in measured]
     if plot is not None:
-        draw(plot, planned.tokens, fills, budget)
+        draw(plot, planned.tokens, {report.strategy: fill for report, fill in measured}, budget)
     settings = {
         "model": name,
         "model_given": model is not None,
@@ -114,15 +130,46 @@ def pack(
         "ranks": ranks,
         "accumulation": accumulation,
         "window": window,
+        "balance": balance,
         "seed": seed,
         "overlong": policy,
     }
     if as_json:
-        sources = {source: count.to_dict() for source, count in counts.items()}
+        rows = {source: count.to_dict() for source, count in counts.items()}
         strategies = {report.strategy: report.to_dict() for report in reports}
-        print(json.dumps({"schema_version": SCHEMA_VERSION, **settings, "sources": sources, "strategies": strategies}))
+        print(json.dumps({"schema_version": SCHEMA_VERSION, **settings, "sources": rows, "strategies": strategies}))
     else:
         print(_render(settings, counts, reports))
+
+
+def _indices(data: list[str], model: str | None) -> "Mapping[str, LengthIndex]":
+    """Measure datasets, or read what was measured before; rows that cannot be used are counted.
+
+    Raises:
+        UsageError: no model, whose processor would measure.
+        DataError: a dataset cannot be read.
+    """
+    if not data:
+        return {}
+    if model is None:
+        raise UsageError("DATA needs --model, whose tokenizer and processor measure its samples: a folder or a Hub id.")
+    with needs_extra("indexing"):
+        from headway.cli.index import progress_bar
+        from headway.data.encode import Encoder
+        from headway.data.index import build_index
+        from headway.data.policy import BadSamples
+        from headway.data.sources import open_source
+        from headway.models import load_processor
+    found = [open_source(path) for path in data]
+    if len({source.name for source in found}) < len(found):
+        raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in found)}. Rename a file.")
+    encoder = Encoder(load_processor(model))
+    skip = BadSamples("skip", limit=None, fraction=None)
+    indices = {}
+    for source in found:
+        with progress_bar(source.name) as progress:
+            indices[source.name] = build_index(source, encoder, progress=progress, policy=skip)
+    return indices
 
 
 def _one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":

@@ -17,8 +17,7 @@ Span = tuple[int, int]
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS: dict[type[Part], str] = {ImagePart: "image", VideoPart: "video", AudioPart: "audio"}
 _Turns = list[dict[str, Any]]
-# A template is compiled once for the whole process and marks what assistants write in one place: a thread at a time.
-_RENDERING = threading.Lock()
+_RENDERING = threading.Lock()  # transformers keeps compiled templates, and one that marks words holds state meanwhile
 
 
 class ChatTemplate:

@@ -1,5 +1,7 @@
 """From the configuration's data section to a feed of packs."""
 
+from dataclasses import replace
+
 from transformers import PreTrainedModel
 
 from headway.count import CostModel
@@ -92,6 +94,7 @@ def _indices(
     """The lengths of every source: measured by the first rank, read by all."""
     if not ranks.is_first:
         ranks.wait()
+        bad = replace(bad, quarantine=None)  # the first rank has named them
     found = {source.name: build_index(source, encoder, workers=workers, policy=bad) for source in sources}
     if ranks.is_first:
         ranks.wait()

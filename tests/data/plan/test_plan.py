@@ -144,6 +144,19 @@ def test_balanced_packs_are_full_and_ranks_equal(mix, ranks, accumulation):
     assert balance_of(np.array([step.costs for step in whole]), ranks).mean() >= 0.985
 
 
+def test_less_balance_mixes_better():
+    from headway.data.plan import measure
+
+    items = random_items("many fill a pack")
+    reports = [
+        measure(Plan(items, Order.epochs(items.sizes, 1), Budget(51_200), 32, balance=balance), 32)[0]
+        for balance in (0.0, 0.9, 1.0)
+    ]
+    assert reports[0].mixing < reports[1].mixing < reports[2].mixing
+    assert reports[0].balance < 0.88
+    assert 0.895 <= reports[1].balance < 0.98 < reports[2].balance
+
+
 def test_short_samples_are_mixed_as_well_as_random_packing_mixes_them():
     from headway.data.plan import measure
 
@@ -168,6 +181,7 @@ def test_samples_that_never_fit_together_are_not_put_off_for_ever(count):
         ({"packs_per_step": 0}, "0 packs per step"),
         ({"packs_per_step": 6, "accumulation": 4}, "ranks times accumulation"),
         ({"window": 0}, "A window of 0 samples"),
+        ({"balance": 98.5}, "A balance of 98.5"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(changes, text):

@@ -4,9 +4,11 @@ import gzip
 import io
 import itertools
 import json
+import multiprocessing
 import pickle
 import tarfile
 import zipfile
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import datasets
@@ -139,6 +141,20 @@ def test_a_source_is_small_to_pickle_and_finds_its_tables_again(tmp_path, name):
     copy = pickle.dumps(source)
     assert len(copy) < 1000
     assert words_of(pickle.loads(copy)[row] for row in (0, 1500, 2999)) == ["text 0", "text 1500", "text 2999"]
+
+
+def _last(pickled):
+    source = pickle.loads(pickled)
+    return source[len(source) - 1].content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+def test_processes_that_make_the_same_tables_at_once_do_not_meet(tmp_path, name):
+    WRITERS[name](tmp_path / name, [{"text": f"text {number}"} for number in range(20_000)])
+    pickled = pickle.dumps(open_source(tmp_path / name))
+    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert list(pool.map(_last, [pickled] * 6)) == ["text 19999"] * 6
 
 
 def test_elements_longer_than_a_chunk_are_read(tmp_path):
@@ -310,6 +326,7 @@ def test_shards_follow_each_other_in_the_order_of_their_names(tmp_path, memory):
         assert source[5].origin == Document("text 5", source[5].origin).origin
         assert (source[5].origin.row, source[5].origin.file) == (2, "memory:///in/b/1.jsonl")
         assert source.locate(4) == (source.shards[2], 1)
+        assert type(source[np.int64(5)].origin.row) is int  # plans hand out NumPy's, and origins are written as JSON
 
 
 def test_storage_options_reach_the_file_system(tmp_path):

@@ -1,7 +1,7 @@
 """The length index: what every row of a source takes of a pack and of a device, in a few bytes a row."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,20 @@ class Ragged:
         """Nothing for any row, in no memory to speak of."""
         return cls(np.broadcast_to(np.int32(0), (rows + 1,)), np.zeros((0, *shape), np.int32))
 
+    @classmethod
+    def join(cls, parts: "Sequence[Ragged]") -> "Ragged":
+        """Rows of one after the rows of another; at least one."""
+        values = np.concatenate([part.values for part in parts])
+        rows = sum(map(len, parts))
+        if not len(values):
+            return cls.empty(rows, *values.shape[1:])
+        offsets = np.zeros(rows + 1, np.int32 if len(values) < 2**31 else np.int64)
+        start = 0
+        for part in parts:
+            offsets[start + 1 : start + len(part) + 1] = offsets[start] + part.offsets[1:]
+            start += len(part)
+        return cls(offsets, values)
+
 
 @dataclass(frozen=True, eq=False)
 class LengthIndex:
@@ -98,7 +112,7 @@ class LengthIndex:
 
     @classmethod
     def load(cls, path: str | Path, *, source: str | None = None) -> "LengthIndex":
-        """Read an index, a column at a time.
+        """Read an index, a group of rows at a time.
 
         Args:
             path: the Parquet file that `build_index` wrote.
@@ -111,7 +125,8 @@ class LengthIndex:
         try:
             with pq.ParquetFile(path) as file:
                 description = _description(file, path)
-                columns = cls._columns(lambda name: file.read(columns=[name])[name], source or description["source"])
+                groups = (file.read_row_group(number) for number in range(file.num_row_groups))
+                columns = _columns(groups, file.metadata.num_rows, source or description["source"])
         except (OSError, pa.ArrowException, KeyError) as error:
             raise DataError(
                 f"The length index {path} cannot be read: {error}. Delete it and make it again with `headway index`."
@@ -121,13 +136,7 @@ class LengthIndex:
     @classmethod
     def of_table(cls, table: pa.Table, source: str) -> "LengthIndex":
         """Take an index from a table in memory, with the columns of the Parquet file."""
-        return cls(**cls._columns(table.column, source))
-
-    @staticmethod
-    def _columns(column: Callable[[str], pa.ChunkedArray], source: str) -> dict[str, Any]:
-        columns: dict[str, Any] = {name: column(name).to_numpy() for name in NUMBERS}
-        columns |= {name: _ragged(column(name)) for name in (*GRIDS, CLIPS)}
-        return columns | {"bad": bad_rows(column(BAD), source)}
+        return cls(**_columns([table], len(table), source))
 
     def costs(self, cost_model: "CostModel") -> Ints:
         """Count the useful FLOPs of training on each row, forward and backward.
@@ -202,20 +211,29 @@ def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
     return description
 
 
-def _ragged(column: pa.ChunkedArray) -> Ragged:
-    """Take offsets and values out of Arrow's lists, which come in chunks."""
-    shape = (3,) if pa.types.is_struct(column.type.value_type) else ()
-    values = [_values(chunk.flatten()) for chunk in column.chunks]
-    num_values = sum(map(len, values))
-    if num_values == 0:
-        return Ragged.empty(len(column), *shape)
-    offsets = np.zeros(len(column) + 1, np.int32 if num_values < 2**31 else np.int64)
-    np.cumsum(np.concatenate([chunk.value_lengths().to_numpy() for chunk in column.chunks]), out=offsets[1:])
-    return Ragged(offsets, np.concatenate(values))
+def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, Any]:
+    """Take numpy columns out of tables that follow each other."""
+    numbers = {name: np.empty(rows, np.int32) for name in NUMBERS}
+    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, CLIPS)}
+    bad: dict[int, SampleError] = {}
+    start = 0
+    for table in tables:
+        for name, column in numbers.items():
+            column[start : start + len(table)] = table[name].to_numpy()
+        for name, parts in ragged.items():
+            parts += [_ragged(chunk) for chunk in table[name].chunks]
+        bad |= {start + row: error for row, error in bad_rows(table[BAD], source).items()}
+        start += len(table)
+    return numbers | {name: Ragged.join(parts) for name, parts in ragged.items()} | {"bad": bad}
 
 
-def _values(flat: pa.Array) -> Ints:
+def _ragged(chunk: pa.ListArray) -> Ragged:
+    """Take offsets and values out of Arrow's lists."""
+    flat = chunk.flatten()
     if pa.types.is_struct(flat.type):
-        return np.stack([side.to_numpy() for side in flat.flatten()], axis=1)
-    values: Ints = flat.to_numpy()
-    return values
+        values = np.stack([side.to_numpy() for side in flat.flatten()], axis=1)
+    else:
+        values = flat.to_numpy()
+    if not len(values):
+        return Ragged.empty(len(chunk), *values.shape[1:])
+    return Ragged(np.concatenate([[0], np.cumsum(chunk.value_lengths().to_numpy())]), values)

@@ -52,9 +52,11 @@ def grid_costs(
     """
     if not len(grids):
         return np.zeros(0)
-    distinct, which = np.unique(grids, axis=0, return_inverse=True)
+    sides = grids.reshape(len(grids), -1)
+    keys = np.ravel_multi_index(tuple(sides.T), tuple(sides.max(axis=0) + 1))  # numbers sort faster than rows
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     text = cost_model.count(Workload([1])).total
-    media: list[dict[str, Any]] = [{kind: [grid]} for grid in distinct.tolist()]
+    media: list[dict[str, Any]] = [{kind: [grid]} for grid in grids[first].tolist()]
     flops = [cost_model.count(Workload([1], **one)).total - text for one in media]
     return np.array(flops, dtype=np.float64)[which.reshape(-1)]
 

@@ -36,7 +36,7 @@ class PlanReport:
         fill: tokens over the token budget of the packs, a fraction.
         balance: mean over steps of mean / max FLOPs over ranks, a fraction.
         mixing: spread over steps of the token-weighted mean segment length, relative to random packing; 1 is as random.
-        us_per_sample: wall time of planning on one thread [us].
+        us_per_sample: processor time of planning, which runs on one thread [us].
         step_flops: mean useful FLOPs of a step over all ranks [FLOP].
         straggler_loss: share of the ranks' time spent waiting for the one with the most FLOPs, a fraction.
         padding_loss: share of slots that would be padding if each pack were a padded batch instead, every sample as
@@ -86,10 +86,10 @@ def measure(plan: Plan, ranks: int) -> tuple[PlanReport, Floats]:
         raise ConfigError("Only an order that ends can be measured, and only one that is not empty. Give it epochs.")
     if ranks < 1 or plan.packs_per_step % ranks:
         raise ConfigError(f"{plan.packs_per_step} packs per step cannot be shared by {ranks} ranks equally.")
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     planned = [step for step, _ in plan.steps()]
-    wall_s = time.perf_counter() - start_s
-    return report_on(planned, plan.items, plan.order, plan.budget, ranks, plan.strategy, wall_s)
+    cpu_s = time.process_time() - start_s
+    return report_on(planned, plan.items, plan.order, plan.budget, ranks, plan.strategy, cpu_s)
 
 
 def report_on(
@@ -99,7 +99,7 @@ def report_on(
     budget: Budget,
     ranks: int,
     strategy: str,
-    wall_s: float,
+    cpu_s: float,
 ) -> tuple[PlanReport, Floats]:
     """Put steps of packs, whoever made them, in numbers.
 
@@ -110,7 +110,7 @@ def report_on(
         budget: what a pack holds.
         ranks: data-parallel ranks; the packs of a step are dealt to them.
         strategy: name of who made them.
-        wall_s: how long it took [s].
+        cpu_s: processor time that it took [s].
 
     Returns:
         As for `measure`.
@@ -130,7 +130,7 @@ def report_on(
         fill=float(tokens_SP.mean()) / budget.tokens,
         balance=float((mean / heaviest).mean()),
         mixing=_mixing(np.array([step.mean_segment for step in whole]), order, items.tokens),
-        us_per_sample=1e6 * wall_s / length,
+        us_per_sample=1e6 * cpu_s / length,
         step_flops=float(per_rank.sum(axis=1).mean()),
         straggler_loss=1 - float(mean.sum() / heaviest.sum()),
         padding_loss=1 - float(sum(step.pack_tokens.sum() for step in steps)) / sum(step.padded for step in steps),

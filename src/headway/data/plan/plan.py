@@ -17,6 +17,7 @@ from headway.data.plan.items import Items
 from headway.data.plan.order import Order
 from headway.data.plan.permute import key_of
 from headway.data.plan.spread import sums_of
+from headway.data.plan.steps import BALANCE
 from headway.data.plan.strategies import STRATEGIES, Strategy, Window, cost_shift, pack_window, whole_costs
 from headway.errors import CheckpointError, ConfigError, DataError
 
@@ -79,6 +80,8 @@ class Plan:
         window: samples packed together; 131,072, or 16 steps' worth if that is more, when None.
         accumulation: packs of a step that one rank sums up, as far as the plan cares: with more, heavy and light packs
             may pair up, so that less is sorted.
+        balance: mean / max FLOPs over ranks, mean over steps, that "balanced" sorts packs for where they differ, a
+            fraction. Less leaves steps better mixed.
 
     Raises:
         ConfigError: an unknown strategy, or a number below 1.
@@ -101,6 +104,7 @@ class Plan:
         seed: int = 0,
         window: int | None = None,
         accumulation: int = 1,
+        balance: float = BALANCE,
     ) -> None:
         if strategy not in STRATEGIES:
             raise ConfigError(f"Unknown packing strategy {strategy!r}. Allowed: {', '.join(STRATEGIES)}.")
@@ -111,10 +115,12 @@ class Plan:
             )
         if window is not None and window < 1:
             raise ConfigError(f"A window of {window} samples: it must hold at least 1; thousands pack well.")
+        if not 0 <= balance <= 1:
+            raise ConfigError(f"A balance of {balance} over ranks: it is mean / max FLOPs, a fraction from 0 to 1.")
         _check_sizes(items, budget)
         self.items, self.order, self.budget = items, order, budget
         self.packs_per_step, self.strategy, self.seed = packs_per_step, strategy, seed
-        self.accumulation, self.window = accumulation, window
+        self.accumulation, self.window, self.balance = accumulation, window, balance
         heaviest = float(items.costs.max(initial=0.0))
         self._shift = cost_shift(heaviest)
 
@@ -125,6 +131,7 @@ class Plan:
             "strategy": self.strategy,
             "seed": self.seed,
             "window": self.window,
+            "balance": self.balance,
         }
 
     def initial_state(self) -> dict[str, Any]:
@@ -201,6 +208,7 @@ class Plan:
             start.packs_per_step,
             start.accumulation,
             key_of(self.seed, start.position, len(start.carried)),
+            self.balance,
         )
 
     def _state(self, start: _Start, done: int) -> dict[str, Any]:

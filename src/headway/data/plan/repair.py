@@ -4,6 +4,8 @@ Of each pair the largest samples are divided in every possible way, 256 for four
 within their budgets and makes their costs most alike wins.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,6 +44,7 @@ def repair(pack_of: Ints, needs: Ints, caps: Ints, costs: Floats, num_packs: int
     pack_of = pack_of.copy()
     costs = costs * (num_packs / float(costs.sum()))  # in mean packs
     scales = np.array([_OVER / cap for cap in caps])
+    by_size = np.argsort(-needs[0], kind="stable")
     for number in range(_ROUNDS):
         over = excess(pack_of, needs, caps, num_packs)
         fullness = (over / caps[:, None]).max(axis=0)
@@ -51,22 +54,40 @@ def repair(pack_of: Ints, needs: Ints, caps: Ints, costs: Floats, num_packs: int
         median = np.partition(fullness[others], len(others) // 2)[len(others) // 2]
         roomy = others[fullness[others] <= median]
         roomy = roomy[shuffled(len(roomy), key_of(key, number, 0))]
-        overfull = overfull[shuffled(len(overfull), key_of(key, number, 1))]
+        if len(overfull) > len(roomy):  # not all have a partner this time
+            overfull = overfull[shuffled(len(overfull), key_of(key, number, 1))]
         num_pairs = min(len(overfull), len(roomy))
         pairs = np.stack([overfull[:num_pairs], roomy[:num_pairs]])
         pack_costs = sums_of(pack_of, costs, num_packs)
+        shared = np.concatenate([_largest(pack_of, packs, by_size, num_packs) for packs in pairs], axis=1)
         for first in range(0, num_pairs, _BATCH):
-            _divide(pack_of, pairs[:, first : first + _BATCH], needs, over, scales, costs, pack_costs)
+            batch = slice(first, first + _BATCH)
+            _divide(pack_of, pairs[:, batch], shared[batch], needs, over, scales, costs, pack_costs)
     return pack_of
 
 
 def _divide(
-    pack_of: Ints, pairs: Ints, needs: Ints, over: Ints, scales: Floats, costs: Floats, pack_costs: Floats
+    pack_of: Ints,
+    pairs: Ints,
+    table: Ints,
+    needs: Ints,
+    over: Ints,
+    scales: Floats,
+    costs: Floats,
+    pack_costs: Floats,
 ) -> None:
-    """Divide the largest samples of each pair of packs, shape (2, M), as well as can be; writes `pack_of`."""
-    num_pairs = pairs.shape[1]
-    table = _largest(pack_of, pairs.reshape(-1), needs[0], len(pack_costs))  # (2 M, S), -1 where there are fewer
-    table = np.concatenate([table[:num_pairs], table[num_pairs:]], axis=1)  # (M, 2 S)
+    """Divide the largest samples of each pair of packs as well as can be; writes `pack_of`.
+
+    Args:
+        pack_of: the pack of each sample, shape (N,).
+        pairs: packs, each in one pair, shape (2, M).
+        table: the samples that each pair shares, those of its first pack first, -1 for none, shape (M, 2 S).
+        needs: what each sample takes of each budget, shape (R, N).
+        over: how far each pack exceeds each budget, shape (R, K).
+        scales: what exceeding each budget by 1 weighs, shape (R,).
+        costs: of the samples in mean packs, shape (N,).
+        pack_costs: of the packs, shape (K,).
+    """
     there = table >= 0
     penalty = _differences(np.where(there, costs[table], 0.0), pack_costs[pairs])
     for need, excesses, scale in zip(needs, over[:, pairs] * scales[:, None, None], scales, strict=True):
@@ -75,7 +96,7 @@ def _divide(
         penalty += np.maximum(worse, 0, out=worse)
     best = penalty.argmin(axis=1)
     as_they_are = (1 << _SHARED) - 1
-    better = penalty[np.arange(num_pairs), best] < penalty[:, as_they_are]
+    better = penalty[np.arange(len(table)), best] < penalty[:, as_they_are]
     in_first = (best[:, None] >> np.arange(table.shape[1])) & 1 == 1
     moved = there & better[:, None]
     pack_of[table[moved]] = np.where(in_first, pairs[0][:, None], pairs[1][:, None])[moved]
@@ -93,14 +114,15 @@ def _differences(shared: Floats, totals: Floats) -> Singles:
     return np.abs(sums, out=sums)
 
 
-def _largest(pack_of: Ints, packs: Ints, tokens: Ints, num_packs: int) -> Ints:
+def _largest(pack_of: Ints, packs: Ints, by_size: Ints, num_packs: int) -> Ints:
     """The largest samples of some packs, shape (packs, S); -1 where a pack has fewer."""
-    place = np.full(num_packs, -1)
+    kind = np.uint16 if len(packs) < 1 << 16 else np.int64  # 16 bits sort fastest
+    place: NDArray[Any] = np.full(num_packs, len(packs), dtype=kind)
     place[packs] = np.arange(len(packs))
-    members = np.flatnonzero(place[pack_of] >= 0)
-    span = int(tokens.max()) + 1
-    members = members[np.argsort(place[pack_of[members]] * span + (span - 1 - tokens[members]), kind="stable")]
-    counts = np.bincount(place[pack_of[members]], minlength=len(packs))
+    places = place[pack_of[by_size]]
+    there = np.flatnonzero(places < len(packs))
+    members = np.append(by_size[there[np.argsort(places[there], kind="stable")]], -1)
+    counts = np.bincount(places[there], minlength=len(packs))
     at = (np.cumsum(counts) - counts)[:, None] + np.arange(_SHARED)
     return np.where(np.arange(_SHARED) < counts[:, None], members[np.minimum(at, len(members) - 1)], -1)
 

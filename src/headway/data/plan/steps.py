@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 BALANCE = 0.9865
-"""Mean over a window's steps of mean / max FLOPs over ranks from which packs are dealt at random."""
+"""Mean over a window's steps of mean / max FLOPs over ranks that sorting may be bought for."""
 
 # Packs are sorted by cost and cut where a band's mean falls below this share of its heaviest pack; looser first.
 _BANDS = (0.0, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.965, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 1.0)
@@ -65,7 +65,7 @@ def balance_of(costs_SP: Floats, ranks: int) -> Floats:
     return np.where(heaviest > 0, per_rank.sum(axis=1) / (ranks * np.maximum(heaviest, 1)), 1.0)
 
 
-def group(costs: Floats, packs_per_step: int, accumulation: int, key: int) -> Ints:
+def group(costs: Floats, packs_per_step: int, accumulation: int, key: int, balance: float = BALANCE) -> Ints:
     """Group packs into steps: at random if that leaves ranks equal, else at random within bands of like cost.
 
     Args:
@@ -73,6 +73,7 @@ def group(costs: Floats, packs_per_step: int, accumulation: int, key: int) -> In
         packs_per_step: packs of a step over all ranks.
         accumulation: packs of a step that one rank sums up.
         key: of the shuffling.
+        balance: the bands are as wide as this mean / max FLOPs over ranks allows, mean over steps, a fraction.
 
     Returns:
         The packs in the order in which they are trained on, shape (S, packs_per_step).
@@ -95,7 +96,7 @@ def group(costs: Floats, packs_per_step: int, accumulation: int, key: int) -> In
 
     def good(band: float) -> bool:
         steps = balance_of(costs[dealt(band)], ranks)
-        return float(np.cumsum(steps)[-1]) >= BALANCE * len(steps)
+        return float(np.cumsum(steps)[-1]) >= balance * len(steps)
 
     at = min(bisect_left(_BANDS, True, key=good), len(_BANDS) - 1)
     return dealt(_BANDS[at])[shuffled(len(order), key_of(key, -1))]

@@ -5,7 +5,7 @@ make whole steps. The textbook ones take the samples as they come and hand packs
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from headway.data.plan.budget import Budget, Size
 from headway.data.plan.packer import Packer
 from headway.data.plan.repair import excess, repair
 from headway.data.plan.spread import spread, sums_of
-from headway.data.plan.steps import group
+from headway.data.plan.steps import BALANCE, group
 
 Strategy = Literal["balanced", "best_fit", "first_fit", "next_fit", "none"]
 STRATEGIES: tuple[Strategy, ...] = ("balanced", "best_fit", "first_fit", "next_fit", "none")
@@ -52,6 +52,7 @@ class Window:
         packs_per_step: packs of a step over all ranks.
         accumulation: packs of a step that one rank sums up.
         key: of everything that is chosen at random.
+        balance: mean / max FLOPs over ranks that packs are sorted for, a fraction.
     """
 
     tokens: Ints
@@ -61,6 +62,7 @@ class Window:
     packs_per_step: int
     accumulation: int
     key: int
+    balance: float = BALANCE
 
     @property
     def needs(self) -> Ints:
@@ -85,7 +87,7 @@ class Window:
     def part(self, samples: Ints) -> "Window":
         """The window of some of the samples."""
         tokens, patches, costs = self.tokens[samples], self.patches[samples], self.costs[samples]
-        return Window(tokens, patches, costs, self.budget, self.packs_per_step, self.accumulation, self.key)
+        return replace(self, tokens=tokens, patches=patches, costs=costs)
 
 
 def pack_window(window: Window, strategy: Strategy, last: bool) -> tuple[Ints, int]:
@@ -129,7 +131,7 @@ def _balanced(window: Window, at_least: int = 0) -> tuple[Ints, int]:
         num_packs += num_more
     placed = pack_of >= 0
     costs = sums_of(pack_of[placed], window.costs[placed], num_packs)
-    order = group(costs, window.packs_per_step, window.accumulation, window.key).reshape(-1)
+    order = group(costs, window.packs_per_step, window.accumulation, window.key, window.balance).reshape(-1)
     number = np.empty(num_packs, dtype=np.int64)
     number[order] = np.arange(num_packs)
     pack_of[placed] = number[pack_of[placed]]

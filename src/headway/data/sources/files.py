@@ -36,7 +36,8 @@ class File:
     Attributes:
         url: path or fsspec URL.
         size: bytes as stored; None where the store does not say.
-        stamp: changes when the content does: size and time of modification, or what a remote store says of it.
+        stamp: changes when the content does: size and time of modification, or what a remote store says of it. Empty
+            where it is not looked at, as of a copy in the cache, which other processes may replace by the same.
         options: passed to fsspec's file system, such as credentials.
     """
 
@@ -94,7 +95,7 @@ class File:
         Raises:
             DataError: it is another one now.
         """
-        if _stamp(status) != self.stamp:
+        if self.stamp not in ("", _stamp(status)):
             raise DataError(
                 f"The file {self.url} changed while it was in use: it has {status.st_size} bytes now, and had "
                 f"{self.size}. Leave a dataset as it is during a run, and open it again after changing it."

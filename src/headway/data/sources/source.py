@@ -60,7 +60,7 @@ class Shard:
         """
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} rows in {self.name}")
-        return self._sample(self.reader.get(row))
+        return self._sample(self.reader.get(int(row)))
 
     def _sample(self, raw: Raw) -> Sample:
         origin = Origin(self.source, self.name, raw.row, raw.place)
@@ -124,7 +124,7 @@ class Source:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} rows in the dataset {self.name}")
         number = bisect_right(self.starts, row) - 1
-        return self.shards[number], row - self.starts[number]
+        return self.shards[number], int(row) - self.starts[number]
 
     def fingerprint(self) -> str:
         """A digest of every file's name, size and time of change, and of how rows become samples.

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -54,7 +55,7 @@ class SpanReader(Reader):
             last = self.get(row - 1) if row else None
             return Raw(row, after(last), DataError(self._damage_file().read_text("utf-8")))
         try:
-            data = read_span(self._plain_file(), start, stop)
+            data = read_span(self._plain_file, start, stop)
         except OSError as error:
             raise DataError(
                 f"{self.file.url} cannot be read: {error.strerror or error}. It was there when its rows were counted; "
@@ -87,15 +88,10 @@ class SpanReader(Reader):
     def _damage_file(self) -> Path:
         return self._table_file().with_suffix(".damage")
 
+    @cached_property
     def _plain_file(self) -> File:
         """The file that spans point into."""
-        if self._is_plain:
-            return self.file
-        if not hasattr(self, "_copy"):
-            path = self._table_file().with_suffix(".bytes")
-            status = path.stat()
-            self._copy = File(str(path), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
-        return self._copy
+        return self.file if self._is_plain else File(str(self._table_file().with_suffix(".bytes")), None, stamp="")
 
     def _spans(self) -> NDArray[np.int64]:
         """First byte, one past the last and number of every row, shape (rows, 3)."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,17 +30,20 @@ class TableReader(Reader):
     def batches(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Record batches in order, each with the row it begins at; those that end before `start` may be left out."""
 
-    def parse(self, content: dict[str, Any]) -> Row:
-        """Take a row's columns."""
-        return Row(content)
+    def parse(self, content: pa.RecordBatch) -> Row:
+        """Take the only row of a batch."""
+        try:
+            (fields,) = content.to_pylist()
+        except (ValueError, OverflowError) as error:  # words that are not UTF-8, times that Python has no date for
+            raise DataError(f"a value of the row cannot be read: {error}. Write the table again without it.") from error
+        return Row(fields)
 
     def get(self, row: int) -> Raw:  # noqa: D102 - as the base class says
         starts, batches, damage = self._rows()
         if damage and row == starts[-1]:
-            return Raw(row, after(_raw(row - 1, {})) if row else START, DataError(damage))
+            return Raw(row, after(self.get(row - 1)) if row else START, DataError(damage))
         number = bisect_right(starts, row) - 1
-        (content,) = batches[number].slice(row - starts[number], 1).to_pylist()
-        return _raw(row, content)
+        return _raw(starts[number], batches[number], row - starts[number])
 
     def __len__(self) -> int:
         starts, _, damage = self._rows()
@@ -48,10 +51,8 @@ class TableReader(Reader):
 
     def _read(self, start: int) -> Iterator[Raw]:
         for first, batch in self.batches(max(start - 1, 0)):
-            for begin in range(0, batch.num_rows, _BATCH_ROWS):
-                if first + begin + _BATCH_ROWS >= start:
-                    for i, content in enumerate(batch.slice(begin, _BATCH_ROWS).to_pylist()):
-                        yield _raw(first + begin + i, content)
+            for place in range(max(start - 1 - first, 0), batch.num_rows):
+                yield _raw(first, batch, place)
 
     @contextmanager
     def _opened(self) -> Iterator[pa.NativeFile]:
@@ -159,5 +160,6 @@ def _lies_in(source: pa.MemoryMappedFile, batch: pa.RecordBatch) -> bool:
     return all(whole.address <= buffer.address < whole.address + whole.size for buffer in buffers)
 
 
-def _raw(row: int, content: dict[str, Any]) -> Raw:
-    return Raw(row, f"row {row}", content)
+def _raw(first: int, batch: pa.RecordBatch, place: int) -> Raw:
+    """A row of the batch that begins at row `first`."""
+    return Raw(first + place, f"row {first + place}", batch.slice(place, 1))
