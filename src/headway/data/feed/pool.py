@@ -103,7 +103,8 @@ class Pool(Generic[Task, Result]):
         upcoming = next(remaining, None)
         while pending or upcoming is not None:
             while upcoming is not None and (
-                not pending or in_flight_bytes + upcoming.size_bytes <= self._prefetch_bytes
+                not pending
+                or (in_flight_bytes + upcoming.size_bytes <= self._prefetch_bytes and len(pending) < _MOST_AHEAD)
             ):
                 pending.append(_Pending(upcoming, self._submit(upcoming)))
                 in_flight_bytes += upcoming.size_bytes

@@ -91,6 +91,9 @@ class StreamFeed(Feed):
                 self._states |= states
                 yield step
                 step, states = [], {}
+            if len(self._ended) == len(self._states):
+                break
+        self._pool.close()  # turns beyond the lanes' ends may wait there, as many as are prefetched
         self._states |= states
         if step:
             padding = [self._maker([]) for _ in range(self.share.accumulation - len(step))]
