@@ -240,10 +240,10 @@ def test_a_stage_is_over_before_the_next_begins_but_for_what_fills_no_step(first
 
 
 def test_the_samples_of_a_small_dataset_play_about_equally_often_at_any_time():
-    """A window spans one epoch's worth of places, so at most parts of two, and a sample may be carried past one."""
+    """A window spans one epoch's worth of places, so at most parts of two; a sample may be carried past two windows."""
     items = Items.of(np.full(500, 7))
     plan = Plan(items, Order(items.sizes), Budget(30), packs_per_step=2)
     played = np.zeros(500, dtype=int)
     for step, _ in itertools.islice(plan.steps(), 400):
         np.add.at(played, np.concatenate(step.packs), 1)
-        assert played.max() - played.min() <= 3
+        assert played.max() - played.min() <= 4
