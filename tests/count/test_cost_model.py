@@ -1,5 +1,7 @@
 """Counting with stored cost models: laws, freezing, adapters, recomputation."""
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -192,3 +194,10 @@ def test_a_broken_file_is_named(tmp_path, text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CostModelError, match="cannot be read"):
         storage.load(tmp_path / "none.json")
+
+
+def test_a_cost_model_that_has_counted_can_be_sent_to_another_process():
+    model = load_cost_model("qwen3-vl-2b")
+    step = Workload([300, 20], images=[(1, 16, 16)])
+    counted = model.count(step)
+    assert pickle.loads(pickle.dumps(model)).count(step) == counted

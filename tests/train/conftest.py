@@ -38,7 +38,12 @@ def raw(digits, tmp_path):
     """A configuration as plain types, free to change."""
     return {
         "model": {"path": str(digits / "model"), "random_init": True},
-        "data": {"train": [{"path": str(digits / "data/train.jsonl")}], "tokens_per_pack": 160, "prefetch": 0},
+        "data": {
+            "train": [{"path": str(digits / "data/train.jsonl")}],
+            "tokens_per_pack": 160,
+            "workers": 0,
+            "prefetch_bytes": 0,
+        },
         "optim": {"steps": 6, "lr": 2e-3, "warmup_steps": 2},
         "run": {"folder": str(tmp_path / "run"), "device": "cpu", "threads": 1},
     }

@@ -1,7 +1,8 @@
 import pytest
 
 from headway.errors import ConfigError
-from headway.train.config import load_config, parse_config
+from headway.train.config import TrainConfig, load_config, parse_config
+from headway.train.data_config import Section
 
 MINIMAL = """
 model: {path: some/model}
@@ -113,15 +114,48 @@ def test_a_missing_file(tmp_path):
 
 
 def test_every_setting_is_described():
-    def check(model, path):
-        for name, field in model.model_fields.items():
-            nested = getattr(field.annotation, "model_fields", None)
-            if nested is not None:
-                check(field.annotation, f"{path}{name}.")
-            else:
-                assert field.description, f"{path}{name} has no description"
+    def check(section):
+        for name, field in section.model_fields.items():
+            kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+            nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+            for one in nested:
+                check(one)
+            assert nested or field.description, f"{section.__name__}.{name} has no description"
 
-    from headway.train.config import Stage, TrainConfig
+    check(TrainConfig)
 
-    check(TrainConfig, "")
-    check(Stage, "data.train.")
+
+MIX = "data.train=[{mix: [{path: a.jsonl, weight: 2}, {path: b.jsonl, name: b, weight: 1, limit: 9}], samples: 100}]"
+
+
+def test_sources_mix_by_weight_or_by_epochs(minimal):
+    (stage,) = load_config(minimal, (MIX,)).data.train
+    assert [(part.path, part.weight, part.limit) for part in stage.parts] == [("a.jsonl", 2, None), ("b.jsonl", 1, 9)]
+    assert not stage.is_endless
+    config = load_config(minimal, (MIX, "data.stream={lanes: 4}", "data.bad={policy: skip}"))
+    assert parse_config(config.as_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=[{epochs: 1}]", "a stage needs either 'path' or 'mix'"),
+        ("data.train=[{epochs: 2, mix: [{path: b, weight: 1}]}]", "epochs have no effect beside 'mix'"),
+        ("data.train=[{mix: [{path: b}]}]", "b: give either 'weight' or 'epochs'"),
+        ("data.train=[{mix: [{weight: 1}]}]", "a part of a mix needs 'path'"),
+        ("data.train=[{mix: [{path: a, weight: 1}, {path: b, epochs: 1}]}]", "have weights, or all have epochs"),
+        ("data.train=[{path: a, samples: 5}]", "'samples' is the length of a mix with weights"),
+        ("data.train=[{mix: [{path: a, weight: 1}]}, {path: b}]", "stage 0 needs 'epochs'"),
+        ("data.train=[{mix: [{path: a, wight: 1}]}]", "unknown key 'data.train.0.mix.0.wight', did you mean 'weight'?"),
+        ("data.train.0.schem=x", "unknown key 'data.train.0.schem', did you mean 'schema'?"),
+        ("data.bad={limit: 5}", "limit and fraction have no effect with policy 'error'"),
+        ("data.stream.lane=5", "unknown key 'data.stream.lane', did you mean 'lanes'?"),
+        ("data={train: [{path: a}], tokens_per_pack: 9, window: 5, stream: {}}", "window has no effect on a stream"),
+        ("data.strategy=best", "input should be 'balanced', 'best_fit'"),
+        ("data.workers=-1", "data.workers = -1: input should be greater than or equal to 0"),
+    ],
+)
+def test_wrong_settings_of_data_are_one_clear_error(minimal, override, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, (override,))
+    assert message in str(caught.value)

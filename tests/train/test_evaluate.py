@@ -18,7 +18,12 @@ def reader(digits, tmp_path_factory):
     """A model that reads some of its training digits right and others wrong, and its encoder."""
     raw = {
         "model": {"path": str(digits / "model"), "random_init": True},
-        "data": {"train": [{"path": str(digits / "data/train.jsonl")}], "tokens_per_pack": 512, "prefetch": 0},
+        "data": {
+            "train": [{"path": str(digits / "data/train.jsonl")}],
+            "tokens_per_pack": 512,
+            "workers": 0,
+            "prefetch_bytes": 0,
+        },
         "optim": {"steps": 60, "lr": 5e-3, "warmup_steps": 5, "betas": [0.9, 0.99]},
         "run": {
             "folder": str(tmp_path_factory.mktemp("reader") / "run"),

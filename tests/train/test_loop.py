@@ -6,12 +6,15 @@ import signal
 import pytest
 import torch
 
-from headway.data import Budget, Encoder, PackLoader, Stage, read_samples
+from headway.count import trace
+from headway.data import Encoder, read_samples
 from headway.errors import CheckpointError, ConfigError, DataError, TrainingError
 from headway.models.load import load_model, load_processor, rope_index
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import parse_config
+from headway.train.data import open_feed
 from headway.train.loop import train
+from headway.train.ranks import Ranks
 from headway.train.record import read_metrics
 
 
@@ -30,7 +33,7 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
     encoder = Encoder(load_processor(str(digits / "model")), rope_index(model))
     scale_D, shift_D = encoder.pixel_scale
     samples = read_samples(digits / "data/train.jsonl")
-    loader = PackLoader((), encoder, Budget(160), stages=[Stage(samples, None)], prefetch=0)
+    feed = open_feed(config, encoder, model, trace(model), Ranks(0, 1), pin_memory=False)  # says which samples
     by_source = {sample.where: sample for sample in samples}
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim <= 1]
@@ -38,7 +41,7 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
         [{"params": decayed, "weight_decay": 0.2}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
     for step, record in enumerate(steps_of(config), start=1):
-        chosen = [encoder.encode(by_source[where]) for _ in range(3) for where in next(loader).sources]
+        chosen = [encoder.encode(by_source[where]) for batch in next(feed) for where in batch.sources]
         tokens = sum(int((one.labels_S[1:] != -100).sum()) for one in chosen)
         total = 0.0
         for one in chosen:

@@ -20,8 +20,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 def test_one_process_sums_to_itself():
     ranks = Ranks(0, 1)
-    assert ranks.any(True)
-    assert not ranks.any(False)
+    assert ranks.gather("one") == ["one"]
     assert ranks.is_first
     tensor = torch.tensor(2.0)
     ranks.sum_(tensor)

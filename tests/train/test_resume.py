@@ -83,7 +83,7 @@ def recipe(digits, tmp_path_factory):
             ],
             "eval": str(digits / "data/eval.jsonl"),
             "tokens_per_pack": 300,
-            "prefetch": 3,
+            "workers": 0,
         },
         "optim": {"steps": STEPS, "lr": 2e-3, "warmup_steps": 5, "accumulation": 2},
         "eval": {"every": 15, "at_end": True},

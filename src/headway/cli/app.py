@@ -12,7 +12,21 @@ from typing import Annotated, NoReturn
 import typer
 
 import headway
-from headway.cli import audit, ceiling, compare, demo, devices, flops, goodput, index, mfu, models, pack, train, verify
+from headway.cli import (
+    audit,
+    ceiling,
+    compare,
+    demo,
+    devices,
+    flops,
+    goodput,
+    index,
+    mfu,
+    models,
+    pack,
+    train,
+    verify,
+)
 from headway.errors import HeadwayError
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"

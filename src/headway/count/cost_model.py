@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headway.count import drivers
 from headway.count.flop_count import FlopCount, FlopRow
@@ -120,6 +120,10 @@ class CostModel:
     parameters: tuple[Parameter, ...]
     source: dict[str, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickles: the fields; what was derived from them is derived again where it is needed."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @cached_property
     def params(self) -> ParamCount:

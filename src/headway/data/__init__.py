@@ -1,19 +1,16 @@
-"""Data: chats with images read from JSONL, encoded by the model's own processor, packed, collated and streamed.
+"""Data: samples read from files of many formats, encoded by the model's own processor, packed, collated and fed.
 
-`read_samples` -> `Encoder.encode` -> `pack.pack` under a `Budget` -> `collate.collate`; `PackLoader` does all of it in
-order, ahead of the training loop, and resumes to the exact next batch. `headway.data.plan` decides over lengths alone
-which samples make a pack and which packs a step; like importing this package, it loads neither torch nor transformers.
+`sources` read samples, `Encoder` turns them into tensors, `index` measures them, `plan` decides over lengths alone
+which make a pack and which packs a step, and `feed` makes the packs ahead of the training loop and resumes to the exact
+next one. Importing this package or `plan` loads neither torch nor transformers.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.data.collate import Batch
+    from headway.data.collate import Batch, Collator
     from headway.data.encode import EncodedSample, Encoder
-    from headway.data.loader import PackLoader
-    from headway.data.pack import PackReport
     from headway.data.plan import Budget, Size
-    from headway.data.producer import Stage
     from headway.data.samples import (
         AudioPart,
         Chat,
@@ -33,6 +30,7 @@ _HOME = {
     "Batch": "headway.data.collate",
     "Budget": "headway.data.plan",
     "Chat": "headway.data.samples",
+    "Collator": "headway.data.collate",
     "Document": "headway.data.samples",
     "EncodedSample": "headway.data.encode",
     "Encoder": "headway.data.encode",
@@ -40,11 +38,8 @@ _HOME = {
     "Media": "headway.data.samples",
     "Message": "headway.data.samples",
     "Origin": "headway.data.samples",
-    "PackLoader": "headway.data.loader",
-    "PackReport": "headway.data.pack",
     "Sample": "headway.data.samples",
     "Size": "headway.data.plan",
-    "Stage": "headway.data.producer",
     "TextPart": "headway.data.samples",
     "VideoPart": "headway.data.samples",
     "read_samples": "headway.data.samples",
@@ -55,6 +50,7 @@ __all__ = [
     "Batch",
     "Budget",
     "Chat",
+    "Collator",
     "Document",
     "EncodedSample",
     "Encoder",
@@ -62,11 +58,8 @@ __all__ = [
     "Media",
     "Message",
     "Origin",
-    "PackLoader",
-    "PackReport",
     "Sample",
     "Size",
-    "Stage",
     "TextPart",
     "VideoPart",
     "read_samples",

@@ -1,6 +1,7 @@
 """Chats as text: rendered by the model's own template, with the places that the assistant wrote itself."""
 
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ Span = tuple[int, int]
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS: dict[type[Part], str] = {ImagePart: "image", VideoPart: "video", AudioPart: "audio"}
 _Turns = list[dict[str, Any]]
+_RENDERING = threading.Lock()  # transformers keeps compiled templates, and one that marks words holds state meanwhile
 
 
 class ChatTemplate:
@@ -93,9 +95,10 @@ class ChatTemplate:
     def _rendered(self, chat: _Turns, sample: Chat, **options: Any) -> tuple[str, Any]:
         source, tools = self._source(sample), cast(Any, [*sample.tools] or None)
         try:
-            rendered: Any = render_jinja_template(
-                [chat], tools=tools, chat_template=source, **self._special_tokens, **options
-            )
+            with _RENDERING:
+                rendered: Any = render_jinja_template(
+                    [chat], tools=tools, chat_template=source, **self._special_tokens, **options
+                )
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # what templates raise is theirs to choose
             raise DataError(
                 f"{sample.where}: the model's chat template refuses this chat: {error}. Check the order of the "

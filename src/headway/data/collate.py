@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import pad
 
 from headway.count import Workload
-from headway.data.encode import IGNORED, EncodedSample
+from headway.data.encoded import IGNORED, EncodedSample
+from headway.data.samples import Origin
 from headway.data.vision import VisionGeometry
 from headway.errors import ConfigError, DataError
 
@@ -38,9 +39,10 @@ class Batch:
         token_types_1T: 1 on image and 2 on video placeholders; None for models without images.
         pixel_scale_2D: factor and summand that turn uint8 patches into the model's; None where they are so already.
         vision: what the vision tower derives from the grids, as keyword arguments of the model.
+        source_ids_N: number of each segment's source among the collator's; 0 for padding.
         workload: what the step computes, for counting; stays on the CPU.
-        num_supervised: targets that the loss counts.
-        sources: file and place of each sample.
+        supervised: targets of each sample that the loss counts [tokens].
+        origins: where each sample came from.
     """
 
     input_ids_1T: torch.Tensor
@@ -57,9 +59,10 @@ class Batch:
     token_types_1T: torch.Tensor | None
     pixel_scale_2D: torch.Tensor | None
     vision: dict[str, Any]
+    source_ids_N: torch.Tensor
     workload: Workload
-    num_supervised: int
-    sources: tuple[str, ...]
+    supervised: tuple[int, ...]
+    origins: tuple[Origin, ...]
 
     @property
     def slots(self) -> int:
@@ -74,7 +77,22 @@ class Batch:
     @property
     def num_segments(self) -> int:
         """Samples in the pack."""
-        return len(self.sources)
+        return len(self.origins)
+
+    @property
+    def num_supervised(self) -> int:
+        """Targets that the loss counts [tokens]."""
+        return sum(self.supervised)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """File and place of each sample."""
+        return tuple(str(origin) for origin in self.origins)
+
+    def source_of_slots(self) -> torch.Tensor:
+        """Number of each slot's source, shape (T,), where the pack is."""
+        lengths_N = self.cu_seqlens_N.diff()
+        return torch.repeat_interleave(self.source_ids_N, lengths_N, output_size=self.slots)
 
     @property
     def num_images(self) -> int:
@@ -136,6 +154,7 @@ class Collator:
         geometry: the model's vision geometry; with it, what the tower derives from grids is computed here.
         pixel_scale: factor and summand per value of a uint8 patch, each of shape (D,).
         position_rows: rows of positions that the model takes, 1 or 3; what a pack without a sample has.
+        sources: names of all sources, so that losses can be told apart; one if not given.
         bucket_tokens: slots are padded up to a multiple of this [tokens]; None pads nothing.
         bucket_patches: patch buffers are padded up to a multiple of this [patches]; None pads nothing.
 
@@ -149,6 +168,7 @@ class Collator:
     geometry: VisionGeometry | None = None
     pixel_scale: tuple[torch.Tensor, torch.Tensor] | None = None
     position_rows: int = 1
+    sources: tuple[str, ...] = ()
     bucket_tokens: int | None = None
     bucket_patches: int | None = None
 
@@ -214,6 +234,7 @@ class Collator:
             token_types_1T=torch.cat(types)[None] if len(types) == len(ids) else None,
             pixel_scale_2D=self._scale(pixels_PD, video_pixels_PD),
             vision=vision,
+            source_ids_N=torch.tensor(self._source_ids(samples) + [0] * (len(ids) - len(samples))),
             workload=Workload(
                 lengths,
                 images=images[1],
@@ -222,8 +243,8 @@ class Collator:
                 slots=int(segments_N.sum()),
                 packs=1,
             ),
-            num_supervised=sum(sample.num_supervised for sample in samples),
-            sources=tuple(sample.where for sample in samples),
+            supervised=tuple(sample.num_supervised for sample in samples),
+            origins=tuple(sample.origin for sample in samples),
         )
 
     def _pad(self, tokens: int, images: "_Patches", videos: "_Patches") -> "tuple[torch.Tensor, _Patches, _Patches]":
@@ -251,6 +272,9 @@ class Collator:
         if self.pixel_scale is None:
             raise DataError("The patches are bytes, but how they are normalised was not given; pass pixel_scale.")
         return torch.stack(self.pixel_scale)
+
+    def _source_ids(self, samples: Sequence[EncodedSample]) -> list[int]:
+        return [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
 
     def _types(self, ids_S: torch.Tensor) -> torch.Tensor:
         """Token types of the padding's own placeholders."""

@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from headway.errors import ConfigError
+from headway.train.data_config import DataConfig, Positive, Section, as_written
 
-Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which model, and which part of it learns."""
 
     path: str = Field(description="Folder, Hub id or config.json of a transformers causal or image-text model")
@@ -33,43 +29,7 @@ class ModelConfig(_Section):
     )
 
 
-class Stage(_Section):
-    """One stretch of the training data; stages play one after the other."""
-
-    path: Path = Field(description="Chat samples, one JSON object per line")
-    epochs: Positive | None = Field(
-        default=None, description="Passes over the file; without it, the last stage goes on until optim.steps [passes]"
-    )
-
-
-class DataConfig(_Section):
-    """What is read and how it is packed."""
-
-    train: tuple[Stage, ...] = Field(min_length=1, description="Stages of training data, played in order")
-    eval: Path | None = Field(default=None, description="Held-out chat samples, for eval.every and eval.at_end")
-    tokens_per_pack: Positive = Field(description="Token budget of a pack, one micro-batch [tokens]")
-    patches_per_pack: Positive | None = Field(default=None, description="Vision patch budget of a pack [patches]")
-    strategy: Literal["best_fit", "first_fit"] = Field(
-        default="best_fit", description="How samples are dealt into packs"
-    )
-    overlong: Literal["error", "drop", "truncate"] = Field(
-        default="error", description="What becomes of samples longer than a pack; truncation cuts text"
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of the order in which samples are read")
-    prefetch: int = Field(
-        default=4, ge=0, description="Packs prepared ahead in a background thread; 0 for none [packs]"
-    )
-
-    @field_validator("train")
-    @classmethod
-    def _only_the_last_stage_is_endless(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-        for index, stage in enumerate(stages[:-1]):
-            if stage.epochs is None:
-                raise ValueError(f"stage {index} needs 'epochs', or the stages after it would never be reached")
-        return stages
-
-
-class OptimConfig(_Section):
+class OptimConfig(Section):
     """AdamW, its schedule and the size of an optimizer step."""
 
     steps: Positive = Field(description="Optimizer steps of the whole run [steps]")
@@ -103,7 +63,7 @@ class OptimConfig(_Section):
         return self
 
 
-class EvalConfig(_Section):
+class EvalConfig(Section):
     """Exact match of greedy answers on held-out samples."""
 
     every: Positive | None = Field(default=None, description="Steps between evaluations; null for none [steps]")
@@ -111,7 +71,7 @@ class EvalConfig(_Section):
     max_samples: Positive | None = Field(default=None, description="Only the first so many [samples]")
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When the whole state is saved, and how much of it stays on disk."""
 
     every: Positive | None = Field(
@@ -120,7 +80,7 @@ class CheckpointConfig(_Section):
     keep: Positive = Field(default=2, description="Newest checkpoints that stay; older ones are deleted [checkpoints]")
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Where the run happens and what it leaves behind."""
 
     folder: Path = Field(description="Run folder: config, versions, metrics.jsonl and checkpoints")
@@ -135,7 +95,7 @@ class RunConfig(_Section):
     log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """Everything that a training run can be told."""
 
     model: ModelConfig
@@ -160,7 +120,7 @@ class TrainConfig(_Section):
 
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML and JSON types."""
-        return self.model_dump(mode="json")
+        return as_written(self)
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
@@ -261,19 +221,30 @@ def _field(location: tuple[int | str, ...]) -> Any:
     for part in location:
         if isinstance(part, int):
             annotation = annotation.__args__[0]
-        elif isinstance(annotation, type) and issubclass(annotation, BaseModel) and part in annotation.model_fields:
-            info = annotation.model_fields[part]
-            annotation = info.annotation
-        else:
+            continue
+        section = _section(annotation)
+        if section is None or part not in (fields := _fields(section)):
             break
+        info = fields[part]
+        annotation = info.annotation
     return annotation, info
+
+
+def _section(annotation: Any) -> Any:
+    """The section that an annotation names, itself or as one of several choices."""
+    choices = (annotation, *getattr(annotation, "__args__", ()))
+    return next((kind for kind in choices if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _fields(section: type[BaseModel]) -> dict[str, Any]:
+    """A section's settings under the names of the file."""
+    return {info.alias or name: info for name, info in section.model_fields.items()}
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     annotation, _ = _field(location)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return list(annotation.model_fields)
-    return []
+    section = _section(annotation)
+    return [] if section is None else list(_fields(section))
 
 
 def _meaning(location: tuple[int | str, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headway.data import Batch, Budget, Chat, Encoder
+from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
 from headway.data.pack import pack
 from headway.data.plan.budget import over_budget
@@ -61,7 +61,7 @@ class EvalSet:
         DataError: there is no sample, or one exceeds a pack or has nothing to answer.
     """
 
-    def __init__(self, samples: Sequence[Chat], encoder: Encoder, budget: Budget, ranks: Ranks) -> None:
+    def __init__(self, samples: Sequence[Sample], encoder: Encoder, budget: Budget, ranks: Ranks) -> None:
         encoded = [encoder.encode(sample) for sample in samples]
         if not encoded:
             raise DataError("there is no held-out sample to evaluate; data.eval must hold at least one.")

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,9 +27,10 @@ import transformers
 from transformers import PreTrainedModel
 
 from headway.count import trace
-from headway.data import Budget, Chat, Encoder, PackLoader, Stage, read_samples
+from headway.data import Encoder, read_samples
+from headway.data.feed import Feed, FeedReport
 from headway.devices import peak_for
-from headway.errors import CheckpointError, ConfigError, DataError, TrainingError
+from headway.errors import CheckpointError, ConfigError, TrainingError
 from headway.meter import StepMeter
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
@@ -43,6 +43,7 @@ from headway.train.checkpoint import (
     save_checkpoint,
 )
 from headway.train.config import TrainConfig
+from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
 from headway.train.optim import freeze, learning_rate, make_optimizer, set_learning_rate
@@ -62,6 +63,7 @@ from headway.train.record import (
     read_metrics,
     write_json,
 )
+from headway.train.share import StepShare
 from headway.train.summary import RunSummary, mean_of_last
 
 
@@ -90,7 +92,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
-    packs = iter(run.loader)
+    steps = iter(run.feed)
     saved, evaluation, stopped = run.checkpoint, None, False
     progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
     log = MetricsLog(config.run.folder / METRICS if ranks.is_first else None, last_step=step)
@@ -101,10 +103,10 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         resumed_from=step if resume else None,
     )
 
-    with progress, log, ledger, run.loader, _stop_on_ctrl_c() as wants_stop:
+    with progress, log, ledger, run.feed, _stop_on_ctrl_c() as wants_stop:
         for line in run.describe():
             progress.note(line)
-        recorder = StepRecorder(log, progress.step, device)
+        recorder = StepRecorder(log, progress.step, device, run.feed.names)
         model.train()
 
         while step < optim.steps and not stopped:
@@ -112,42 +114,43 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             lr = learning_rate(step, optim)
             set_learning_rate(optimizer, lr)
 
-            # All packs of the step, those of other ranks too, come before its first forward: their supervised tokens
-            # normalise the loss, and the meter counts the step as a whole.
+            # This rank's packs come before its first forward, and with them what the other ranks' hold: all supervised
+            # tokens normalise the loss, and the meter counts the step as a whole.
             meter.start_step()
             ledger.spend("data wait")
             wait_start_s = time.perf_counter()
-            batches = list(islice(packs, optim.accumulation * ranks.size))
+            batches = next(steps, [])
             meter.data_wait(time.perf_counter() - wait_start_s)
             ledger.spend("step")
-            if len(batches) < optim.accumulation * ranks.size:
+            has_ended = not batches  # on this rank; a stream's lanes need not end together
+            batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
+            mine = StepShare.of(batches, run.feed, has_ended=has_ended, stops=wants_stop())
+            whole = StepShare.total(ranks.gather(mine))
+            if whole.has_ended:
                 recorder.flush()
                 ledger.spend("checkpoint")
                 saved = save(run, root, step - 1)
                 ledger.checkpoint_saved(step - 1)
                 raise TrainingError(_data_ended(config, step - 1))
-            supervised = sum(batch.num_supervised for batch in batches)
-            stopped = ranks.any(wants_stop())
+            stopped = whole.stops
 
             # Forward and backward, pack by pack.
-            loss_sum = torch.zeros((), device=device)
-            for batch in (batch.to(device) for batch in batches[ranks.rank :: ranks.size]):
+            loss_S = torch.zeros(len(run.feed.names), device=device)
+            for batch in (batch.to(device) for batch in batches):
                 with run.precision.autocast():
                     logits_TV = model(**batch.model_inputs()).logits[0]
-                loss = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="sum")
-                loss = loss / supervised
-                torch.autograd.backward(loss)
-                loss_sum += loss.detach()
-            for batch in batches:
-                meter.add(batch.workload)
+                loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
+                torch.autograd.backward(loss_T.sum() / max(1, whole.num_supervised))
+                loss_S.index_add_(0, batch.source_of_slots(), loss_T.detach())
+            meter.add(whole.workload)
 
             # Update.
-            ranks.sum_(loss_sum)
+            ranks.sum_(loss_S)
             ranks.sum_gradients(parameters)
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(step, lr, torch.stack([loss_sum, grad_norm.to(loss_sum)]), meter.end_step())
+            recorder.add(step, lr, torch.cat([loss_S, grad_norm.to(loss_S)[None]]), whole, meter.end_step())
 
             # Now and then, and at the end.
             is_last = step == optim.steps
@@ -179,7 +182,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         first_loss=losses[0],
         last_loss=mean_of_last(losses),
         utilisation=meter.summary(),
-        report=run.loader.report(),
+        report=FeedReport.total(ranks.gather(run.feed.report())),
         evaluation=evaluation,
         total_s=time.perf_counter() - start_s,
         memory_bytes=memory_bytes(device),
@@ -200,7 +203,7 @@ class Run:
     processor: Processor
     optimizer: torch.optim.Optimizer
     meter: StepMeter
-    loader: PackLoader
+    feed: Feed
     eval_set: EvalSet | None
     checkpoint: Checkpoint | None
     keep: int
@@ -255,26 +258,16 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     optimizer = make_optimizer(model, config.optim)
 
     encoder = Encoder(processor, rope_index(model))
-    budget = Budget(config.data.tokens_per_pack, config.data.patches_per_pack)
-    loader = PackLoader(
-        (),
-        encoder,
-        budget,
-        stages=[Stage(_read_chats(stage.path), stage.epochs) for stage in config.data.train],
-        strategy=config.data.strategy,
-        overlong=config.data.overlong,
-        seed=config.data.seed,
-        prefetch=config.data.prefetch,
-        pin_memory=device.type == "cuda",
-    )
+    budget = budget_of(config.data)
+    feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = None
     if config.data.eval is not None:
-        eval_set = EvalSet(_read_chats(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
+        eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
 
     if checkpoint is not None:
         state = checkpoint.state()
         optimizer.load_state_dict(state["optimizer"])
-        loader.load_state_dict(state["loader"])
+        feed.load_state_dict(state["data"])
         restore_random_state(state["random"])
     run = Run(
         device,
@@ -284,7 +277,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         processor,
         optimizer,
         meter,
-        loader,
+        feed,
         eval_set,
         checkpoint,
         config.checkpoint.keep,
@@ -292,14 +285,6 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
     return run
-
-
-def _read_chats(path: Path) -> list[Chat]:
-    samples = read_samples(path)
-    chats = [sample for sample in samples if isinstance(sample, Chat)]
-    if len(chats) < len(samples):
-        raise DataError(f"{path} holds {len(samples) - len(chats)} documents, but the loader encodes chats alone.")
-    return chats
 
 
 def build_model(
@@ -326,8 +311,9 @@ def build_model(
 def save(run: Run, root: Path, step: int) -> Checkpoint:
     """Save everything after a step; the first rank writes, the others wait."""
     folder = root / f"step-{step:06d}"
+    data = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
     if run.ranks.is_first:
-        state = {"optimizer": run.optimizer.state_dict(), "loader": run.loader.state_dict(), "random": random_state()}
+        state = {"optimizer": run.optimizer.state_dict(), "data": data, "random": random_state()}
         save_checkpoint(root, step, model=run.model, processor=run.processor, state=state, keep=run.keep)
     run.ranks.wait()
     return Checkpoint(folder, step)

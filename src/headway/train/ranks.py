@@ -6,9 +6,12 @@ A run that torchrun did not start is one process, and every sum is the number it
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,13 @@ class Ranks:
         """Whether this process writes the run folder."""
         return self.rank == 0
 
-    def any(self, wish: bool) -> bool:
-        """Whether any rank has a wish; decided between hosts, so that no device is waited for."""
+    def gather(self, value: T) -> list[T]:
+        """What every rank gives, in order; exchanged between hosts, so that no device is waited for."""
         if self.size == 1:
-            return wish
-        wishes_1 = torch.tensor([int(wish)])
-        dist.all_reduce(wishes_1)
-        return bool(wishes_1.item())
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace every gradient by its sum over the ranks, in one message per dtype.

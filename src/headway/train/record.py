@@ -13,7 +13,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -27,10 +27,20 @@ from headway.errors import ConfigError, TrainingError
 from headway.meter import Goodput, StepUtilisation
 from headway.meter.goodput_report import Bucket
 from headway.train.config import TrainConfig, parse_config
+from headway.train.share import StepShare
 
 CONFIG, RUN, METRICS, SUMMARY, CHECKPOINTS = "config.yaml", "run.json", "metrics.jsonl", "summary.json", "checkpoints"
 # What may change between a run and its continuation: it does not touch the sequence of losses.
-_FREE_ON_RESUME = ("eval", "checkpoint", "data.eval", "data.prefetch", "run.folder", "run.device", "run.log_every")
+_FREE_ON_RESUME = (
+    "eval",
+    "checkpoint",
+    "data.eval",
+    "data.workers",
+    "data.prefetch_bytes",
+    "run.folder",
+    "run.device",
+    "run.log_every",
+)
 
 
 def has_run(folder: Path) -> bool:
@@ -212,23 +222,36 @@ class StepRecorder:
         log: the run's metrics.jsonl.
         show: called with each record.
         device: whose memory is recorded.
+        sources: names of the sources; where there are several, each has its loss and tokens recorded.
     """
 
-    def __init__(self, log: MetricsLog, show: Callable[[dict[str, Any]], None], device: torch.device) -> None:
+    def __init__(
+        self, log: MetricsLog, show: Callable[[dict[str, Any]], None], device: torch.device, sources: Sequence[str]
+    ) -> None:
         self._log = log
         self._show = show
         self._device = device
-        self._pending: tuple[int, float, HostCopy, StepUtilisation] | None = None
+        self._sources = sources
+        self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation] | None = None
 
-    def add(self, step: int, lr: float, loss_and_norm_2: torch.Tensor, utilisation: StepUtilisation) -> None:
+    def add(
+        self, step: int, lr: float, losses_and_norm: torch.Tensor, share: StepShare, utilisation: StepUtilisation
+    ) -> None:
         """Take in a step that has been launched, and finish the record of the one before.
+
+        Args:
+            step: its number.
+            lr: its learning rate.
+            losses_and_norm: the summed losses of each source [nats] and the gradient's norm, shape (S + 1,).
+            share: what all ranks computed.
+            utilisation: of the step.
 
         Raises:
             TrainingError: the step before had a loss or gradient that is not finite.
         """
-        copy = HostCopy(loss_and_norm_2)
+        copy = HostCopy(losses_and_norm)
         self.flush()
-        self._pending = step, lr, copy, utilisation
+        self._pending = step, lr, copy, share, utilisation
 
     def flush(self) -> None:
         """Finish the record of the last step.
@@ -238,9 +261,10 @@ class StepRecorder:
         """
         if self._pending is None:
             return
-        step, lr, copy, utilisation = self._pending
+        step, lr, copy, share, utilisation = self._pending
         self._pending = None
-        loss, grad_norm = copy.read()
+        *losses, grad_norm = copy.read()
+        loss = sum(losses) / max(1, share.num_supervised)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(
                 f"step {step} has loss {loss} and gradient norm {grad_norm}: training has diverged or met a sample that"
@@ -249,8 +273,23 @@ class StepRecorder:
             )
         numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "memory_bytes": memory_bytes(self._device)}
         record = {"kind": "step", "step": step, **numbers, **utilisation.as_record()}
+        if len(self._sources) > 1:
+            record["sources"] = self._by_source(losses, share)
         self._log.write(record)
         self._show(record)
+
+    def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
+        """Mean loss, tokens and targets of each source, and the share of its tokens that was cut or left out."""
+        parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
+        return {
+            name: {
+                "loss": loss / supervised if supervised else None,
+                "tokens": tokens,
+                "supervised": supervised,
+                "waste": lost / (tokens + lost) if tokens + lost else 0.0,
+            }
+            for name, loss, tokens, supervised, lost in parts
+        }
 
 
 def _records_until(path: Path, last_step: int) -> list[str]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.data import PackReport
+from headway.data.feed import FeedReport
+from headway.data.policy import OUTCOMES
 from headway.meter import RunUtilisation
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_share, render_pairs
 from headway.train.evaluate import Evaluation
@@ -48,7 +49,7 @@ class RunSummary:
     first_loss: float
     last_loss: float
     utilisation: RunUtilisation
-    report: PackReport
+    report: FeedReport
     evaluation: Evaluation | None
     total_s: float
     memory_bytes: int
@@ -89,8 +90,6 @@ class RunSummary:
                 f"{format_share(self.evaluation.exact_match)} "
                 f"({format_count(self.evaluation.exact)} of {format_count(self.evaluation.samples)} held-out samples)"
             )
-        left_out = f", {report.dropped} dropped" if report.dropped else ""
-        left_out += f", {report.truncated} truncated" if report.truncated else ""
         return render_pairs(
             [
                 ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}"),
@@ -99,7 +98,8 @@ class RunSummary:
                 ("tokens", f"{format_count(use.tokens)} real, {format_count(round(use.tokens_per_s))} per second"),
                 ("time in steps", f"{format_duration(use.wall_s)} of {format_duration(self.total_s)} in all"),
                 ("data wait", f"{format_share(use.data_wait_share)} of the time in steps"),
-                ("fill of the packs", f"{format_share(report.fill)} of {format_count(report.packs)} packs{left_out}"),
+                ("fill of the packs", f"{format_share(report.fill)} of {format_count(report.packs)} packs"),
+                ("samples", _samples(report)),
                 ("padding share", format_share(use.padding_share)),
                 ("FLOPs", f"{flops.total:.4g} useful, {format_rate(use.flops_per_s)}"),
                 ("vision share", f"{format_share(flops.share('vision'))} of the FLOPs"),
@@ -111,3 +111,19 @@ class RunSummary:
                 ("checkpoint", str(self.checkpoint)),
             ]
         )
+
+
+def _samples(report: FeedReport) -> str:
+    """How many samples were read, and what became of those that were not used whole."""
+    counts = {outcome: report.samples.total(outcome) for outcome in OUTCOMES}
+    left_out = {name: sum(plan[name] for plan in report.planned.values()) for name in ("bad", "dropped")}
+    parts = [f"{format_count(counts['read'].samples)} read"]
+    for outcome in ("skipped", "dropped", "truncated", "split"):
+        if counts[outcome].samples:
+            tokens = f" ({format_count(counts[outcome].tokens)} tokens)" if counts[outcome].tokens else ""
+            parts.append(f"{format_count(counts[outcome].samples)} {outcome}{tokens}")
+    if left_out["bad"]:
+        parts.append(f"{format_count(left_out['bad'])} known to be bad")
+    if left_out["dropped"]:
+        parts.append(f"{format_count(left_out['dropped'])} left out as over-long")
+    return ", ".join(parts)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.data.feed.parcel import unwrap, wrap
-from headway.data.feed.pool import Pool
+from headway.data.feed.pool import Job, Pool
 from headway.errors import ConfigError, DataError
 
 
@@ -36,7 +36,7 @@ class Square:
 
 
 def tasks(numbers, size_bytes=1):
-    return ((number, size_bytes) for number in numbers)
+    return (Job(number, size_bytes) for number in numbers)
 
 
 def test_a_parcel_holds_tensors_of_every_kind_and_what_is_around_them():
@@ -78,7 +78,7 @@ def test_it_runs_ahead_by_bytes(prefetch_bytes, ahead):
     def noted():
         for number in range(10):
             drawn.append(number)
-            yield number, 2
+            yield Job(number, 2)
 
     pool = Pool(Square(), workers=0, prefetch_bytes=prefetch_bytes)
     results = pool.run(noted())
@@ -104,6 +104,20 @@ def test_a_killed_worker_loses_and_repeats_nothing(tmp_path):
     assert numbers == list(range(20))
     assert pool.replaced == 1
     pool.close()
+
+
+def test_jobs_of_one_key_are_done_by_one_process_and_only_that_one_is_replaced(tmp_path):
+    pool = Pool(Square(tmp_path, kill_at=7), workers=2, prefetch_bytes=6, keyed=True)
+    jobs = (Job(number, 1, key=number % 4) for number in range(20))
+    with pytest.warns(RuntimeWarning, match="killed"):
+        assert [result["number"] for result in pool.run(jobs)] == list(range(20))
+    pool.close()
+    done_by = {number: {note.name.split("-")[1] for note in tmp_path.glob(f"{number}-*")} for number in range(20)}
+    even = set().union(*(done_by[number] for number in range(0, 20, 2)))
+    odd = set().union(*(done_by[number] for number in range(1, 20, 2)))
+    assert len(even) == 1
+    assert len(odd) == 2
+    assert not even & odd
 
 
 def test_a_worker_that_is_always_killed_is_one_clear_error(tmp_path):

@@ -219,7 +219,7 @@ class DeadlySource:
     """A source one of whose rows ends the process that reads it, as a crashing decoder does."""
 
     def __init__(self, source, row):
-        self.source, self.row, self.name, self.shards = source, row, source.name, source.shards
+        self.source, self.row, self.name = source, row, source.name
 
     def __len__(self):
         return len(self.source)
@@ -241,7 +241,7 @@ def test_a_row_that_kills_its_worker_is_narrowed_down(chats, encoder, tmp_path):
         build_index(source, encoder, tmp_path, workers=2)
 
     kept = parts_of(index_folder(source, encoder, tmp_path))
-    assert len(kept) >= 2
+    assert kept
 
 
 def test_a_source_without_rows_is_named(chats, encoder, tmp_path):

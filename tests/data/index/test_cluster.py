@@ -65,7 +65,7 @@ def test_workers_that_do_not_see_the_files_are_an_error(chats, encoder, tmp_path
     file = tmp_path / "data" / "chats.jsonl"
     file.rename(tmp_path / "elsewhere.jsonl")
 
-    with pytest.raises(DataError, match=r"A worker sees 1 rows of chats, but 300 are to be indexed"):
+    with pytest.raises(DataError, match=r"chats\.jsonl: the file cannot be read further: No such file"):
         build_index(source, encoder, tmp_path / "indices", cluster=scheduler)
 
     assert not list(index_folder(source, encoder, tmp_path / "indices").glob("**/*.parquet"))

@@ -12,6 +12,7 @@ from headway.data.index import LengthIndex
 from headway.data.index.length_index import METADATA
 from headway.data.index.table import LAYOUT, join_tables, table_of, write_table
 from headway.data.media.lengths import Lengths
+from headway.data.plan import Budget, Items
 from headway.data.samples import Origin, SampleError
 from headway.errors import DataError, WorkloadError
 
@@ -106,6 +107,19 @@ def test_costs_are_those_of_the_whole_row():
     for row, cost in zip(rows, costs, strict=True):
         step = Workload([row.tokens], images=row.image_grids, videos=row.video_grids)
         assert cost == pytest.approx(model.count(step).total, rel=1e-12)
+
+
+def test_an_index_can_be_planned_over(file):
+    index = LengthIndex.load(file)
+    model = load_cost_model("qwen2.5-7b")
+
+    items, counts = Items.build({"text": _in_memory([ROWS[0]]), "chats": index}, Budget(600), "drop")
+    (costs,) = _in_memory([ROWS[0]]).costs(model)
+
+    assert items.tokens.tolist() == [20, 20, 300, 20]
+    assert items.locate(np.arange(4)).row.tolist() == [0, 0, 1, 4]
+    assert (counts["chats"].bad, counts["chats"].dropped) == (1, 1)
+    assert costs == model.count(Workload([20])).total
 
 
 def test_a_model_without_eyes_does_not_cost_images():

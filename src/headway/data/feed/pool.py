@@ -5,10 +5,7 @@ process's CUDA context, threads and locks, and yet at once, as the server has im
 How far they run ahead is bounded by bytes, not by a number of packs, for packs differ by orders of magnitude.
 """
 
-import multiprocessing
-import os
 import pickle
-import signal
 import threading
 import warnings
 from collections import deque
@@ -16,23 +13,36 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-import torch
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from headway.data.feed.parcel import Parcel, unwrap, wrap
+from headway.data.workers import prepare_worker, worker_context
 from headway.errors import ConfigError, DataError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-_PRELOAD = ["headway.data.feed"]
+_PRELOAD = ("headway.data.feed",)
+_MOST_AHEAD = 128  # jobs; each finished one holds a file descriptor, of which a process often has 1024
+
+
+class Job(NamedTuple, Generic[Task]):
+    """A task for the pool.
+
+    Attributes:
+        task: what is to be done.
+        size_bytes: estimated size of the result [bytes].
+        key: tasks of one key are done by one and the same process, in order; None leaves the choice to the pool.
+    """
+
+    task: Task
+    size_bytes: int
+    key: int | None = None
 
 
 @dataclass(slots=True)
 class _Pending(Generic[Task]):
-    task: Task
-    size_bytes: int
+    job: Job[Task]
     future: "Future[Any]"
 
 
@@ -44,13 +54,22 @@ class Pool(Generic[Task, Result]):
         workers: processes; 0 does the tasks in a thread of this process.
         prefetch_bytes: estimated bytes of the results that are being made or wait to be taken; one result is always
             allowed, so 0 makes each when it is asked for [bytes].
-        restarts: how often in a row, without a result in between, the processes may be replaced because one was killed.
+        keyed: whether every job has a key.
+        restarts: how often in a row, without a result in between, processes may be replaced because one was killed.
 
     Raises:
         ConfigError: a negative number, or work that cannot be sent to another process.
     """
 
-    def __init__(self, work: Callable[[Task], Result], *, workers: int, prefetch_bytes: int, restarts: int = 3) -> None:
+    def __init__(
+        self,
+        work: Callable[[Task], Result],
+        *,
+        workers: int,
+        prefetch_bytes: int,
+        keyed: bool = False,
+        restarts: int = 3,
+    ) -> None:
         if workers < 0 or prefetch_bytes < 0 or restarts < 0:
             raise ConfigError(
                 f"The feed got workers={workers}, prefetch_bytes={prefetch_bytes}, restarts={restarts}; none may be "
@@ -67,39 +86,41 @@ class Pool(Generic[Task, Result]):
                     f"The data's sources and encoder cannot be sent to worker processes: {error}. Give importable "
                     "functions and classes, or set workers to 0."
                 ) from error
-        self._executor: Executor | None = None
+        # Tasks without keys go to whichever process is free; each key has a process of its own group.
+        self._groups: list[_Group | None] = [None] * (max(1, workers) if keyed else 1)
         self._failures = 0
         self.replaced = 0  # times that killed workers were replaced
 
-    def run(self, tasks: Iterable[tuple[Task, int]]) -> Iterator[Result]:
-        """Yield the result of every task, in order.
-
-        Args:
-            tasks: each with the estimated size of its result [bytes]; read no further than is prefetched.
+    def run(self, jobs: Iterable[Job[Task]]) -> Iterator[Result]:
+        """Yield the result of every job, in order; jobs are read no further than is prefetched.
 
         Raises:
             DataError: a worker was killed again and again, or shared memory is full.
         """
         pending: deque[_Pending[Task]] = deque()
         in_flight_bytes = 0
-        remaining = iter(tasks)
+        remaining = iter(jobs)
         upcoming = next(remaining, None)
         while pending or upcoming is not None:
-            while upcoming is not None and (not pending or in_flight_bytes + upcoming[1] <= self._prefetch_bytes):
-                task, size_bytes = upcoming
-                pending.append(_Pending(task, size_bytes, self._submit(task)))
-                in_flight_bytes += size_bytes
+            while upcoming is not None and (
+                not pending
+                or (in_flight_bytes + upcoming.size_bytes <= self._prefetch_bytes and len(pending) < _MOST_AHEAD)
+            ):
+                pending.append(_Pending(upcoming, self._submit(upcoming)))
+                in_flight_bytes += upcoming.size_bytes
                 upcoming = next(remaining, None)
             result = self._first_result(pending)
-            in_flight_bytes -= pending.popleft().size_bytes
+            in_flight_bytes -= pending.popleft().job.size_bytes
             yield result
 
     def close(self) -> None:
         """Give up what is under way and end the processes; a later `run` starts others."""
-        if self._executor is not None:
-            self._stop.set()
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
+        groups = [group for group in self._groups if group is not None]
+        for group in groups:  # all are told before any is waited for
+            group.stop.set()
+        for group in groups:
+            group.executor.shutdown(wait=True, cancel_futures=True)
+        self._groups = [None] * len(self._groups)
 
     def _first_result(self, pending: "deque[_Pending[Task]]") -> Result:
         while True:
@@ -113,10 +134,10 @@ class Pool(Generic[Task, Result]):
             return result
 
     def _replace_workers(self, pending: "deque[_Pending[Task]]", error: BrokenProcessPool) -> None:
-        """Start new processes and give them what the killed ones left undone."""
+        """Start new processes for the group that made the first job, and give them what the killed ones left undone."""
         self._failures += 1
-        self.close()
         if self._failures > self._restarts:
+            self.close()
             raise DataError(
                 f"A data worker was killed {self._failures} times in a row while making the same packs. The system "
                 "kills processes that take too much memory: look for that in its log, then lower data.workers or "
@@ -128,32 +149,49 @@ class Pool(Generic[Task, Result]):
             RuntimeWarning,
             stacklevel=2,
         )
+        place = self._place(pending[0].job)
+        group = self._groups[place]
+        if group is not None:
+            group.executor.shutdown(wait=True, cancel_futures=True)
+            self._groups[place] = None
         for item in pending:
-            if not item.future.done() or item.future.cancelled() or item.future.exception() is not None:
-                item.future = self._submit(item.task)
+            lost = not item.future.done() or item.future.cancelled() or item.future.exception() is not None
+            if lost and self._place(item.job) == place:
+                item.future = self._submit(item.job)
 
-    def _submit(self, task: Task) -> "Future[Any]":
-        if self._executor is None:
-            self._executor = self._start()
+    def _place(self, job: Job[Task]) -> int:
+        return 0 if job.key is None else job.key % len(self._groups)
+
+    def _submit(self, job: Job[Task]) -> "Future[Any]":
+        place = self._place(job)
+        group = self._groups[place]
+        if group is None:
+            group = self._groups[place] = self._start()
         try:
             if self._workers:
-                return self._executor.submit(_do, task)
-            return self._executor.submit(self._work, task)
+                return group.executor.submit(_do, job.task)
+            return group.executor.submit(self._work, job.task)
         except BrokenProcessPool as error:  # killed since the last result; found again where this one is asked for
             broken: Future[Any] = Future()
             broken.set_exception(error)
             return broken
 
-    def _start(self) -> Executor:
+    def _start(self) -> "_Group":
         if not self._workers:
-            self._stop: Any = threading.Event()
-            return ThreadPoolExecutor(1, thread_name_prefix="headway-data")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
-        self._stop = context.Event()
-        return ProcessPoolExecutor(
-            self._workers, mp_context=context, initializer=_begin, initargs=(self._pickled, self._stop)
+            return _Group(ThreadPoolExecutor(1, thread_name_prefix="headway-data"), threading.Event())
+        context = worker_context(_PRELOAD)
+        stop, processes = context.Event(), self._workers // len(self._groups)
+        executor = ProcessPoolExecutor(
+            processes, mp_context=context, initializer=_begin, initargs=(self._pickled, stop)
         )
+        return _Group(executor, stop)
+
+
+class _Group(NamedTuple):
+    """Processes that share their tasks, and the sign that they should do no more of them."""
+
+    executor: Executor
+    stop: Any
 
 
 _pickled_work = b""
@@ -162,20 +200,10 @@ _stop: Any = None
 
 
 def _begin(pickled: bytes, stop: Any) -> None:
-    """Prepare a worker process. It leaves Ctrl-C to the training process, and goes when that one is gone."""
+    """Prepare a worker process."""
     global _pickled_work, _stop
     _pickled_work, _stop = pickled, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)  # a killed trainer cannot stop its workers, which would wait for tasks for ever
+    prepare_worker()
 
 
 def _do(task: Any) -> Parcel | None:

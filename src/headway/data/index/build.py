@@ -96,7 +96,7 @@ def build_index(
         )
     if not len(source):
         raise DataError(f"The dataset {source.name} holds no rows, so there is nothing to index. Check its path.")
-    job = Job(source, encoder, index_folder(source, encoder, cache), len(source))
+    job = Job(source, encoder, index_folder(source, encoder, cache))
     if refresh:
         shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time
     if not job.index_file.exists():
@@ -111,19 +111,20 @@ def build_index(
 
 def _make(job: Job, workers: int | None, cluster: str | None, progress: Progress, policy: BadSamples) -> None:
     """Measure what is not measured yet and join all parts to the index."""
-    units = units_of(job.rows)
+    rows = len(job.source)
+    units = units_of(rows)
     early = replace(policy, quarantine=None)  # stops as soon as there are too many; each is named when all are known
     counts = SampleCounts()
-    counts.count(job.source.name, "read", job.rows)
+    counts.count(job.source.name, "read", rows)
     try:
         measured = bad = 0
-        progress(0, job.rows, 0)
+        progress(0, rows, 0)
         for unit in _finish(job, units, workers, cluster):
             found = job.bad_rows(unit)
             measured, bad = measured + len(unit), bad + len(found)
             for error in found:
                 early.handle(error, counts)
-            progress(measured, job.rows, bad)
+            progress(measured, rows, bad)
         join_tables([job.part(unit) for unit in units], job.index_file, {METADATA: _description(job, bad)})
     except OSError as error:
         if not job.index_file.exists():  # otherwise another process was faster, and has cleared the parts away
@@ -161,7 +162,7 @@ def _description(job: Job, bad: int) -> bytes:
             "source": job.source.name,
             "source_fingerprint": job.source.fingerprint(),
             "encoder_fingerprint": job.encoder.fingerprint(),
-            "rows": job.rows,
+            "rows": len(job.source),
             "bad": bad,
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"headway": headway.__version__}
@@ -174,7 +175,7 @@ def _cannot_write(job: Job, units: Sequence[range], error: OSError) -> DataError
     """Say what is kept, and how to go on."""
     kept = sum(len(unit) for unit in units if job.has(unit))
     rest = (
-        f"{kept:,} of {job.rows:,} rows are kept there, and the same command goes on from them; or name another "
+        f"{kept:,} of {len(job.source):,} rows are kept there, and the same command goes on from them; or name another "
         f"folder with --cache or ${CACHE_VARIABLE}."
     )
     if error.errno in _FULL:

@@ -32,13 +32,11 @@ class Job:
         source: the rows.
         encoder: measures them.
         folder: of this index in the cache.
-        rows: of the source, as the process counted them that cut the work into units.
     """
 
     source: "Source"
     encoder: "Encoder"
     folder: Path
-    rows: int
 
     @property
     def index_file(self) -> Path:
@@ -93,13 +91,6 @@ def measure_unit(job: Job, unit: range) -> None:
     """
     if job.index_file.exists() or job.has(unit):
         return
-    rows = sum(map(len, job.source.shards))  # as this process sees the files; the source remembers another's count
-    if rows != job.rows:
-        raise DataError(
-            f"A worker sees {rows:,} rows of {job.source.name}, but {job.rows:,} are to be indexed, so it "
-            f"does not see the same files, such as {job.source.shards[0].name}. Give a path or URL that means the same "
-            "on all workers, on a shared file system or in an object store."
-        )
     write_table(job.part(unit), table_of(list(_measured(job, unit))))
 
 

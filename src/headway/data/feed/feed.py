@@ -1,0 +1,270 @@
+"""What both feeds have in common: packs made ahead, counted where they are handed out, and a place to go on from."""
+
+import json
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from headway.data.collate import Batch
+from headway.data.feed.make import Made, PackMaker
+from headway.data.feed.pool import Pool
+from headway.data.plan.budget import Budget
+from headway.data.policy import BadSamples, SampleCounts
+from headway.errors import CheckpointError, ConfigError, HeadwayError
+
+_BYTES_PER_TOKEN = 64  # ids, labels, up to three rows of positions, token types
+_BYTES_PER_PATCH = 1664  # 16 x 16 x 3 bytes over two frames, and 128 for what the tower derives from grids
+
+
+def estimated_bytes(tokens: int, patches: int) -> int:
+    """About what a pack takes in memory [bytes]."""
+    return tokens * _BYTES_PER_TOKEN + patches * _BYTES_PER_PATCH
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which packs of every step are this process's, and how they are made.
+
+    Attributes:
+        rank: this process among those that train together, from 0.
+        ranks: how many there are.
+        accumulation: packs of each rank in a step [packs].
+        workers: processes that make them; 0 for a thread.
+        prefetch_bytes: estimated size of the packs that are made ahead [bytes].
+        pin_memory: whether to hand out packs in page-locked memory.
+
+    Raises:
+        ConfigError: no such rank, or no pack in a step.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    accumulation: int = 1
+    workers: int = 0
+    prefetch_bytes: int = 2**28
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks or self.accumulation < 1:
+            raise ConfigError(
+                f"The feed got rank {self.rank} of {self.ranks} and accumulation {self.accumulation}; ranks count from "
+                "0, and a step needs at least one pack."
+            )
+
+
+@dataclass(slots=True)
+class FeedReport:
+    """What became of the samples up to the last pack handed out.
+
+    Attributes:
+        samples: by source, as they were read for packs.
+        packs: packs handed out, those without a sample left out.
+        tokens: in those packs [tokens].
+        capacity: tokens that those packs could have held [tokens].
+        planned: what the plan made of each source's rows, those among them that it never reads; empty for a stream.
+    """
+
+    samples: SampleCounts = field(default_factory=SampleCounts)
+    packs: int = 0
+    tokens: int = 0
+    capacity: int = 0
+    planned: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' token budget that holds tokens, a fraction; 0 before the first pack."""
+        return self.tokens / self.capacity if self.capacity else 0.0
+
+    @classmethod
+    def total(cls, reports: Sequence["FeedReport"]) -> "FeedReport":
+        """The reports of all ranks as one."""
+        samples = SampleCounts()
+        for report in reports:
+            samples.add(report.samples)
+        packs, tokens, capacity = (sum(getattr(r, name) for r in reports) for name in ("packs", "tokens", "capacity"))
+        return cls(samples, packs, tokens, capacity, reports[0].planned)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts by name, as plain JSON values."""
+        numbers = {"packs": self.packs, "tokens": self.tokens, "capacity": self.capacity}
+        return {**numbers, "samples": self.samples.to_dict(), "planned": self.planned}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "FeedReport":
+        """Take up what `to_dict` gave."""
+        return cls(**{**content, "samples": SampleCounts.from_dict(content["samples"])})
+
+
+class Feed(ABC):
+    """Iterates over optimizer steps, each a list of the packs that this rank computes.
+
+    Args:
+        maker: makes packs; its sources give the names.
+        budget: of a pack.
+        share: which packs are made here, and how.
+        bad: what becomes of samples that cannot be used.
+        work: what the workers do.
+        splits: whether over-long samples are split, so that pieces of them are not truncated ones.
+        keyed: as of the pool.
+        planned: as of the report.
+    """
+
+    def __init__(
+        self,
+        maker: PackMaker,
+        budget: Budget,
+        share: Share,
+        bad: BadSamples,
+        work: Any,
+        *,
+        splits: bool,
+        keyed: bool,
+        planned: dict[str, dict[str, int]] | None = None,
+    ) -> None:
+        self.share, self._maker, self._budget, self._bad, self._splits = share, maker, budget, bad, splits
+        self.names = tuple(source.name for source in maker.sources)
+        self._report = FeedReport(planned=planned or {})
+        self._lost = dict.fromkeys(self.names, 0)
+        self._pool: Pool[Any, Any] = Pool(work, workers=share.workers, prefetch_bytes=share.prefetch_bytes, keyed=keyed)
+        self._steps: Iterator[list[Made]] | None = None
+        weakref.finalize(self, self._pool.close)
+
+    @abstractmethod
+    def _play(self) -> Iterator[list[Made]]:
+        """Yield this rank's packs of each step from the present place on, moving the place with each."""
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """What decides the packs' contents and order, as plain JSON values."""
+
+    @abstractmethod
+    def _position(self) -> dict[str, Any]:
+        """The place after the last step handed out, of this rank's part, as plain JSON values."""
+
+    @abstractmethod
+    def _merged_positions(self, positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The places of all ranks as one."""
+
+    @abstractmethod
+    def _go_to(self, position: dict[str, Any]) -> None:
+        """Go to a place that all ranks share."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """The packs of the next step.
+
+        Raises:
+            DataError: a sample cannot be used and is not to be skipped.
+        """
+        if self._steps is None:
+            self._steps = self._play()
+        self._lost = dict.fromkeys(self.names, 0)
+        try:
+            made = next(self._steps)
+        except HeadwayError:
+            self.close()  # asked again, the same place gives the same error instead of a quiet end
+            raise
+        batches = [pack.batch for pack in made]
+        return [batch.pin_memory() for batch in batches] if self.share.pin_memory else batches
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; the next step, if asked for, is the one after the last handed out."""
+        self._steps = None
+        self._pool.close()
+
+    def padding(self) -> Batch:
+        """A pack without a sample, for a rank whose data have ended before the others'."""
+        return self._maker([]).batch
+
+    @property
+    def lost_tokens(self) -> tuple[int, ...]:
+        """Tokens of each source's samples that were cut off or left out in the last step [tokens], by `names`."""
+        return tuple(self._lost.values())
+
+    def report(self) -> FeedReport:
+        """What became of the samples up to the last step handed out; those of other ranks are left out."""
+        return self._report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank's feed stands after the last step handed out, as plain JSON values; see `merged`."""
+        return {"settings": _plain(self._settings()), "position": self._position(), "report": self._report.to_dict()}
+
+    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Where all ranks together stand: the one state that any number of ranks goes on from.
+
+        Args:
+            states: of all ranks, in order.
+        """
+        return {
+            "settings": states[0]["settings"],
+            "position": self._merged_positions([state["position"] for state in states]),
+            "report": FeedReport.total([FeedReport.from_dict(state["report"]) for state in states]).to_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place of all ranks; the first of them takes their counts over.
+
+        Raises:
+            CheckpointError: the state was saved with other data or settings.
+        """
+        ours, saved = _plain(self._settings()), state.get("settings")
+        if saved != ours:
+            saved = saved if isinstance(saved, dict) else {}
+            differing = [
+                f"{name} was {saved.get(name)} and is {ours[name]}" for name in ours if saved.get(name) != ours[name]
+            ]
+            raise CheckpointError(
+                f"The data position was saved with other data or settings: {'; '.join(differing)}. Resume with the "
+                "same ones, or start a new run from the checkpoint's weights."
+            )
+        self.close()
+        self._go_to(state["position"])
+        report = FeedReport.from_dict(state["report"])
+        self._report = report if self.share.rank == 0 else FeedReport(planned=report.planned)
+
+    def _hand_out(self, made: Made) -> None:
+        """Count a pack.
+
+        Raises:
+            DataError: more samples were skipped than allowed.
+        """
+        counts, batch = self._report.samples, made.batch
+        lengths = batch.workload.segments.tolist()
+        for origin, tokens, piece, whole in zip(batch.origins, lengths, made.pieces, made.whole_tokens, strict=True):
+            first = int(piece.start == 0)  # of the pieces of a sample, the one that it is counted with
+            cut = self._splits and tokens < whole
+            counts.count(origin.source, "read", first, tokens if cut else whole * first)
+            counts.count(origin.source, "used", first, tokens)
+            if cut:
+                counts.count(origin.source, "split", first, tokens)
+            elif tokens < whole:
+                counts.count(origin.source, "truncated", 1, whole - tokens)
+                self._lost[origin.source] += whole - tokens
+        for source, tokens in made.dropped:
+            counts.count(source, "read", 1, tokens)
+            counts.count(source, "dropped", 1, tokens)
+            self._lost[source] += tokens
+        for error, tokens in made.skipped:
+            counts.count(error.origin.source, "read", 1, tokens)
+            self._bad.handle(error, counts, tokens)
+            self._lost[error.origin.source] += tokens
+        if batch.num_segments:
+            self._report.packs += 1
+            self._report.tokens += batch.tokens
+            self._report.capacity += self._budget.tokens
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values as they come back from a file of JSON, tuples as lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain

@@ -1,0 +1,81 @@
+"""Feeding from an index: every rank computes the same plan and makes its own packs of it."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from headway.data.feed.feed import Feed, Share, estimated_bytes
+from headway.data.feed.make import Made, PackMaker, Piece
+from headway.data.feed.pool import Job
+from headway.data.plan.items import OverlongCounts
+from headway.data.plan.plan import Plan
+from headway.data.plan.steps import deal
+from headway.data.policy import BadSamples
+
+
+class IndexedFeed(Feed):
+    """Makes the packs of a plan.
+
+    Args:
+        plan: of the steps of all ranks.
+        maker: loads, encodes and collates; its sources are the plan's, in the same order.
+        share: which packs are made here, and how.
+        bad: what becomes of samples that cannot be used.
+        planned: what became of each source's rows when the plan's items were made, for the report.
+
+    Raises:
+        DataError: while iterating, as `Feed`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        maker: PackMaker,
+        share: Share,
+        bad: BadSamples,
+        *,
+        planned: Mapping[str, OverlongCounts] | None = None,
+    ) -> None:
+        counts = {name: count.to_dict() for name, count in (planned or {}).items()}
+        splits = any(count["split"] for count in counts.values())
+        super().__init__(maker, plan.budget, share, bad, maker, splits=splits, keyed=False, planned=counts)
+        self.plan = plan
+        self._place: dict[str, Any] | None = None
+        self._items_key = plan.items.fingerprint()
+
+    def _play(self) -> Iterator[list[Made]]:
+        ahead: deque[tuple[int, dict[str, Any]]] = deque()  # packs of each step under way, and the place after it
+        packs = self._pool.run(self._jobs(ahead))
+        for first in packs:
+            num_packs, place = ahead[0]
+            made = [first, *(next(packs) for _ in range(num_packs - 1))]
+            ahead.popleft()
+            for pack in made:
+                self._hand_out(pack)
+            self._place = place
+            yield made
+
+    def _jobs(self, ahead: "deque[tuple[int, dict[str, Any]]]") -> Iterator[Job[list[Piece]]]:
+        share, items = self.share, self.plan.items
+        for step, place in self.plan.steps(self._place):
+            mine = deal(step.costs, share.ranks, share.accumulation)[share.rank]
+            ahead.append((len(mine), place))
+            for number in mine:
+                ids = step.packs[number]
+                pieces = [Piece(*one) for one in zip(*(part.tolist() for part in items.locate(ids)), strict=True)]
+                size = estimated_bytes(int(items.tokens[ids].sum()), int(items.patches[ids].sum()))
+                yield Job(pieces, size)
+
+    def _settings(self) -> dict[str, Any]:
+        order = self.plan.order
+        ordered = {"seed": order.seed, "shuffle": order.shuffle, "length": order.length}
+        return {**self.plan.settings(), "items": self._items_key, "order": ordered}
+
+    def _position(self) -> dict[str, Any]:
+        return {"plan": self._place}
+
+    def _merged_positions(self, positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return dict(positions[0])  # every rank follows the same plan
+
+    def _go_to(self, position: dict[str, Any]) -> None:
+        self._place = position["plan"]

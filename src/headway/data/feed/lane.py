@@ -1,0 +1,324 @@
+"""A lane of a stream: a part of the data, read in order, shuffled in a buffer and packed as it comes.
+
+A stream is cut into a fixed number of lanes, whatever the number of ranks and workers. What a lane hands out follows
+from its number, the data and the settings alone; ranks only share the lanes among them.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+from headway.count import CostModel, Workload
+from headway.data.feed.make import Dropped, Made, PackMaker, Piece, Skipped
+from headway.data.feed.track import Place, Track
+from headway.data.media.lengths import Lengths
+from headway.data.plan.budget import Budget, Size, over_budget
+from headway.data.plan.items import Overlong
+from headway.data.plan.online import OnlinePacker
+from headway.data.plan.order import Stage
+from headway.data.plan.permute import key_of
+from headway.data.plan.strategies import Strategy
+from headway.data.policy import sample_error
+from headway.data.samples import Sample, SampleError
+from headway.errors import CheckpointError, ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What all lanes of a stream share.
+
+    Attributes:
+        maker: encodes and collates; the stages name its sources.
+        stages: what plays, in order, as for a plan.
+        budget: of a pack.
+        strategy: of the online packer.
+        overlong: what becomes of a sample that exceeds a pack.
+        lanes: number of lanes.
+        shuffle: samples that wait to be drawn at random, in each lane; 1 keeps the order of the files [samples].
+        open_packs: packs that are open at a time, in each lane [packs].
+        seed: of the order of shards and of the draws.
+        cost_model: of the model that is trained, which "balanced" makes packs alike by; None balances tokens.
+
+    Raises:
+        ConfigError: a number below 1, or a stage that does not fit a stream.
+    """
+
+    maker: PackMaker
+    stages: tuple[Stage, ...]
+    budget: Budget
+    strategy: Strategy = "balanced"
+    overlong: Overlong = "error"
+    lanes: int = 16
+    shuffle: int = 128
+    open_packs: int = 8
+    seed: int = 0
+    cost_model: CostModel | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.lanes, self.shuffle, self.open_packs) < 1:
+            raise ConfigError(
+                f"The stream got lanes={self.lanes}, shuffle={self.shuffle}, open_packs={self.open_packs}; each must "
+                "be at least 1."
+            )
+        for stage in self.stages:
+            for play in stage.plays:
+                if play.epochs is not None and play.epochs != int(play.epochs):
+                    raise ConfigError(
+                        f"The source {play.source!r} plays {play.epochs} epochs, but a stream is read in whole ones. "
+                        "Give a whole number, or use an index."
+                    )
+
+    def cost_of(self, lengths: Lengths, tokens: int) -> float:
+        """Useful FLOPs of training on a sample, or on so many tokens of it."""
+        if self.cost_model is None:
+            return float(tokens)
+        workload = Workload(
+            [tokens], images=lengths.image_grids, videos=lengths.video_grids, audio=lengths.audio_lengths
+        )
+        return float(self.cost_model.count(workload).total)
+
+
+class Waiting(NamedTuple):
+    """A sample, or a part of one, that was read and is not handed out yet.
+
+    Attributes:
+        place: where it was read.
+        start: the part's first token in the sample [tokens].
+        stop: one past its last; 0 where the sample has not been measured yet [tokens].
+        patches: vision patches of the part [patches].
+        cost: useful FLOPs of training on it.
+        sample: what was read.
+    """
+
+    place: Place
+    start: int
+    stop: int
+    patches: int
+    cost: float
+    sample: Sample
+
+    @property
+    def size(self) -> Size:
+        """What it takes of a pack."""
+        return Size(self.stop - self.start, self.patches)
+
+    @property
+    def key(self) -> list[Any]:
+        """What finds it again, as plain JSON values."""
+        return [list(self.place), self.start, self.stop, self.patches, self.cost]
+
+
+class LanePack(NamedTuple):
+    """What a lane hands out.
+
+    Attributes:
+        made: the pack; once the lane has ended one of padding, with what was left out since the last.
+        has_ended: whether the lane has.
+        state: where it stands afterwards, as plain JSON values.
+    """
+
+    made: Made
+    has_ended: bool
+    state: dict[str, Any]
+
+
+class Lane:
+    """One lane, from its beginning or from a state on.
+
+    Args:
+        streaming: what it shares with the others.
+        number: of the lane, from 0.
+        state: where it stood; None for the beginning.
+    """
+
+    def __init__(self, streaming: Streaming, number: int, state: dict[str, Any] | None = None) -> None:
+        self._streaming, self._number = streaming, number
+        self.turn = 0  # packs handed out
+        self.has_ended = False
+        self._draws = 0
+        self._buffer: list[Waiting] = []
+        self._packer: OnlinePacker[Waiting] = OnlinePacker(
+            streaming.budget, streaming.strategy, packs=streaming.open_packs, seed=key_of(streaming.seed, number)
+        )
+        self._ready: deque[list[Waiting]] = deque()  # packs to be handed out next
+        self._skipped: list[Skipped] = []
+        self._dropped: list[Dropped] = []
+        self._begin_stage(0)
+        if state is not None:
+            self._restore(state)
+
+    def next_pack(self) -> LanePack:
+        """Read on until a pack is complete, and make it.
+
+        Raises:
+            DataError: a sample cannot be used and is not to be skipped, or exceeds a pack under the policy "error".
+        """
+        members = self._next_members()
+        self.has_ended = members is None
+        self.turn += not self.has_ended
+        pieces = [(self._piece(one), partial(_sample, one)) for one in members or []]
+        made = self._streaming.maker.make(pieces)
+        made = made._replace(skipped=(*self._skipped, *made.skipped), dropped=tuple(self._dropped))
+        self._skipped, self._dropped = [], []
+        return LanePack(made, self.has_ended, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """Where the lane stands, as plain JSON values."""
+        return {
+            "turn": self.turn,
+            "draws": self._draws,
+            "stage": self._stage,
+            "drawn": list(self._drawn),
+            "places": [None if place is None else list(place) for place in self._places],
+            "buffer": [one.key for one in self._buffer],
+            "packing": [one.key for one in self._packer.waiting],
+            "ready": [[one.key for one in members] for members in self._ready],
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.turn, self._draws = state["turn"], state["draws"]
+        self._begin_stage(state["stage"], state["drawn"], state["places"])
+        samples = self._read_again([*state["buffer"], *state["packing"], *chain.from_iterable(state["ready"])])
+
+        def waiting(key: list[Any]) -> Waiting:
+            place, start, stop, patches, cost = key
+            return Waiting(Place(*place), start, stop, patches, cost, samples[Place(*place)])
+
+        self._buffer = [waiting(key) for key in state["buffer"]]
+        self._ready.extend([waiting(key) for key in keys] for keys in state["ready"])
+        for key in state["packing"]:
+            self._pack(waiting(key))
+
+    def _read_again(self, keys: list[list[Any]]) -> dict[Place, Sample]:
+        """Samples that had been read before the state was saved, read once more from the first of them on."""
+        needed = sorted({Place(*key[0]) for key in keys})
+        samples: dict[Place, Sample] = {}
+        for (stage, play), group in groupby(needed, key=lambda place: place[:2]):
+            places = list(group)
+            track = self._track(stage, play)
+            for here, _, sample in track.rows(places[0]):
+                if here in places and not isinstance(sample, SampleError):
+                    samples[here] = sample
+                if here >= places[-1]:
+                    break
+        missing = [place for place in needed if place not in samples]
+        if missing:
+            raise CheckpointError(
+                f"The stream no longer holds {len(missing)} of the samples that its saved state names. Resume with the "
+                "data as they were, or start a new run from the checkpoint's weights."
+            )
+        return samples
+
+    def _next_members(self) -> list[Waiting] | None:
+        """The samples of the next pack; None once there are no more."""
+        while not self._ready:
+            drawn = self._draw()
+            if drawn is not None:
+                self._measure(drawn)
+            elif rest := self._packer.flush():
+                self._ready.extend(rest)
+            else:
+                return None
+        return self._ready.popleft()
+
+    def _pack(self, one: Waiting) -> None:
+        self._ready.extend(self._packer.add(one, one.size, one.cost))
+
+    def _draw(self) -> Waiting | None:
+        """One of the samples in the buffer, chosen by the lane's key and the number of draws."""
+        while len(self._buffer) < self._streaming.shuffle and (read := self._read()) is not None:
+            self._buffer.append(read)
+        if not self._buffer:
+            return None
+        chosen = key_of(self._streaming.seed, self._number, self._draws) % len(self._buffer)
+        self._draws += 1
+        self._buffer[chosen], self._buffer[-1] = self._buffer[-1], self._buffer[chosen]
+        return self._buffer.pop()
+
+    def _read(self) -> Waiting | None:
+        """The next sample of the source whose turn it is; None once all stages have ended."""
+        while True:
+            alive = [number for number, place in enumerate(self._places) if place is not None]
+            if not alive or (self._most is not None and sum(self._drawn) >= self._most):
+                if self._stage + 1 == len(self._streaming.stages):
+                    return None
+                self._begin_stage(self._stage + 1)
+                continue
+            number = min(alive, key=lambda at: ((self._drawn[at] + 1) / self._tracks[at].weight, at))
+            here, self._places[number], sample = next(self._rows[number], (None, None, None))
+            if here is None or sample is None:
+                continue
+            self._drawn[number] += 1
+            if not isinstance(sample, SampleError):
+                return Waiting(here, 0, 0, 0, 0.0, sample)
+            self._skip(sample)
+
+    def _measure(self, waiting: Waiting) -> None:
+        """Size a sample, and make parts of it by the policy for those that exceed a pack."""
+        streaming, budget = self._streaming, self._streaming.budget
+        try:
+            lengths = streaming.maker.encoder.measure(waiting.sample)
+        except DataError as error:
+            self._skip(sample_error(error, waiting.sample.origin))
+            return
+        most, fits = budget.tokens, budget.holds(Size(1, lengths.patches))
+        if budget.holds(lengths.size):
+            spans = [(0, lengths.tokens)]
+        elif streaming.overlong == "error":
+            raise DataError(over_budget(f"{waiting.sample.where}: the sample", lengths.size, budget))
+        elif streaming.overlong == "truncate" and fits and lengths.media_end <= most and lengths.first_target < most:
+            spans = [(0, most)]
+        elif streaming.overlong == "split" and lengths.media_end == 0:
+            spans = [(start, min(start + most, lengths.tokens)) for start in range(0, lengths.tokens, most)]
+        else:
+            self._dropped.append(Dropped(waiting.sample.origin.source, lengths.tokens))
+            return
+        for start, stop in spans:
+            cost = streaming.cost_of(lengths, stop - start)
+            self._pack(waiting._replace(start=start, stop=stop, patches=lengths.patches, cost=cost))
+
+    def _skip(self, error: SampleError) -> None:
+        if not self._streaming.maker.skips:
+            raise error
+        self._skipped.append(Skipped(error, 0))
+
+    def _piece(self, one: Waiting) -> Piece:
+        return Piece(self._source(one.place.stage, one.place.play), one.place.row, one.start, one.stop)
+
+    def _begin_stage(self, stage: int, drawn: Sequence[int] = (), places: Sequence[Any] = ()) -> None:
+        plays = self._streaming.stages[stage].plays
+        self._stage = stage
+        self._tracks = [self._track(stage, number) for number in range(len(plays))]
+        self._drawn = list(drawn) or [0] * len(plays)
+        self._places: list[Place | None] = [
+            None if place is None else Place(*place) for place in places or [track.start for track in self._tracks]
+        ]
+        self._rows = [
+            iter(()) if place is None else track.rows(place)
+            for track, place in zip(self._tracks, self._places, strict=True)
+        ]
+        samples = self._streaming.stages[stage].samples
+        self._most = None if samples is None else len(range(self._number, samples, self._streaming.lanes))
+
+    def _source(self, stage: int, play: int) -> int:
+        names = [source.name for source in self._streaming.maker.sources]
+        return names.index(self._streaming.stages[stage].plays[play].source)
+
+    def _track(self, stage: int, play: int) -> Track:
+        streaming, source = self._streaming, self._source(stage, play)
+        return Track(
+            streaming.maker.sources[source],
+            streaming.stages[stage].plays[play],
+            stage=stage,
+            number=play,
+            lane=self._number,
+            lanes=streaming.lanes,
+            key=key_of(streaming.seed, source, stage, self._number) if streaming.shuffle > 1 else None,
+        )
+
+
+def _sample(waiting: Waiting) -> Sample:
+    return waiting.sample

@@ -1,0 +1,160 @@
+"""One pack, from the rows it holds to its batch: what a worker process does."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from headway.data.collate import Batch, Collator
+from headway.data.encode import Encoder
+from headway.data.encoded import EncodedSample
+from headway.data.policy import sample_error
+from headway.data.samples import Origin, Sample, SampleError
+from headway.data.sources import Source
+from headway.errors import DataError
+
+
+class Piece(NamedTuple):
+    """A sample of a pack, or a part of one.
+
+    Attributes:
+        source: number of its source.
+        row: place in the source.
+        start: its first token in the sample [tokens].
+        stop: one past its last token in the sample [tokens].
+    """
+
+    source: int
+    row: int
+    start: int
+    stop: int
+
+
+class Skipped(NamedTuple):
+    """A sample that could not be used.
+
+    Attributes:
+        error: which, and why.
+        tokens: what it was to bring [tokens]; 0 where that was not known.
+    """
+
+    error: SampleError
+    tokens: int
+
+
+class Dropped(NamedTuple):
+    """A sample that was left out because it exceeds a pack.
+
+    Attributes:
+        source: its source's name.
+        tokens: its length [tokens].
+    """
+
+    source: str
+    tokens: int
+
+
+class Made(NamedTuple):
+    """A finished pack.
+
+    Attributes:
+        batch: its tensors.
+        pieces: what each of its samples was cut to.
+        whole_tokens: length of each of its samples before that [tokens].
+        skipped: samples that were to be in it.
+        dropped: samples that were read for it.
+    """
+
+    batch: Batch
+    pieces: tuple[Piece, ...]
+    whole_tokens: tuple[int, ...]
+    skipped: tuple[Skipped, ...]
+    dropped: tuple[Dropped, ...] = ()
+
+
+@dataclass(frozen=True)
+class PackMaker:
+    """Loads, encodes, cuts and collates the samples of a pack.
+
+    Attributes:
+        sources: what the pieces' source numbers mean.
+        encoder: turns samples into tensors.
+        collator: lays them end to end.
+        skips: whether a sample that cannot be used is left out and named, instead of ending the run.
+    """
+
+    sources: tuple[Source, ...]
+    encoder: Encoder
+    collator: Collator
+    skips: bool
+
+    def __call__(self, pieces: Sequence[Piece]) -> Made:
+        """Make a pack; one of which nothing is left is a pack of padding.
+
+        Raises:
+            DataError: a sample cannot be used and `skips` is off, or it is not the one that was planned with.
+        """
+        return self.make((piece, partial(self._load, piece)) for piece in pieces)
+
+    def make(self, pieces: Iterable[tuple[Piece, Callable[[], Sample]]]) -> Made:
+        """Make a pack of samples that are read in another way than by their row.
+
+        Raises:
+            DataError: as when called.
+        """
+        encoded, whole_tokens, used, skipped = [], [], [], []
+        for piece, read in pieces:
+            try:
+                whole = self._encode(read())
+            except SampleError as error:
+                if not self.skips:
+                    raise
+                skipped.append(Skipped(error, piece.stop - piece.start))
+                continue
+            encoded.append(part_of(whole, piece.start, piece.stop))
+            whole_tokens.append(whole.tokens)
+            used.append(piece)
+        return Made(self.collator(encoded), tuple(used), tuple(whole_tokens), tuple(skipped))
+
+    def _load(self, piece: Piece) -> Sample:
+        source = self.sources[piece.source]
+        try:
+            return source[piece.row]
+        except DataError as error:
+            raise sample_error(error, Origin(source.name, source.name, piece.row, f"row {piece.row}")) from error
+
+    def _encode(self, sample: Sample) -> EncodedSample:
+        try:
+            return self.encoder.encode(sample)
+        except DataError as error:
+            raise sample_error(error, sample.origin) from error
+
+
+def part_of(whole: EncodedSample, start: int, stop: int) -> EncodedSample:
+    """Cut tokens start .. stop - 1 out of a sample; positions of a later piece begin at 0 again.
+
+    Raises:
+        DataError: the sample has no such tokens: it is another one than was planned with.
+    """
+    if (start, stop) == (0, whole.tokens):
+        return whole
+    cut = None
+    if start == 0 and stop < whole.tokens:
+        cut = whole.truncated(stop)
+    elif whole.media_end == 0 and stop <= whole.tokens:
+        rows = whole.position_ids_RS.shape[0]
+        cut = replace(
+            whole,
+            input_ids_S=whole.input_ids_S[start:stop].clone(),
+            labels_S=whole.labels_S[start:stop].clone(),
+            position_ids_RS=torch.arange(stop - start).expand(rows, -1),
+            token_types_S=None if whole.token_types_S is None else whole.token_types_S[start:stop].clone(),
+        )
+    if cut is None:
+        raise DataError(
+            f"{whole.where}: the sample has {whole.tokens} tokens, and tokens {start} to {stop} of it were planned, "
+            "which cannot be cut out of it. It changed since it was indexed; index the dataset again."
+        )
+    return cut

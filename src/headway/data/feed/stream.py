@@ -1,0 +1,136 @@
+"""Feeding without an index: lanes of a stream, shared among ranks and worker processes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from headway.data.feed.feed import Feed, Share, estimated_bytes
+from headway.data.feed.lane import Lane, LanePack, Streaming
+from headway.data.feed.make import Made
+from headway.data.feed.pool import Job
+from headway.data.policy import BadSamples
+from headway.errors import ConfigError
+
+
+class _Turn(NamedTuple):
+    """A lane's next pack.
+
+    Attributes:
+        lane: number of the lane.
+        turn: packs that it has handed out before.
+        state: where it stood at that turn or at an earlier one; None for its beginning.
+    """
+
+    lane: int
+    turn: int
+    state: dict[str, Any] | None
+
+
+@dataclass
+class _LaneWork:
+    """Keeps lanes between their turns, in the process that plays them."""
+
+    streaming: Streaming
+    lanes: dict[int, Lane] = field(default_factory=dict)
+
+    def __call__(self, task: _Turn) -> tuple[int, LanePack]:
+        lane = self.lanes.get(task.lane)
+        if lane is None or (lane.turn != task.turn and not lane.has_ended):
+            lane = self.lanes[task.lane] = Lane(self.streaming, task.lane, task.state)
+        # In the place of a killed process: up to where that one was.
+        while lane.turn < task.turn and not lane.has_ended:
+            lane.next_pack()
+        return task.lane, lane.next_pack()
+
+
+class StreamFeed(Feed):
+    """Plays lanes in turn: rank r those numbered r, r + ranks, and so on.
+
+    Lanes that have ended are passed over. A rank whose lanes have all ended ends, while others may go on.
+
+    Args:
+        streaming: the data and how they are cut into lanes.
+        share: which lanes are played here, and how.
+        bad: what becomes of samples that cannot be used.
+
+    Raises:
+        ConfigError: the lanes cannot be shared evenly among the ranks.
+        DataError: while iterating, as `Feed`.
+    """
+
+    def __init__(self, streaming: Streaming, share: Share, bad: BadSamples) -> None:
+        if streaming.lanes % share.ranks:
+            raise ConfigError(
+                f"A stream of {streaming.lanes} lanes cannot be shared by {share.ranks} ranks; set data.stream.lanes "
+                "to a multiple of the number of ranks."
+            )
+        super().__init__(
+            streaming.maker,
+            streaming.budget,
+            share,
+            bad,
+            _LaneWork(streaming),
+            splits=streaming.overlong == "split",
+            keyed=True,
+        )
+        self._streaming = streaming
+        self._states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(share.rank, streaming.lanes, share.ranks))
+        self._ended: set[int] = set()
+
+    def _play(self) -> Iterator[list[Made]]:
+        step: list[Made] = []
+        states: dict[int, dict[str, Any]] = {}
+        for lane, pack in self._pool.run(self._jobs()):
+            states[lane] = pack.state
+            if pack.has_ended:
+                self._ended.add(lane)
+            else:
+                step.append(pack.made)
+            self._hand_out(pack.made)
+            if len(step) == self.share.accumulation:
+                self._states |= states
+                yield step
+                step, states = [], {}
+            if len(self._ended) == len(self._states):
+                break
+        self._pool.close()  # turns beyond the lanes' ends may wait there, as many as are prefetched
+        self._states |= states
+        if step:
+            padding = [self._maker([]) for _ in range(self.share.accumulation - len(step))]
+            yield step + padding
+
+    def _jobs(self) -> Iterator[Job[_Turn]]:
+        """The lanes' turns, each lane once before any comes again."""
+        size = estimated_bytes(self._streaming.budget.tokens, self._streaming.budget.patches or 0)
+        turns = {lane: (state or {}).get("turn", 0) for lane, state in self._states.items()}
+        while len(self._ended) < len(turns):
+            lane = min((lane for lane in turns if lane not in self._ended), key=lambda one: (turns[one], one))
+            yield Job(_Turn(lane, turns[lane], self._states[lane]), size, key=lane // self.share.ranks)
+            turns[lane] += 1
+
+    def _settings(self) -> dict[str, Any]:
+        streaming = self._streaming
+        return {
+            "sources": [source.fingerprint() for source in streaming.maker.sources],
+            "encoder": streaming.maker.encoder.fingerprint(),
+            "stages": [asdict(stage) for stage in streaming.stages],
+            "budget": asdict(streaming.budget),
+            **{name: getattr(streaming, name) for name in ("strategy", "overlong", "lanes", "shuffle", "open_packs")},
+            "seed": streaming.seed,
+        }
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "lanes": {str(lane): state for lane, state in self._states.items()},
+            "ended": sorted(self._ended),
+        }
+
+    def _merged_positions(self, positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        lanes: dict[str, Any] = {}
+        for position in positions:
+            lanes |= position["lanes"]
+        return {"lanes": lanes, "ended": sorted({lane for position in positions for lane in position["ended"]})}
+
+    def _go_to(self, position: dict[str, Any]) -> None:
+        self._states = {lane: position["lanes"][str(lane)] for lane in self._states}
+        self._ended = {lane for lane in position["ended"] if lane in self._states}

@@ -1,0 +1,152 @@
+"""From the configuration's data section to a feed of packs."""
+
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from headway.count import CostModel
+from headway.data.collate import Collator
+from headway.data.encode import Encoder
+from headway.data.feed import Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
+from headway.data.index import LengthIndex, build_index
+from headway.data.plan.budget import Budget
+from headway.data.plan.items import Items
+from headway.data.plan.order import Order, Play, Stage
+from headway.data.plan.plan import Plan
+from headway.data.policy import BadSamples
+from headway.data.sources import Source, open_source
+from headway.data.vision import vision_geometry
+from headway.errors import ConfigError
+from headway.train.config import TrainConfig
+from headway.train.data_config import DataConfig, MixPart, SourceConfig
+from headway.train.ranks import Ranks
+
+QUARANTINE = "bad_samples.jsonl"
+
+
+def budget_of(data: DataConfig) -> Budget:
+    """What a pack holds."""
+    return Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
+
+
+def open_feed(
+    config: TrainConfig,
+    encoder: Encoder,
+    model: PreTrainedModel,
+    cost_model: CostModel,
+    ranks: Ranks,
+    *,
+    pin_memory: bool,
+) -> Feed:
+    """Open the sources, index them unless they are streamed, and feed packs from the beginning.
+
+    Raises:
+        ConfigError: sources that cannot be told apart, or a setting that cannot take effect.
+        DataError: a source cannot be read, or samples cannot be used.
+    """
+    data = config.data
+    sources, stages = open_stages(data)
+    bad = bad_samples(config)
+    collator = Collator(
+        geometry=vision_geometry(model),
+        pixel_scale=encoder.pixel_scale,
+        position_rows=1 if encoder.rope_index is None else 3,
+        sources=tuple(source.name for source in sources),
+        bucket_tokens=data.bucket_tokens,
+        bucket_patches=data.bucket_patches,
+    )
+    maker = PackMaker(sources, encoder, collator, bad.skips)
+    accumulation = config.optim.accumulation
+    share = Share(ranks.rank, ranks.size, accumulation, data.workers, data.prefetch_bytes, pin_memory)
+    if data.stream is not None:
+        streaming = Streaming(
+            maker,
+            stages,
+            budget_of(data),
+            strategy=data.strategy,
+            overlong=data.overlong,
+            lanes=data.stream.lanes,
+            shuffle=data.stream.shuffle,
+            open_packs=data.stream.open_packs,
+            seed=data.seed,
+            cost_model=cost_model,
+        )
+        return StreamFeed(streaming, share, bad)
+    indices = _indices(sources, encoder, data.workers, bad, ranks)
+    items, planned = Items.build(indices, budget_of(data), data.overlong, cost_model)
+    order = Order(items.sizes, stages, seed=data.seed)
+    plan = Plan(
+        items,
+        order,
+        budget_of(data),
+        ranks.size * accumulation,
+        strategy=data.strategy,
+        seed=data.seed,
+        window=data.window,
+        accumulation=accumulation,
+    )
+    return IndexedFeed(plan, maker, share, bad, planned=planned)
+
+
+def _indices(
+    sources: tuple[Source, ...], encoder: Encoder, workers: int, bad: BadSamples, ranks: Ranks
+) -> dict[str, LengthIndex]:
+    """The lengths of every source: measured by the first rank, read by all."""
+    if not ranks.is_first:
+        ranks.wait()
+        bad = replace(bad, quarantine=None)  # the first rank has named them
+    found = {source.name: build_index(source, encoder, workers=workers, policy=bad) for source in sources}
+    if ranks.is_first:
+        ranks.wait()
+    return found
+
+
+def bad_samples(config: TrainConfig) -> BadSamples:
+    """The policy for samples that cannot be used; skipped ones are listed in the run folder."""
+    bad = config.data.bad
+    if bad.policy == "error":
+        return BadSamples("error")
+    return BadSamples("skip", bad.limit, bad.fraction, config.run.folder / QUARANTINE)
+
+
+def open_stages(data: DataConfig) -> tuple[tuple[Source, ...], tuple[Stage, ...]]:
+    """Open every source once, and say which play in which stage.
+
+    Raises:
+        ConfigError: two sources of one name.
+        DataError: a source cannot be found.
+    """
+    opened: dict[str, tuple[SourceConfig, Source]] = {}
+    stages = []
+    for stage in data.train:
+        plays = []
+        for part in stage.parts:
+            source = _open(part)
+            known, _ = opened.setdefault(source.name, (part, source))
+            if _identity(known) != _identity(part):
+                raise ConfigError(
+                    f"data.train has two sources called {source.name!r}: {known.path} and {part.path}, or one of them "
+                    "with other settings. Give each a 'name' of its own."
+                )
+            weight = part.weight if isinstance(part, MixPart) else None
+            if weight is None and part.epochs is None:  # alone in an endless stage
+                weight = 1.0
+            plays.append(Play(source.name, weight, part.epochs, part.limit))
+        stages.append(Stage(tuple(plays), stage.samples))
+    return tuple(source for _, source in opened.values()), tuple(stages)
+
+
+def _open(part: SourceConfig) -> Source:
+    assert part.path is not None
+    return open_source(
+        part.path,
+        name=part.name,
+        schema=part.schema_name,
+        text_column=part.text_column,
+        root=part.root,
+        allow_remote=part.allow_remote,
+    )
+
+
+def _identity(part: SourceConfig) -> tuple[object, ...]:
+    return part.path, part.schema_name, part.text_column, part.root, part.allow_remote

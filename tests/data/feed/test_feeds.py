@@ -1,0 +1,162 @@
+"""No sample is lost or repeated: over epochs, and over stops and goings-on with other ranks and workers."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fed_data import Data, samples_of
+from headway.data.plan.order import Play, Stage
+from headway.errors import CheckpointError, ConfigError
+
+KINDS = ("indexed", "stream")
+
+
+def expected(sources):
+    """Every row of "many" once and of "few" twice."""
+    wanted = Counter()
+    for source, times in zip(sources, (1, 2), strict=True):
+        for row in range(len(source)):
+            origin = source[row].origin
+            wanted[origin.source, origin.file, origin.place] += times
+    return wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (4, 1), (2, 2)])
+def test_an_epoch_holds_every_sample_once(two_sources, text_encoder, kind, ranks, accumulation):
+    together = Data(two_sources, text_encoder).ranks(kind, ranks, accumulation=accumulation)
+    steps = list(together.steps())
+    assert Counter(one for step in steps for one in samples_of(step)) == expected(two_sources)
+    assert all(len(batches) in (0, accumulation) for step in steps for batches in step)
+    assert all(batch.tokens <= 120 for step in steps for batches in step for batch in batches)
+    counts = together.counts()
+    assert {name: counts.samples[name]["used"].samples for name in ("many", "few")} == {"many": 37, "few": 22}
+    assert counts.samples.total("used").tokens == counts.tokens == sum(b.tokens for s in steps for r in s for b in r)
+    assert together.step() is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stops=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=4))
+def test_going_on_with_other_ranks_loses_and_repeats_nothing(two_sources, text_encoder, kind, stops):
+    data = Data(two_sources, text_encoder)
+    seen, state = Counter(), None
+    for num_steps, ranks in [*stops, (10**9, 2)]:
+        together = data.ranks(kind, ranks)
+        if state is not None:
+            together.load(state)
+        for step in together.steps(num_steps):
+            seen.update(samples_of(step))
+        state = together.state()
+    assert seen == expected(two_sources)
+    assert together.counts().samples["few"]["used"].samples == 22
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_ranks_go_on_exactly(two_sources, text_encoder, kind):
+    data = Data(two_sources, text_encoder)
+    whole = [samples_of(step) for step in data.ranks(kind, 2).steps()]
+    for stop in range(len(whole)):
+        first = data.ranks(kind, 2)
+        for _ in range(stop):
+            first.step()
+        again = data.ranks(kind, 2).load(first.state())
+        assert [samples_of(step) for step in again.steps()] == whole[stop:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_change_nothing(two_sources, text_encoder, kind):
+    data = Data(two_sources, text_encoder)
+    alone = [samples_of(step) for step in data.ranks(kind, 1).steps()]
+    with data.ranks(kind, 1).feeds[0] as before:
+        begun = [samples_of([next(before)]) for _ in range(3)]
+        state = before.merged([before.state_dict()])
+    with data.ranks(kind, 1, workers=2, prefetch_bytes=40_000).feeds[0] as after:
+        after.load_state_dict(state)
+        assert begun + [samples_of([batches]) for batches in after] == alone
+
+
+def test_an_indexed_feed_gives_every_number_of_ranks_the_same_steps(two_sources, text_encoder):
+    data = Data(two_sources, text_encoder)
+    steps = [
+        [sorted(samples_of(step)) for step in data.ranks("indexed", ranks, accumulation=4 // ranks).steps()]
+        for ranks in (1, 2, 4)
+    ]
+    assert steps[0] == steps[1] == steps[2]
+
+
+def test_a_state_of_other_data_or_settings_is_refused(two_sources, text_encoder):
+    state = Data(two_sources, text_encoder).ranks("stream", 1).state()
+    with pytest.raises(CheckpointError, match="lanes was 8 and is 4"):
+        Data(two_sources, text_encoder, lanes=4).ranks("stream", 1).load(state)
+    state = Data(two_sources, text_encoder).ranks("indexed", 1).state()
+    with pytest.raises(CheckpointError, match="items was"):
+        Data(two_sources[:1], text_encoder, (Stage((Play("many", epochs=1),)),)).ranks("indexed", 1).load(state)
+
+
+def test_lanes_must_be_shared_evenly(two_sources, text_encoder):
+    with pytest.raises(ConfigError, match="8 lanes cannot be shared by 3 ranks"):
+        Data(two_sources, text_encoder).ranks("stream", 3)
+
+
+def test_ranks_whose_lanes_end_early_wait_with_padding(two_sources, text_encoder):
+    """One lane for each of 11 chats and 8 more without any: ranks end at different steps."""
+    together = Data(two_sources[1:], text_encoder, (Stage((Play("few", epochs=1),)),), lanes=16).ranks("stream", 4)
+    steps = list(together.steps())
+    assert any(not batches for batches in steps[-1])
+    assert sum(len(samples_of(step)) for step in steps) == 11
+    padding = together.feeds[0].padding()
+    assert (padding.tokens, padding.slots, padding.num_supervised) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_share_out_the_samples_of_a_stage(two_sources, text_encoder, kind):
+    stages = (
+        Stage((Play("many", weight=3.0), Play("few", weight=1.0)), samples=80),
+        Stage((Play("few", epochs=1, limit=5),)),
+    )
+    together = Data(two_sources, text_encoder, stages).ranks(kind, 2)
+    by_source = Counter(name for step in together.steps() for name, _, _ in samples_of(step))
+    assert by_source["many"] + by_source["few"] == 85
+    assert abs(by_source["many"] - 60) <= (2 if kind == "indexed" else 8)  # a stream rounds in every lane
+
+
+def test_a_stream_without_end_goes_on(two_sources, text_encoder):
+    stages = (Stage((Play("many", weight=1.0),)),)
+    together = Data(two_sources, text_encoder, stages, lanes=2).ranks("stream", 2)
+    seen = Counter(one for step in together.steps(60) for one in samples_of(step))
+    by_file = {file: [times for (_, name, _), times in seen.items() if name == file] for _, file, _ in seen}
+    assert len(seen) == 37
+    # A file belongs to one lane, which plays an epoch after the other; what waits in its buffer is one behind.
+    assert all(max(times) - min(times) <= 2 for times in by_file.values())
+    assert min(seen.values()) > 2
+
+
+def test_a_stream_of_long_documents_is_split_and_counted(tmp_path, text_encoder):
+    from headway.data.sources import open_source
+
+    words = "Which digits do you see? " * 60
+    file = tmp_path / "documents.jsonl"
+    file.write_text("\n".join(f'{{"text": "{n} {words}"}}' for n in range(6)) + '\n{"text": "short text"}\n')
+    source = open_source(file, name="documents")
+    stages = (Stage((Play("documents", epochs=1),)),)
+    tokens = [text_encoder.measure(source[row]).tokens for row in range(7)]
+    for kind in KINDS:
+        together = Data([source], text_encoder, stages, overlong="split", lanes=2).ranks(kind, 2)
+        pieces = [batch for step in together.steps() for batches in step for batch in batches]
+        counts = together.counts().samples["documents"]
+        assert counts["read"] == counts["used"] == (7, sum(tokens))
+        assert counts["split"] == (6, sum(tokens[:6]))
+        assert sum(batch.tokens for batch in pieces) == sum(tokens)
+        dropped = Data([source], text_encoder, stages, overlong="drop", lanes=2).ranks(kind, 1)
+        assert sum(len(samples_of(step)) for step in dropped.steps()) == 1
+        report = dropped.counts()
+        left_out = report.samples["documents"]["dropped"].samples + report.planned.get("documents", {}).get(
+            "dropped", 0
+        )
+        assert left_out == 6
+        cut = Data([source], text_encoder, stages, overlong="truncate", lanes=2).ranks(kind, 1)
+        list(cut.steps())
+        assert cut.counts().samples["documents"]["truncated"] == (6, sum(tokens[:6]) - 6 * 120)
