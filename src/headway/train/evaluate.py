@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
-from headway.data.pack import pack
 from headway.data.plan.budget import over_budget
+from headway.data.plan.packer import pack
 from headway.errors import DataError
 from headway.train.ranks import Ranks
 

@@ -4,6 +4,7 @@ Both are the textbook strategies, not next fit: every open pack is a candidate. 
 hundred thousand samples take seconds.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from headway.data.plan.budget import Budget, Size, over_budget
@@ -88,3 +89,33 @@ class Packer:
         if self._takes_more(number):
             self._rooms.remove(number, left)
         del self._counts[number]
+
+
+def pack(sizes: Sequence[Size], budget: Budget, strategy: Fit = "best_fit") -> list[list[int]]:
+    """Assign samples to packs, in the order given.
+
+    Args:
+        sizes: tokens and patches of each sample.
+        budget: what a pack holds.
+        strategy: "best_fit" or "first_fit".
+
+    Returns:
+        The samples' indices, pack by pack; every index once.
+
+    Raises:
+        DataError: a sample exceeds the budget.
+        ConfigError: an unknown strategy.
+
+    >>> pack([Size(6), Size(5), Size(4), Size(5)], Budget(10))
+    [[0, 2], [1, 3]]
+    """
+    packer = Packer(budget, strategy)
+    packs: list[list[int]] = []
+    for index, size in enumerate(sizes):
+        if not budget.holds(size):
+            raise DataError(over_budget(f"Sample {index}", size, budget))
+        number = packer.place(size)
+        if number == len(packs):
+            packs.append([])
+        packs[number].append(index)
+    return packs

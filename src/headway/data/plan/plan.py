@@ -89,7 +89,7 @@ class Plan:
         DataError: an item that exceeds the budget.
 
     >>> items = Items.of([6, 5, 4, 5])
-    >>> plan = Plan(items, Order.epochs(items.sizes, 1), Budget(10), packs_per_step=2)
+    >>> plan = Plan(items, Order.epochs(items.sizes, 1), Budget(11), packs_per_step=2)
     >>> [step.costs.tolist() for step, state in plan.steps()]
     [[10.0, 10.0]]
     """

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.data import Budget, Size
-from headway.data.pack import STRATEGIES, Packer, pack
+from headway.data.plan.packer import FITS, Packer, pack
 from headway.errors import ConfigError, DataError
 
 TOKENS, PATCHES = 40, 30
 SIZES = st.lists(st.builds(Size, st.integers(1, TOKENS), st.integers(0, PATCHES)), max_size=60)
 BUDGETS = st.sampled_from([Budget(TOKENS), Budget(TOKENS, PATCHES)])
-STRATEGY = st.sampled_from(STRATEGIES)
+STRATEGY = st.sampled_from(FITS)
 
 
 def room(budget, sizes, members):
