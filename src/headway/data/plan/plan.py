@@ -68,7 +68,7 @@ class Plan:
     """Steps of packs.
 
     The order is packed a window at a time: its next samples, and what earlier windows left over. A window makes whole
-    steps, and steps of a window are shuffled.
+    steps, and steps of a window are shuffled. Windows end with their stages, so that stages follow each other.
 
     Args:
         items: what is planned over.
@@ -183,21 +183,23 @@ class Plan:
     def _pack(self, start: _Start) -> _Packed:
         """Pack the window that starts somewhere; the same start gives the same packs."""
         carried = np.array(start.carried, dtype=np.int64)
-        count = self.window or WINDOW
+        count, end = self.window or WINDOW, self.order.stage_end(start.position)
         while True:
-            items = np.concatenate([carried, self.order.draw(start.position, max(1, count - len(carried)))])
+            wanted = min(max(1, count - len(carried)), end - start.position)
+            items = np.concatenate([carried, self.order.draw(start.position, wanted)])
             drawn = start.position + len(items) - len(carried)
             drawn_all = self.order.length is not None and drawn >= self.order.length
             window = self._window(items, start)
             enough = 1 if self.window is not None else MIN_STEPS
             steps = float(window.packs_needed()[-1]) / start.packs_per_step if len(items) else 0.0
-            if steps < enough and not drawn_all:
+            if steps < enough and drawn < end:
                 count = 1 + max(2 * len(items), int(len(items) * enough / max(steps, 0.125)))
                 continue
             pack_of, num_packs = pack_window(window, self.strategy, drawn_all)
             if num_packs or drawn_all:
                 return _packed(items, pack_of, num_packs, start.position, len(carried))
-            count = 2 * len(items)
+            # What is left of a stage and fills no step is packed with the beginning of the next one.
+            count, end = 2 * len(items), self.order.stage_end(drawn)
 
     def _window(self, items: Ints, start: _Start) -> Window:
         return Window(
