@@ -74,11 +74,14 @@ def pack(
         typer.Option(metavar="W", min=1, help="Samples packed together; 131072, or 16 steps' worth if not given."),
     ] = None,
     balance: Annotated[
-        float,
+        float | None,
         typer.Option(
-            metavar="X", min=0, max=1, help="mean / max FLOPs over ranks that `balanced` sorts for; less mixes better."
+            metavar="X",
+            min=0,
+            max=1,
+            help="mean / max FLOPs over ranks that `balanced` sorts for, 0.9865 if not given; less mixes better.",
         ),
-    ] = 0.9865,
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs (PNG or SVG).")
@@ -92,6 +95,7 @@ def pack(
     from headway.data.plan import STRATEGIES, Budget, Items, Order, Plan, measure
     from headway.data.plan.items import OVERLONG
     from headway.data.plan.lengths import read_lengths
+    from headway.data.plan.steps import BALANCE
 
     if bool(data) == (lengths is not None):
         raise UsageError(
@@ -115,7 +119,8 @@ def pack(
         read = sum(count.read for count in counts.values())
         raise DataError(f"Of {read} samples none fits a pack of {packing_length} tokens. Raise it.")
     order = Order.epochs(planned.sizes, 1, seed=seed)
-    chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation, "balance": balance}
+    chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation}
+    chosen["balance"] = BALANCE if balance is None else balance
     plans = [Plan(planned, order, budget, ranks * accumulation, strategy=each, **chosen) for each in wanted]
     measured = [measure(plan, ranks) for plan in plans]
     reports = [report for report, _ in measured]
@@ -128,10 +133,7 @@ def pack(
         "patches": patches,
         "items": items,
         "ranks": ranks,
-        "accumulation": accumulation,
-        "window": window,
-        "balance": balance,
-        "seed": seed,
+        **chosen,
         "overlong": policy,
     }
     if as_json:

@@ -198,6 +198,14 @@ def test_an_item_that_cannot_be_packed_is_refused(tokens, text):
         Plan(items, Order(items.sizes), Budget(10), 2)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_order_without_items_has_no_steps(strategy):
+    items = Items.of([5])
+    order = Order.epochs(items.sizes, 0.25)
+    assert order.length == 0
+    assert list(Plan(items, order, Budget(10), 2, strategy=strategy).steps()) == []
+
+
 def test_a_state_that_is_none_is_refused():
     items = Items.of([1, 2])
     plan = Plan(items, Order(items.sizes), Budget(10), 2)
@@ -212,3 +220,20 @@ def test_a_curriculum_is_planned_in_order():
     steps = list(Plan(items, Order(sizes, stages), Budget(20), 2, window=20, strategy="best_fit").steps())
     first = [item for step, _ in steps[:10] for pack in step.packs for item in pack]
     assert sorted(first) == list(range(40))
+
+
+@given(st.integers(20, 400), st.integers(20, 400), st.integers(1, 4))
+def test_a_stage_is_over_before_the_next_begins_but_for_what_fills_no_step(first, second, packs_per_step):
+    """A curriculum: windows, whose steps are shuffled, do not reach across stages. A pack takes four items of these."""
+    items = Items(
+        np.full(first + second, 7, dtype=np.int32),
+        np.zeros(first + second, dtype=np.int32),
+        np.full(first + second, 7.0),
+        ("first", "second"),
+        np.array([0, first, first + second]),
+    )
+    stages = [Stage((Play("first", epochs=1),)), Stage((Play("second", epochs=1),))]
+    plan = Plan(items, Order(items.sizes, stages), Budget(30), packs_per_step)
+    of_first = [np.concatenate(step.packs) < first for step, _ in plan.steps()]
+    begins = next(at for at, is_first in enumerate(of_first) if not is_first.all())
+    assert sum(is_first.sum() for is_first in of_first[begins:]) <= 5 * packs_per_step

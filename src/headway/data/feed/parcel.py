@@ -64,8 +64,9 @@ def wrap(value: Any) -> Parcel:
     packing = _Packing(file)
     packing.dump(value)
     rest = file.getvalue()
-    block = torch.empty(packing.end + len(rest), dtype=torch.uint8)
-    block.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    # Shared from the start, as torch's own collating does it: `share_memory_` would copy a block made elsewhere.
+    shared: Any = torch.UntypedStorage._new_shared(packing.end + len(rest))
+    block = torch.empty(0, dtype=torch.uint8).set_(shared)
     for start, tensor in packing.tensors:
         size = tensor.numel() * tensor.element_size()
         if size:

@@ -125,8 +125,8 @@ class Order:
         return None if self._ends[-1] == _LAST_PLACE else self._ends[-1]
 
     def stage_end(self, place: int) -> int:
-        """The first place behind the stage that a place lies in; the order's end for places behind all stages."""
-        return next((end for end in self._ends if place < end), self._ends[-1])
+        """Where the stage that holds a place ends; beyond all places where it never does, or nothing is left."""
+        return next((end for end in self._ends if place < end), _LAST_PLACE)
 
     def draw(self, start: int, count: int) -> NDArray[np.int64]:
         """Return the items at places start .. start + count - 1, fewer where the order ends before.

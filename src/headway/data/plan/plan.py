@@ -16,7 +16,7 @@ from headway.data.plan.budget import Budget, Size, over_budget
 from headway.data.plan.items import Items
 from headway.data.plan.order import Order
 from headway.data.plan.permute import key_of
-from headway.data.plan.spread import sums_of
+from headway.data.plan.spread import by_number, sums_of
 from headway.data.plan.steps import BALANCE
 from headway.data.plan.strategies import STRATEGIES, Strategy, Window, cost_shift, pack_window, whole_costs
 from headway.errors import CheckpointError, ConfigError, DataError
@@ -27,6 +27,7 @@ WINDOW = 131_072
 """Samples that are packed together unless told otherwise; more where `MIN_STEPS` steps need more."""
 
 MIN_STEPS = 16
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ class Plan:
     """Steps of packs.
 
     The order is packed a window at a time: its next samples, and what earlier windows left over. A window makes whole
-    steps, and steps of a window are shuffled. Windows end with their stages, so that stages follow each other.
+    steps, and steps of a window are shuffled.
 
     Args:
         items: what is planned over.
@@ -121,8 +122,7 @@ class Plan:
         self.items, self.order, self.budget = items, order, budget
         self.packs_per_step, self.strategy, self.seed = packs_per_step, strategy, seed
         self.accumulation, self.window, self.balance = accumulation, window, balance
-        heaviest = float(items.costs.max(initial=0.0))
-        self._shift = cost_shift(heaviest)
+        self._shift = cost_shift(float(items.costs.max(initial=0.0)))
 
     def settings(self) -> dict[str, Any]:
         """What decides the plan besides items and order, as plain JSON values; ranks are free to change."""
@@ -151,7 +151,7 @@ class Plan:
         Raises:
             CheckpointError: the state is none of a plan.
         """
-        start, done = self._read(state) if state is not None else self._read(self.initial_state())
+        start, done = self._read(state if state is not None else self.initial_state())
         while True:
             packed = self._pack(start)
             while done < packed.num_packs:
@@ -183,23 +183,27 @@ class Plan:
     def _pack(self, start: _Start) -> _Packed:
         """Pack the window that starts somewhere; the same start gives the same packs."""
         carried = np.array(start.carried, dtype=np.int64)
-        count, end = self.window or WINDOW, self.order.stage_end(start.position)
+        count = self.window or WINDOW
+        # Steps of a window are shuffled, so it ends where its stage does, unless the rest of that fills no step.
+        within = self.order.stage_end(start.position) - start.position
         while True:
-            wanted = min(max(1, count - len(carried)), end - start.position)
-            items = np.concatenate([carried, self.order.draw(start.position, wanted)])
+            wanted = max(1, count - len(carried))
+            items = np.concatenate([carried, self.order.draw(start.position, min(wanted, within))])
             drawn = start.position + len(items) - len(carried)
             drawn_all = self.order.length is not None and drawn >= self.order.length
             window = self._window(items, start)
-            enough = 1 if self.window is not None else MIN_STEPS
+            ends_stage = wanted >= within
+            enough = 1 if self.window is not None or ends_stage else MIN_STEPS
             steps = float(window.packs_needed()[-1]) / start.packs_per_step if len(items) else 0.0
-            if steps < enough and drawn < end:
+            if steps < enough and not drawn_all:
+                within = _UNLIMITED if ends_stage else within
                 count = 1 + max(2 * len(items), int(len(items) * enough / max(steps, 0.125)))
                 continue
             pack_of, num_packs = pack_window(window, self.strategy, drawn_all)
             if num_packs or drawn_all:
                 return _packed(items, pack_of, num_packs, start.position, len(carried))
-            # What is left of a stage and fills no step is packed with the beginning of the next one.
-            count, end = 2 * len(items), self.order.stage_end(drawn)
+            within = _UNLIMITED if ends_stage else within
+            count = 2 * len(items)
 
     def _window(self, items: Ints, start: _Start) -> Window:
         return Window(
@@ -234,7 +238,7 @@ def _packed(items: Ints, pack_of: Ints, num_packs: int, position: int, num_carri
     used = np.flatnonzero(pack_of >= 0)
     seen = max(num_carried, int(used[-1]) + 1 if len(used) else 0)
     left = items[:seen][pack_of[:seen] < 0]
-    by_pack = used[np.argsort(pack_of[used], kind="stable")]
+    by_pack = used[by_number(pack_of[used])]
     bounds = np.concatenate([[0], np.cumsum(np.bincount(pack_of[used], minlength=num_packs))])
     return _Packed(items[by_pack], bounds, position + seen - num_carried, tuple(left.tolist()))
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.plan.permute import key_of, shuffled
-from headway.data.plan.spread import sums_of
+from headway.data.plan.spread import largest_first, sums_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -44,7 +44,7 @@ def repair(pack_of: Ints, needs: Ints, caps: Ints, costs: Floats, num_packs: int
     pack_of = pack_of.copy()
     costs = costs * (num_packs / float(costs.sum()))  # in mean packs
     scales = np.array([_OVER / cap for cap in caps])
-    by_size = np.argsort(-needs[0], kind="stable")
+    by_size = largest_first(needs[0])
     for number in range(_ROUNDS):
         over = excess(pack_of, needs, caps, num_packs)
         fullness = (over / caps[:, None]).max(axis=0)

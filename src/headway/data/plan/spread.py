@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 _CERTAIN = 0.9  # share of the cost above text's that is spread before lengths are
 _FULL = 0.9995  # tokens are aimed at this share of the budget, so that rounding to samples rarely exceeds it
-_WIDE = 1 / 32  # rounds that serve fewer packs than this share of them are done one sample at a time
+_FEW, _MANY = 16, 256  # rounds that serve fewer packs than 16 and 1 in 256 are done one sample at a time
 _HALVINGS = 40
 
 
@@ -44,7 +44,7 @@ def spread(tokens: Ints, costs: Floats, num_packs: int, budget_tokens: int, max_
     reached = np.cumsum(extra[by_extra])
     num_first = int(np.searchsorted(reached, _CERTAIN * reached[-1])) + 1 if reached[-1] > 0 else 0
     first, rest = by_extra[:num_first], by_extra[num_first:]
-    rest = rest[np.argsort(-tokens[rest], kind="stable")]
+    rest = rest[largest_first(tokens[rest])]
 
     pack_of = np.empty(len(tokens), dtype=np.int64)
     free = None if max_items is None else np.full(num_packs, max_items)
@@ -54,6 +54,17 @@ def spread(tokens: Ints, costs: Floats, num_packs: int, budget_tokens: int, max_
     aims = _aims(pack_tokens, pack_extra, float(tokens.sum()), per_token, np.floor(budget_tokens * _FULL))
     pack_of[rest] = fill_emptiest(tokens[rest].astype(np.float64), pack_tokens - aims, free)
     return pack_of
+
+
+def by_number(numbers: Ints) -> Ints:
+    """Sort whole numbers >= 0 stably, smallest first; small ones in linear time, as numpy sorts 16 bits."""
+    small = not len(numbers) or int(numbers.max()) < 1 << 16
+    return np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")
+
+
+def largest_first(numbers: Ints) -> Ints:
+    """Sort whole numbers stably, largest first."""
+    return by_number(numbers.max(initial=0) - numbers)
 
 
 def sums_of(pack_of: Ints, values: NDArray[Any], num_packs: int) -> Floats:
@@ -90,23 +101,35 @@ def fill_emptiest(weights: Floats, loads: Floats, free: Ints | None = None) -> I
     """
     pack_of = np.empty(len(weights), dtype=np.int64)
     done = 0
+    order, levels = _emptiest_first(loads, free)
     while done < len(weights):
-        open_packs = np.arange(len(loads)) if free is None else np.flatnonzero(free > 0)
-        order = open_packs[np.argsort(loads[open_packs], kind="stable")]
-        emptiest = loads[order]
-        served = int(np.searchsorted(emptiest, emptiest[0] + weights[done], side="right"))
-        if served < len(order) * _WIDE:
+        served = int(np.searchsorted(levels, levels[0] + weights[done], side="right"))
+        if served < _FEW + len(order) // _MANY:
             stop = min(len(weights), done + len(order))
             pack_of[done:stop] = _one_by_one(weights[done:stop], loads, free)
             done = stop
+            order, levels = _emptiest_first(loads, free)
             continue
         packs = order[: min(served, len(weights) - done)]
+        raised = levels[: len(packs)] + weights[done : done + len(packs)]
         pack_of[done : done + len(packs)] = packs
-        loads[packs] += weights[done : done + len(packs)]
+        loads[packs] = raised
+        done += len(packs)
+        order, levels = order[len(packs) :], levels[len(packs) :]
         if free is not None:
             free[packs] -= 1
-        done += len(packs)
+            packs, raised = packs[free[packs] > 0], raised[free[packs] > 0]
+        again = np.argsort(raised, kind="stable")
+        at = np.searchsorted(levels, raised[again], side="right")
+        order, levels = np.insert(order, at, packs[again]), np.insert(levels, at, raised[again])
     return pack_of
+
+
+def _emptiest_first(loads: Floats, free: Ints | None) -> tuple[Ints, Floats]:
+    """Packs that may take more, and their loads, lowest first."""
+    packs = np.arange(len(loads)) if free is None else np.flatnonzero(free > 0)
+    packs = packs[np.argsort(loads[packs], kind="stable")]
+    return packs, loads[packs]
 
 
 def _one_by_one(weights: Floats, loads: Floats, free: Ints | None) -> list[int]:

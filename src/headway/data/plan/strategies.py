@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headway.data.plan.budget import Budget, Size
 from headway.data.plan.packer import Packer
 from headway.data.plan.repair import excess, repair
-from headway.data.plan.spread import spread, sums_of
+from headway.data.plan.spread import largest_first, spread, sums_of
 from headway.data.plan.steps import BALANCE, group
 
 Strategy = Literal["balanced", "best_fit", "first_fit", "next_fit", "none"]
@@ -103,6 +103,8 @@ def pack_window(window: Window, strategy: Strategy, last: bool) -> tuple[Ints, i
         of `packs_per_step`. Packs are numbered in the order in which they are trained on; of the last window's some may
         be empty.
     """
+    if not len(window.tokens):
+        return np.zeros(0, dtype=np.int64), 0
     pack_of, num_packs = _PACKERS[strategy](window)
     while last and (pack_of < 0).any():
         rest = np.flatnonzero(pack_of < 0)
@@ -155,7 +157,7 @@ def _alike(window: Window, num_packs: int) -> tuple[Ints, int]:
 
 
 def _best_fit_decreasing(window: Window) -> tuple[Ints, int]:
-    order = np.argsort(-window.tokens, kind="stable")
+    order = largest_first(window.tokens)
     pack_of = np.empty(len(order), dtype=np.int64)
     pack_of[order], num_packs = _in_order(window.part(order), "best_fit")
     return pack_of, num_packs
