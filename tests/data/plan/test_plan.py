@@ -237,3 +237,13 @@ def test_a_stage_is_over_before_the_next_begins_but_for_what_fills_no_step(first
     of_first = [np.concatenate(step.packs) < first for step, _ in plan.steps()]
     begins = next(at for at, is_first in enumerate(of_first) if not is_first.all())
     assert sum(is_first.sum() for is_first in of_first[begins:]) <= 5 * packs_per_step
+
+
+def test_the_samples_of_a_small_dataset_play_about_equally_often_at_any_time():
+    """A window spans one epoch's worth of places, so at most parts of two, and a sample may be carried past one."""
+    items = Items.of(np.full(500, 7))
+    plan = Plan(items, Order(items.sizes), Budget(30), packs_per_step=2)
+    played = np.zeros(500, dtype=int)
+    for step, _ in itertools.islice(plan.steps(), 400):
+        np.add.at(played, np.concatenate(step.packs), 1)
+        assert played.max() - played.min() <= 3

@@ -65,7 +65,8 @@ def wrap(value: Any) -> Parcel:
     packing.dump(value)
     rest = file.getvalue()
     # Shared from the start, as torch's own collating does it: `share_memory_` would copy a block made elsewhere.
-    shared: Any = torch.UntypedStorage._new_shared(packing.end + len(rest))
+    storage: Any = torch.UntypedStorage  # its methods are untyped
+    shared = storage._new_shared(packing.end + len(rest))
     block = torch.empty(0, dtype=torch.uint8).set_(shared)
     for start, tensor in packing.tensors:
         size = tensor.numel() * tensor.element_size()

@@ -78,7 +78,7 @@ class Plan:
         packs_per_step: packs of an optimizer step over all ranks, data-parallel ranks times accumulation.
         strategy: "balanced", or one of the textbook ones for comparison.
         seed: of everything that the plan chooses at random.
-        window: samples packed together; 131,072, or 16 steps' worth if that is more, when None.
+        window: samples packed together; when None 131,072, at most an epoch, and at least 16 steps' worth.
         accumulation: packs of a step that one rank sums up, as far as the plan cares: with more, heavy and light packs
             may pair up, so that less is sorted.
         balance: mean / max FLOPs over ranks, mean over steps, that "balanced" sorts packs for where they differ, a
@@ -183,8 +183,9 @@ class Plan:
     def _pack(self, start: _Start) -> _Packed:
         """Pack the window that starts somewhere; the same start gives the same packs."""
         carried = np.array(start.carried, dtype=np.int64)
-        count = self.window or WINDOW
-        # Steps of a window are shuffled, so it ends where its stage does, unless the rest of that fills no step.
+        # Steps of a window are shuffled, so that it spans about an epoch at most: else some samples would play again
+        # before others play at all. And it ends where its stage does, unless the rest of that fills no step.
+        count = self.window or min(WINDOW, len(self.items))
         within = self.order.stage_end(start.position) - start.position
         while True:
             wanted = max(1, count - len(carried))
