@@ -160,7 +160,7 @@ class Pipeline:
         return Players(players)
 
     def mix(self, **shares):
-        """A stage of sources, each with its epochs, or its weight if that is below 1."""
+        """A stage that plays sources together, each with its settings: weight or epochs, and a limit."""
         return {"mix": [{"path": self.paths[name], "name": name, **share} for name, share in shares.items()]}
 
     def expected(self, names, tokens_per_pack, epochs=1):

@@ -79,6 +79,12 @@ def test_a_wrong_setting_is_one_clear_error(minimal, override, message):
     assert caught.value.exit_code == 2
 
 
+def test_a_resolved_configuration_can_be_read_again(minimal):
+    """A resumed run compares itself with what the first one wrote, all defaults included."""
+    config = load_config(minimal, ("optim.schedule=constant",))
+    assert parse_config(config.as_dict()) == config
+
+
 def test_min_lr_ratio_without_a_cosine_is_refused(minimal):
     with pytest.raises(ConfigError, match="min_lr_ratio has no effect"):
         load_config(minimal, ("optim.schedule=constant", "optim.min_lr_ratio=0.5"))

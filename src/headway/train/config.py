@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from headway.errors import ConfigError
-from headway.train.data_config import DataConfig, Positive, Section, as_written
+from headway.train.data_config import DataConfig, Positive, Section, as_written, changed
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -58,7 +58,7 @@ class OptimConfig(Section):
     def _everything_takes_effect(self) -> Self:
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} leaves nothing of the {self.steps} steps")
-        if self.schedule == "constant" and "min_lr_ratio" in self.model_fields_set:
+        if self.schedule == "constant" and "min_lr_ratio" in changed(self):
             raise ValueError("min_lr_ratio has no effect with schedule 'constant'; remove it or use 'cosine'")
         return self
 

@@ -15,7 +15,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
 
 
-def _changed(section: Section) -> set[str]:
+def changed(section: Section) -> set[str]:
     """The settings that are not at their defaults; a resolved configuration, which is read again, holds them all."""
     return {name for name, info in type(section).model_fields.items() if getattr(section, name) != info.default}
 
@@ -62,7 +62,7 @@ class Stage(SourceConfig):
         if (self.path is None) == (not self.mix):
             raise ValueError("a stage needs either 'path' or 'mix'")
         if self.mix:
-            given = sorted(_changed(self) - {"mix", "samples"})
+            given = sorted(changed(self) - {"mix", "samples"})
             if given:
                 raise ValueError(f"{', '.join(given)} have no effect beside 'mix'; give them in its parts")
             if len({part.weight is None for part in self.mix}) > 1:
@@ -97,7 +97,7 @@ class BadSamplesConfig(Section):
 
     @model_validator(mode="after")
     def _limits_take_effect(self) -> Self:
-        if self.policy == "error" and _changed(self):
+        if self.policy == "error" and changed(self):
             raise ValueError("limit and fraction have no effect with policy 'error'")
         return self
 

@@ -129,7 +129,7 @@ class Feed(ABC):
         self._lost = dict.fromkeys(self.names, 0)
         self._pool: Pool[Any, Any] = Pool(work, workers=share.workers, prefetch_bytes=share.prefetch_bytes, keyed=keyed)
         self._steps: Iterator[list[Made]] | None = None
-        weakref.finalize(self, self._pool.close)
+        weakref.finalize(self, self._pool.close, wait=False)
 
     @abstractmethod
     def _play(self) -> Iterator[list[Made]]:

@@ -113,13 +113,18 @@ class Pool(Generic[Task, Result]):
             in_flight_bytes -= pending.popleft().job.size_bytes
             yield result
 
-    def close(self) -> None:
-        """Give up what is under way and end the processes; a later `run` starts others."""
+    def close(self, *, wait: bool = True) -> None:
+        """Give up what is under way and end the processes; a later `run` starts others.
+
+        Args:
+            wait: whether to return after they have ended. Not from a finalizer, which may run in the very thread that
+                is to end.
+        """
         groups = [group for group in self._groups if group is not None]
         for group in groups:  # all are told before any is waited for
             group.stop.set()
         for group in groups:
-            group.executor.shutdown(wait=True, cancel_futures=True)
+            group.executor.shutdown(wait=wait, cancel_futures=True)
         self._groups = [None] * len(self._groups)
 
     def _first_result(self, pending: "deque[_Pending[Task]]") -> Result:

@@ -1,0 +1,139 @@
+"""No sample is lost or repeated by a run that is killed without a warning, or goes on with fewer ranks: real processes.
+
+What a run trains on shows in its metrics: with losses equal to the last bit, every step had the same samples as the
+run that nobody killed. Where the number of ranks changes, every sample is a source of its own, and each step's record
+says by name which it had.
+"""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headway.train.checkpoint import latest_checkpoint
+from headway.train.config import load_config
+from headway.train.loop import train
+from headway.train.record import read_metrics
+
+SOURCE = Path(__file__).parents[2] / "src"
+STEPS = 24
+STREAM = {"lanes": 4, "shuffle": 16, "open_packs": 3}
+
+
+def start(*arguments, **environment):
+    """Start `headway train` in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-m", "headway", "train", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def kill_after(process, metrics, steps):
+    """Kill a run without a warning as soon as it has recorded so many steps."""
+    deadline_s = time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count('"kind": "step"') >= steps):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+
+
+def what_was_trained(folder):
+    """Everything that the data decide, of every step."""
+    kept = ("step", "loss", "grad_norm", "tokens", "slots", "flops", "samples", "sources")
+    return [{name: record.get(name) for name in kept} for record in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stream", "kills"), [(None, [(8, 20)]), (STREAM, [(6, 10), (12, 20)])])
+def test_a_run_killed_at_random_trains_on_the_samples_of_one_that_was_not(raw, digits, tmp_path, stream, kills):
+    raw["data"] = {
+        "train": [
+            {"path": str(digits / "data/one_digit.jsonl"), "epochs": 1, "limit": 40},
+            {"mix": [{"path": str(digits / f"data/{name}.jsonl"), "weight": 1} for name in ("train", "eval")]},
+        ],
+        "tokens_per_pack": 160,
+        "stream": stream,
+        "workers": 1,
+        "prefetch_bytes": 2_000_000,
+    }
+    raw["optim"] |= {"steps": STEPS, "accumulation": 2}
+    raw["checkpoint"] = {"every": 5}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    config = load_config(path)
+    whole = train(config)
+
+    rng = random.Random(11 if stream else 5)
+    folder = tmp_path / "killed"
+    for number, (first, last) in enumerate(kills):
+        process = start(path, "--set", f"run.folder={folder}", *["--resume"] * (number > 0))
+        kill_after(process, folder / "metrics.jsonl", rng.randint(first, last))
+    assert 0 < latest_checkpoint(folder / "checkpoints").step < STEPS
+    summary = train(load_config(path, (f"run.folder={folder}",)), resume=True)
+    assert what_was_trained(folder) == what_was_trained(config.run.folder)
+    assert summary.report == whole.report
+
+
+def run_ranks(path, ranks, *arguments):
+    """Run all ranks to their end; what the first one said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    processes = [start(path, *arguments, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
+    said = [process.communicate(timeout=240)[1] for process in processes]
+    return [process.returncode for process in processes], said
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_four_ranks_stop_and_two_go_on_to_the_end_of_the_data(raw, digits, tmp_path):
+    lines = (digits / "data/train.jsonl").read_text().splitlines()[:36]
+    names = [f"sample_{number}" for number in range(len(lines))]
+    for name, line in zip(names, lines, strict=True):
+        (digits / f"data/{name}.jsonl").write_text(line)
+    parts = [{"path": str(digits / f"data/{name}.jsonl"), "epochs": 1} for name in names]
+    raw["data"] |= {"train": [{"mix": parts}], "strategy": "first_fit", "tokens_per_pack": 90}
+    raw["optim"] |= {"steps": 1000, "warmup_steps": 0, "schedule": "constant"}
+    raw["checkpoint"] = {"every": 2}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    folder = Path(raw["run"]["folder"])
+    codes, said = run_ranks(path, 4)
+    assert set(codes) == {1}, said
+    assert "the data ended after step" in said[0]
+    whole = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
+    assert len(whole) >= 3
+
+    for later in (folder / "checkpoints").iterdir():
+        if later.name != "step-000002":
+            later.rename(tmp_path / later.name)
+    codes, said = run_ranks(path, 2, "--resume")
+    assert set(codes) == {1}, said
+    assert "the data ended after step" in said[0]
+    steps = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
+    assert steps[:2] == whole[:2]
+    assert [step["world_size"] for step in steps] == [4, 4] + [2] * (len(steps) - 2)
+    assert len(steps) > len(whole)
+
+    def trained(records):
+        found = Counter()
+        for record in records:
+            found.update({name: part["tokens"] for name, part in record["sources"].items() if part["tokens"]})
+        return found
+
+    assert trained(steps) == trained(whole)
+    times = Counter(name for step in steps for name, part in step["sources"].items() if part["tokens"])
+    assert times == dict.fromkeys(names, 1)
+    counted = latest_checkpoint(folder / "checkpoints").state()["data"]["report"]["samples"]
+    assert {name: counted[name]["used"]["samples"] for name in names} == dict.fromkeys(names, 1)
