@@ -134,6 +134,13 @@ def test_a_stream_without_end_goes_on(two_sources, text_encoder):
     assert min(seen.values()) > 2
 
 
+def test_a_source_smaller_than_the_lanes_cannot_keep_its_weight(two_sources, text_encoder):
+    stages = (Stage((Play("many", weight=1.0), Play("few", weight=1.0))),)
+    together = Data(two_sources, text_encoder, stages, lanes=12).ranks("stream", 1)
+    with pytest.raises(ConfigError, match=r"'few' has no sample for lane 11 of 12.*data\.stream\.lanes"):
+        list(together.steps(200))
+
+
 def test_a_stream_of_long_documents_is_split_and_counted(tmp_path, text_encoder):
     from headway.data.sources import open_source
 

@@ -7,6 +7,7 @@ from headway.data.plan.order import Play
 from headway.data.plan.permute import key_of, shuffled
 from headway.data.samples import Sample, SampleError
 from headway.data.sources import Source
+from headway.errors import ConfigError
 
 
 class Place(NamedTuple):
@@ -49,6 +50,7 @@ class Track:
     ) -> None:
         self.start = Place(stage, number)
         self._epochs, self._key = play.epochs, key
+        self._name, self._lane, self._lanes = play.source, lane, lanes
         shards, num_shards = source.shards, len(source.shards)
         self._shards = shards[lane % num_shards :: lanes]
         self._first, self._stride = lane // num_shards, len(range(lane % num_shards, lanes, num_shards))
@@ -59,7 +61,8 @@ class Track:
     def rows(self, start: Place) -> Iterator[tuple[Place, Place, Sample | SampleError]]:
         """Samples from a place on, each with its own place and the one after it; endlessly where epochs are not given.
 
-        An epoch without a row ends them, too.
+        Raises:
+            ConfigError: the source is to play endlessly and has no sample for this lane.
         """
         stage, play, epoch, shard, row, seen = start
         while (self._epochs is None or epoch < self._epochs) and self._shards:
@@ -77,5 +80,11 @@ class Track:
                     yield here, here._replace(row=number + 1, seen=seen), sample
                 row = 0
             if seen == 0:
-                return
+                if self._epochs is not None:
+                    return
+                raise ConfigError(
+                    f"The source {self._name!r} has no sample for lane {self._lane} of {self._lanes}, so it would play "
+                    "less often than asked for. Set data.stream.lanes to no more than the samples of the smallest "
+                    "source (or its limit), give epochs, or use an index."
+                )
             epoch, shard, seen = epoch + 1, 0, 0
