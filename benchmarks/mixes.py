@@ -13,6 +13,7 @@ from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.demo.digits import write_digits
 from headway.demo.reader import write_reader
 from headway.models import load_config, load_model, load_processor, rope_index
+from headway.models.patch_layout import normalised
 
 MIX_MEDIAN, MIX_SIGMA, MIX_MAX = 128, 1.0, 2048  # tokens; the lognormal's median and sigma; lengths are clipped
 
@@ -70,9 +71,9 @@ def digits_mix(num_samples: int) -> Mix:
         model = load_model(config, random_init=True)  # only for its rule of M-RoPE positions
         encoder = Encoder(load_processor(folder / "model"), rope_index(model))
         assert encoder.pixel_scale is not None
-        scale_D, shift_D = encoder.pixel_scale  # both sides are given what the model reads
+        # Both sides are given what the model reads.
         encoded = (encoder.encode(sample) for sample in read_samples(data.train))
-        samples = [replace(each, pixels_PD=each.pixels_PD * scale_D + shift_D) for each in encoded]
+        samples = [replace(each, pixels_PD=normalised(each.pixels_PD, encoder.pixel_scale)) for each in encoded]
     lengths = np.array([sample.tokens for sample in samples])
     description = (
         f"1 to 4 digits per sample, mean {lengths.mean():.0f} tokens (from {lengths.min()} to {lengths.max()}), "

@@ -7,6 +7,7 @@ from PIL import Image
 
 from headway.data import Encoder, read_samples
 from headway.errors import ConfigError, DataError
+from headway.models.patch_layout import normalised
 
 QUESTION = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which digit?"}]
 
@@ -94,7 +95,7 @@ def test_placeholders_patches_and_grids_agree(write, encoder, processor):
     # 56 x 24 pixels are 3.5 x 1.5 tokens of 16 x 16, rounded to 4 x 2 (halves to even): 8 x 4 patches in 8 tokens.
     assert encoded.grids_M3.tolist() == [[1, 8, 4]]
     assert encoded.patches == 32
-    assert encoded.pixels_PD.shape == (32, 3 * 2 * 8 * 8)
+    assert encoded.pixels_PD.shape == (32, 3 * 8 * 8)
     placeholders = encoded.input_ids_S == processor.image_token_id
     assert int(placeholders.sum()) == 8
     assert torch.equal(placeholders, encoded.token_types_S.bool())
@@ -109,9 +110,10 @@ def test_token_ids_are_those_of_transformers_own_chat_encoding(write, encoder, p
     expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     encoded = encoder.encode(sample)
     assert torch.equal(encoded.input_ids_S, expected["input_ids"][0])
-    scale_D, shift_D = encoder.pixel_scale
     assert encoded.pixels_PD.dtype == torch.uint8
-    assert torch.allclose(encoded.pixels_PD * scale_D + shift_D, expected["pixel_values"], rtol=0, atol=1e-6)
+    assert torch.allclose(
+        normalised(encoded.pixels_PD, encoder.pixel_scale), expected["pixel_values"], rtol=0, atol=1e-6
+    )
     assert torch.equal(encoded.grids_M3, expected["image_grid_thw"])
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from headway.data.plan import STRATEGIES
 from headway.models.attention import use_attention
+from headway.models.patch_layout import normalised
 from whole_pipeline import Pipeline, key_of
 
 NAMES = ("pictures", "table", "shard", "saved", "films", "text", "ids")
@@ -76,12 +77,14 @@ def segments_of(pipeline, batch, tokens_per_pack):
 def logits_alone(pipeline, whole, first, length):
     inputs = {"input_ids": whole.input_ids_S[None, first : first + length]}
     if whole.media_end:
-        scale_D, shift_D = pipeline.encoder.pixel_scale
         inputs["mm_token_type_ids"] = whole.token_types_S[None]
         if whole.pixels_PD is not None:
-            inputs |= {"pixel_values": whole.pixels_PD * scale_D + shift_D, "image_grid_thw": whole.grids_M3}
+            inputs |= {
+                "pixel_values": normalised(whole.pixels_PD, pipeline.encoder.pixel_scale),
+                "image_grid_thw": whole.grids_M3,
+            }
         if whole.video_pixels_PD is not None:
-            inputs["pixel_values_videos"] = whole.video_pixels_PD * scale_D + shift_D
+            inputs["pixel_values_videos"] = normalised(whole.video_pixels_PD, pipeline.encoder.pixel_scale)
             inputs["video_grid_thw"] = whole.video_grids_M3
     return pipeline.alone(**inputs, use_cache=False).logits[0]
 

@@ -16,6 +16,7 @@ from headway.data import Batch, Encoder
 from headway.data.collate import collate
 from headway.data.encode import EncodedSample
 from headway.models import load_model, rope_index
+from headway.models.patch_layout import normalised
 from tiny_models import FAMILIES, VISION_FAMILIES
 
 TOLERANCE = 1e-5  # largest difference allowed, relative to the gradient's own norm; float32
@@ -67,8 +68,7 @@ def as_read(sample: EncodedSample, encoder: Encoder) -> EncodedSample:
     """The sample with patches as the model reads them."""
     if sample.pixels_PD is None:
         return sample
-    scale_D, shift_D = encoder.pixel_scale
-    return replace(sample, pixels_PD=sample.pixels_PD * scale_D + shift_D)
+    return replace(sample, pixels_PD=normalised(sample.pixels_PD, encoder.pixel_scale))
 
 
 class Pair:

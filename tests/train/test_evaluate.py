@@ -4,6 +4,7 @@ import torch
 from headway.data import Budget, Encoder, read_samples
 from headway.errors import DataError
 from headway.models.load import load_model, load_processor, rope_index
+from headway.models.patch_layout import normalised
 from headway.train.config import parse_config
 from headway.train.evaluate import EvalSet
 from headway.train.loop import train
@@ -41,7 +42,6 @@ def _is_exact_token_by_token(model, encoder, sample):
     """Greedy generation as plainly as it can be written: the whole sequence again for every token."""
     gold = encoder.tokenizer(sample.answer + "<|im_end|>").input_ids
     prompt = encoder.encode_prompt(sample)
-    scale_D, shift_D = encoder.pixel_scale
     written = []
     for _ in gold:
         words = torch.tensor(written, dtype=torch.long)
@@ -50,7 +50,7 @@ def _is_exact_token_by_token(model, encoder, sample):
             input_ids=torch.cat([prompt.input_ids_S, words])[None],
             position_ids=torch.cat([prompt.position_ids_RS, places.expand(3, -1)], dim=1)[:, None],
             mm_token_type_ids=torch.cat([prompt.token_types_S, torch.zeros_like(words)])[None],
-            pixel_values=prompt.pixels_PD * scale_D + shift_D,
+            pixel_values=normalised(prompt.pixels_PD, encoder.pixel_scale),
             image_grid_thw=prompt.grids_M3,
         ).logits
         written.append(logits_1SV[0, -1].argmax().item())
@@ -71,7 +71,6 @@ def test_exact_match_is_what_greedy_generation_gives(digits, reader):
 
 def test_the_loss_is_the_mean_over_supervised_tokens(digits, reader):
     model, encoder = reader
-    scale_D, shift_D = encoder.pixel_scale
     samples = read_samples(digits / "data/eval.jsonl")
     summed, tokens = 0.0, 0
     for sample in samples:  # one by one, by the definition
@@ -82,7 +81,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens(digits, reader):
             input_ids=encoded.input_ids_S[None],
             position_ids=encoded.position_ids_RS[:, None],
             mm_token_type_ids=encoded.token_types_S[None],
-            pixel_values=encoded.pixels_PD * scale_D + shift_D,
+            pixel_values=normalised(encoded.pixels_PD, encoder.pixel_scale),
             image_grid_thw=encoded.grids_M3,
         ).logits[0]
         log_probs_SV = logits_SV.log_softmax(-1)

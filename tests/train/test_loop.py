@@ -10,6 +10,7 @@ from headway.count import trace
 from headway.data import Encoder, read_samples
 from headway.errors import CheckpointError, ConfigError, DataError, TrainingError
 from headway.models.load import load_model, load_processor, rope_index
+from headway.models.patch_layout import normalised
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import parse_config
 from headway.train.data import open_feed
@@ -31,7 +32,6 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
     torch.manual_seed(0)
     model = load_model(str(digits / "model"), random_init=True, attention="sdpa")
     encoder = Encoder(load_processor(str(digits / "model")), rope_index(model))
-    scale_D, shift_D = encoder.pixel_scale
     samples = read_samples(digits / "data/train.jsonl")
     feed = open_feed(config, encoder, model, trace(model), Ranks(0, 1), pin_memory=False)  # says which samples
     by_source = {sample.where: sample for sample in samples}
@@ -49,7 +49,7 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
                 input_ids=one.input_ids_S[None],
                 position_ids=one.position_ids_RS[:, None],
                 mm_token_type_ids=one.token_types_S[None],
-                pixel_values=one.pixels_PD * scale_D + shift_D,
+                pixel_values=normalised(one.pixels_PD, encoder.pixel_scale),
                 image_grid_thw=one.grids_M3,
             ).logits[0]
             loss = torch.nn.functional.cross_entropy(logits_SV[:-1], one.labels_S[1:], reduction="sum") / tokens

@@ -16,6 +16,7 @@ from headway.data.encoded import IGNORED, EncodedSample
 from headway.data.samples import Origin
 from headway.data.vision import VisionGeometry
 from headway.errors import ConfigError, DataError
+from headway.models.patch_layout import normalised
 
 PADDING_TOKEN = 0  # any id but a placeholder's: nothing attends to it and nothing is learnt from it
 
@@ -30,7 +31,7 @@ class Batch:
         position_ids_R1T: positions, restarting with each segment; one row, or three for M-RoPE.
         cu_seqlens_N: segment boundaries [tokens], int32; the padding's segment, if there is one, comes last.
         max_seqlen: the longest segment [tokens].
-        pixels_PD: vision patches of all images, end to end, uint8 or float32; None without images.
+        pixels_PD: vision patches of all images, end to end, uint8 of one frame or float32; None without images.
         grids_M3: (t, h, w) of each image [patches]; None without images.
         video_pixels_PD: vision patches of all videos; None without videos.
         video_grids_M3: (t, h, w) of each video [patches]; None without videos.
@@ -143,7 +144,7 @@ class Batch:
             return pixels_PD
         assert self.pixel_scale_2D is not None
         scale_D, shift_D = self.pixel_scale_2D
-        return torch.addcmul(shift_D, pixels_PD.float(), scale_D)
+        return normalised(pixels_PD, (scale_D, shift_D))
 
 
 @dataclass(frozen=True)

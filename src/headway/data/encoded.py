@@ -29,10 +29,10 @@ class EncodedSample:
         position_ids_RS: positions; one row, or three for M-RoPE.
         origin: where the sample came from.
         token_types_S: 0 for text, 1 for images, 2 for videos, 3 for sounds; None for models that do not read it.
-        pixels_PD: patches of all images, end to end; bytes where the encoder has a `pixel_scale`, else what the model
-            reads; None without images.
+        pixels_PD: patches of all images, end to end; bytes of one frame where the encoder has a `pixel_scale`, else
+            what the model reads; None without images.
         grids_M3: (t, h, w) of each image [patches].
-        video_pixels_PD: patches of all videos, likewise.
+        video_pixels_PD: patches of all videos, likewise, with all their frames.
         video_grids_M3: (t, h, w) of each video [patches].
         audio_features_AMF: features of each sound, as the model reads them; None without sounds.
         audio_lengths_A: feature frames that are sound and not padding [frames].

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_CHANNELS = 3
+
 Scale = tuple[torch.Tensor, torch.Tensor]
 """(scale_D, shift_D): what the model reads is bytes * scale + shift."""
 
@@ -41,6 +43,24 @@ def lay_out(frames_FCHW: NDArray[np.uint8], patch: int, merge: int, temporal_pat
         frame = rows[min(place, num_frames - 1)].transpose(1, 4, 2, 5, 0, 3)
         out[place // temporal_patch, ..., place % temporal_patch, :] = frame
     return torch.from_numpy(out.view(np.uint8).reshape(grid_t * h * w, channels * temporal_patch * patch * patch))
+
+
+def normalised(pixels_PD: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """What the model reads of patches of bytes; patches of one frame are repeated to fill the patch in time.
+
+    Args:
+        pixels_PD: patches, (P, D), or (P, D / frames) where there is one frame only.
+        scale: (scale_D, shift_D).
+
+    Returns:
+        (P, D), float32.
+    """
+    scale_D, shift_D = scale
+    frames = len(scale_D) // pixels_PD.shape[1]
+    if frames > 1:
+        one_PCFX = pixels_PD.view(len(pixels_PD), _CHANNELS, 1, pixels_PD.shape[1] // _CHANNELS)
+        pixels_PD = one_PCFX.expand(-1, -1, frames, -1).reshape(len(pixels_PD), -1)
+    return torch.addcmul(shift_D, pixels_PD.float(), scale_D)
 
 
 def pixel_scale(processor: Any) -> Scale:

@@ -17,6 +17,7 @@ from headway.data.media.images import Picture
 from headway.data.samples import ImagePart
 from headway.errors import DataError
 from headway.models import load_model, load_processor, rope_index
+from headway.models.patch_layout import normalised
 from tiny_models import tiny_config
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
@@ -84,8 +85,9 @@ def test_tokens_and_grids_are_those_of_transformers_own_processor(mrope_encoder,
     assert torch.equal(encoded.token_types_S.long(), expected["mm_token_type_ids"][0])
     if images:
         assert torch.equal(encoded.grids_M3, expected["image_grid_thw"])
-        scale_D, shift_D = mrope_encoder.pixel_scale
-        assert torch.allclose(encoded.pixels_PD * scale_D + shift_D, expected["pixel_values"], rtol=0, atol=1e-6)
+        assert torch.allclose(
+            normalised(encoded.pixels_PD, mrope_encoder.pixel_scale), expected["pixel_values"], rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

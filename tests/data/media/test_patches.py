@@ -12,6 +12,7 @@ from headway.data import Media
 from headway.data.media.images import Picture
 from headway.data.media.patches import ImagePatches
 from headway.errors import ConfigError
+from headway.models.patch_layout import normalised
 
 SIZES = [(301, 410), (20, 33), (900, 1300), (56, 560)]
 
@@ -51,7 +52,7 @@ def test_patches_are_those_of_the_models_own_processor(family, in_bytes):
     patches = ours.patches(opened)
     assert patches.dtype == (torch.uint8 if in_bytes else torch.float32)
     if ours.scale is not None:
-        patches = patches * ours.scale[0] + ours.scale[1]
+        patches = normalised(patches, ours.scale)
     assert torch.allclose(patches, theirs["pixel_values"], rtol=0, atol=1e-6)
 
 
@@ -72,7 +73,7 @@ def test_settings_of_the_folder_are_followed(settings):
     theirs = processor(images=[picture.decode() for picture in opened], return_tensors="pt")
     patches = ours.patches(opened)
     assert patches.dtype == torch.uint8
-    assert torch.allclose(patches * ours.scale[0] + ours.scale[1], theirs["pixel_values"], rtol=0, atol=1e-6)
+    assert torch.allclose(normalised(patches, ours.scale), theirs["pixel_values"], rtol=0, atol=1e-6)
 
 
 def test_a_processor_that_does_not_resize_keeps_its_floats():

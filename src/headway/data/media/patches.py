@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from headway.data.media.images import Picture, decode_all
 from headway.data.media.lengths import Grid
 from headway.errors import ConfigError
-from headway.models.patch_layout import Scale, lay_out, pixel_scale
+from headway.models.patch_layout import Scale, lay_out, normalised, pixel_scale
 
 # Sides of the picture that a processor must lay out as we do before its layout is ours; no multiples of a patch.
 _PROBE_HW = (173, 251)
@@ -57,7 +57,9 @@ class ImagePatches:
         return self._grids[height, width]
 
     def patches(self, pictures: Sequence[Picture]) -> torch.Tensor:
-        """The patches of pictures, end to end: (P, D), bytes where `scale` is set.
+        """The patches of pictures, end to end: (P, D), or one frame's bytes where `scale` is set.
+
+        Models that read frames in pairs see a picture twice; `normalised` repeats it on the device.
 
         Raises:
             DataError: a picture is damaged.
@@ -74,7 +76,7 @@ class ImagePatches:
         planes_CHW = np.empty((3, size[1], size[0]), np.uint8)
         for plane_HW, channel in zip(planes_CHW, resized.split(), strict=True):
             plane_HW[:] = np.asarray(channel)
-        return lay_out(planes_CHW[None], ours.patch_size, ours.merge_size, ours.temporal_patch_size)
+        return lay_out(planes_CHW[None], ours.patch_size, ours.merge_size, temporal_patch=1)
 
     def _by_processor(self, images: list[Pillow.Image]) -> tuple[torch.Tensor, list[Grid]]:
         out = self.processor(images=images, return_tensors="pt")
@@ -93,7 +95,7 @@ class ImagePatches:
         theirs, (grid,) = self._by_processor([image])
         if grid != self.grid(*_PROBE_HW):
             return False
-        ours = self._of_bytes(image, grid) * scale[0] + scale[1]
+        ours = normalised(self._of_bytes(image, grid), scale)
         return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
