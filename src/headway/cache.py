@@ -1,7 +1,11 @@
-"""Where Headway keeps what it can make again: measured ceilings, length indices."""
+"""Where Headway keeps what it can make again: measured ceilings, length indices, copies and places of rows."""
 
 import os
+import platform
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 CACHE_VARIABLE = "HEADWAY_CACHE"
 
@@ -12,3 +16,26 @@ def cache_root() -> Path:
     if given:
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file so that any reader sees all of it or none: under another name, made sure of, then renamed.
+
+    Args:
+        path: the file's own name; its folder is made if missing.
+        write: writes the content into the open file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = f"{platform.node()}-{os.getpid()}-{threading.get_ident()}"  # others may write the same file now
+    unfinished = path.with_name(f".{path.name}.{writer}")
+    try:
+        with unfinished.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

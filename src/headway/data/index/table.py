@@ -1,7 +1,6 @@
 """An index's rows as Parquet, one for each row of the source, in its order; docs/length-index.md has the columns."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -9,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headway.cache import write_whole
 from headway.data.samples import Origin, SampleError
 
 if TYPE_CHECKING:
@@ -111,25 +111,3 @@ def join_tables(parts: Sequence[Path], path: Path, metadata: dict[bytes, bytes],
                     held = []
 
     write_whole(path, write)
-
-
-def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write a file under another name, make sure that it is on the disk, and only then give it its own.
-
-    Args:
-        path: the file's own name; its folder is made if missing.
-        write: writes the content into the open file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ import hashlib
 import io
 import os
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from headway.cache import cache_root
+from headway.cache import cache_root, write_whole
 from headway.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -192,24 +191,16 @@ def cached_path(file: File, purpose: str) -> Path:
     return cache_root() / "rows" / digest[:32]
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file of the cache so that any reader sees all of it or none.
+def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file of the cache, whole or not at all.
 
     Raises:
         DataError: the cache's folder cannot be written.
     """
-    temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
-            write(cast(BinaryIO, file))
-        temporary.replace(path)
+        write_whole(path, write)
     except OSError as error:
         raise DataError(
             f"The cache {path.parent} cannot be written: {error.strerror or error}. Free space there, or name another "
             "folder in HEADWAY_CACHE."
         ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.sources.files import File, cached_path, read_span, write_whole
+from headway.data.sources.files import File, cached_path, read_span, write_cached
 from headway.data.sources.reader import EMPTY, Raw, Reader, after, lasting, until_damage
 from headway.errors import DataError
 
@@ -124,11 +124,11 @@ class SpanReader(Reader):
         if self._is_plain:
             scan(None)
         else:
-            write_whole(path.with_suffix(".bytes"), scan)
+            write_cached(path.with_suffix(".bytes"), scan)
         if not spans:
             damage = damage or EMPTY
         if damage:
             spans.extend((0, _DAMAGED, 0))
-            write_whole(self._damage_file(), lambda file: file.write(damage.encode()))
+            write_cached(self._damage_file(), lambda file: file.write(damage.encode()))
         table = np.frombuffer(spans, np.int64).reshape(-1, 3)
-        write_whole(path, lambda file: np.save(file, table))
+        write_cached(path, lambda file: np.save(file, table))

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headway.data.sources.files import cached_path, write_whole
+from headway.data.sources.files import cached_path, write_cached
 from headway.data.sources.reader import EMPTY, START, Raw, Reader, Row, after, lasting, until_damage
 from headway.errors import DataError
 
@@ -79,7 +79,7 @@ class TableReader(Reader):
         path = cached_path(self.file, f"{type(self).__name__} rows 1").with_suffix(".arrow")
         told = path.with_suffix(".damage")
         if not path.exists():
-            write_whole(path, lambda copy: self._copy(copy, told))
+            write_cached(path, lambda copy: self._copy(copy, told))
         batches = list(pa.ipc.open_stream(pa.memory_map(str(path)))) if path.stat().st_size else []
         return batches, told.read_text("utf-8") if told.exists() else ""
 
@@ -98,7 +98,7 @@ class TableReader(Reader):
             self._tell(told, EMPTY)
 
     def _tell(self, told: Path, damage: str) -> None:
-        write_whole(told, lambda file: file.write(damage.encode()))
+        write_cached(told, lambda file: file.write(damage.encode()))
 
 
 class Arrow(TableReader):
