@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RANKS, SEED = 32, 1
 WINDOWS = (2_048, 8_192, 32_768, 131_072)
-BALANCES = (0.0, 0.9, 0.95, 0.97, 0.98, 0.9865, 0.99, 1.0)
+BALANCES = (0.0, 0.9, 0.95, 0.97, 0.98, 0.986, 0.99, 1.0)
 CURVE = ("fill", "balance", "mixing", "us_per_sample")
 
 

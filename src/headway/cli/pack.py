@@ -79,7 +79,7 @@ def pack(
             metavar="X",
             min=0,
             max=1,
-            help="mean / max FLOPs over ranks that `balanced` sorts for, 0.9865 if not given; less mixes better.",
+            help="mean / max FLOPs over ranks that `balanced` sorts for, 0.986 if not given; less mixes better.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,

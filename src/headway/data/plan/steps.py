@@ -13,11 +13,10 @@ from headway.errors import ConfigError
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-BALANCE = 0.9865
+BALANCE = 0.986
 """Mean over a window's steps of mean / max FLOPs over ranks that sorting may be bought for."""
 
-# Packs are sorted by cost and cut where a band's mean falls below this share of its heaviest pack; looser first.
-_BANDS = (0.0, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.965, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 1.0)
+_HALVINGS = 12  # of the range of band limits that is searched
 
 
 def deal(costs: Sequence[float] | Floats, ranks: int, accumulation: int = 1) -> list[list[int]]:
@@ -98,8 +97,13 @@ def group(costs: Floats, packs_per_step: int, accumulation: int, key: int, balan
         steps = balance_of(costs[dealt(band)], ranks)
         return float(np.cumsum(steps)[-1]) >= balance * len(steps)
 
-    at = min(bisect_left(_BANDS, True, key=good), len(_BANDS) - 1)
-    return dealt(_BANDS[at])[shuffled(len(order), key_of(key, -1))]
+    # Packs are sorted by cost and cut where a band's mean falls below this share of its heaviest pack. 0 sorts nothing,
+    # 1 everything; between them the widest bands that reach the balance.
+    loose, tight = 0.0, 0.0 if good(0.0) else 1.0
+    for _ in range(_HALVINGS if tight else 0):
+        middle = (loose + tight) / 2
+        loose, tight = (loose, middle) if good(middle) else (middle, tight)
+    return dealt(tight)[shuffled(len(order), key_of(key, -1))]
 
 
 def _cuts(sums: list[float], heaviest: list[float], width: int, band: float) -> list[int]:
