@@ -2,7 +2,7 @@ import pytest
 
 from headway.errors import ConfigError
 from headway.train.config import TrainConfig, load_config, parse_config
-from headway.train.data_config import Section
+from headway.train.config.sections import Section
 
 MINIMAL = """
 model: {path: some/model}

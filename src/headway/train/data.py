@@ -18,7 +18,7 @@ from headway.data.sources import Source, open_source
 from headway.data.vision import vision_geometry
 from headway.errors import ConfigError
 from headway.train.config import TrainConfig
-from headway.train.data_config import DataConfig, MixPart, SourceConfig
+from headway.train.config.data import DataConfig, MixPart, SourceConfig
 from headway.train.ranks import Ranks
 
 QUARANTINE = "bad_samples.jsonl"

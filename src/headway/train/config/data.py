@@ -1,23 +1,11 @@
 """What the configuration says of the data: sources and how they mix, packs, and how they are fed."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0.0)]
-
-
-class Section(BaseModel):
-    """A part of the configuration; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
-
-
-def changed(section: Section) -> set[str]:
-    """The settings that are not at their defaults; a resolved configuration, which is read again, holds them all."""
-    return {name for name, info in type(section).model_fields.items() if getattr(section, name) != info.default}
+from headway.train.config.sections import Positive, Section, Share, changed
 
 
 class SourceConfig(Section):
@@ -157,8 +145,3 @@ class DataConfig(Section):
         if self.stream is not None and self.window is not None:
             raise ValueError("window has no effect on a stream, which is packed as it comes; see stream.open_packs")
         return self
-
-
-def as_written(section: Section) -> dict[str, Any]:
-    """A section as plain YAML and JSON types, under the names of the file."""
-    return section.model_dump(mode="json", by_alias=True)

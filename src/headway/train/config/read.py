@@ -1,0 +1,140 @@
+"""Read a configuration: a YAML file, and `--set a.b=c` on top, with errors that say where and what is allowed."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from headway.errors import ConfigError
+from headway.train.config.whole import TrainConfig
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
+    """Read a YAML configuration and lay overrides over it.
+
+    Args:
+        path: the YAML file.
+        overrides: assignments `a.b=value`, the value in YAML; list items by index, as in `data.train.0.epochs=2`.
+
+    Raises:
+        ConfigError: no such file, no YAML, an unknown key, or a value that is not allowed.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}. Give the path of a YAML file."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        sections = ", ".join(TrainConfig.model_fields)
+        raise ConfigError(f"{path} holds no configuration; it must be a YAML mapping with the sections {sections}.")
+    for override in overrides:
+        _assign(raw, override)
+    return parse_config(raw, source=str(path))
+
+
+def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> TrainConfig:
+    """Check a configuration given as plain types.
+
+    Args:
+        raw: sections as nested dictionaries.
+        source: where it came from, for the message.
+
+    Raises:
+        ConfigError: an unknown key or a value that is not allowed; every mistake in one paragraph.
+    """
+    try:
+        return TrainConfig.model_validate(raw)
+    except ValidationError as error:
+        mistakes = "; ".join(_describe(dict(item)) for item in error.errors(include_url=False))
+        end = "" if mistakes.endswith("?") else "."
+        raise ConfigError(f"{source}: {mistakes}{end} `headway train --help` says how settings are given.") from error
+
+
+def _assign(raw: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r} is no assignment; write section.key=value, such as optim.lr=1e-3.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value {text!r} is not YAML; quote it if it is a string.") from error
+    node: Any = raw
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdecimal() or int(key) >= len(node):
+                where = ".".join(keys[:depth])
+                raise ConfigError(f"--set {override!r}: {where} has items 0 to {len(node) - 1}, and no {key!r}.")
+            if last:
+                node[int(key)] = value
+            else:
+                node = node[int(key)]
+        elif isinstance(node, dict):
+            if last:
+                node[key] = value
+            else:
+                node = node.setdefault(key, {})
+        else:
+            where = ".".join(keys[:depth])
+            raise ConfigError(f"--set {override!r}: {where} is the value {node!r}, which has no {key!r} in it.")
+
+
+def _describe(error: dict[str, Any]) -> str:
+    """One pydantic error as a clause: where, what was given, what is allowed."""
+    location = tuple(error["loc"])
+    name = ".".join(str(part) for part in location)
+    if error["type"] == "extra_forbidden":
+        allowed = _keys_at(location[:-1])
+        close = difflib.get_close_matches(str(location[-1]), allowed, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else "allowed here: " + ", ".join(allowed)
+        return f"unknown key {name!r}, {hint}".rstrip(".")
+    if error["type"] == "missing":
+        return f"{name!r} is required" + _meaning(location)
+    message = error["msg"].removeprefix("Value error, ")
+    if isinstance(error.get("input"), dict | list):
+        return f"{name}: {message}" if name else message
+    return f"{name} = {error.get('input')!r}: {message[:1].lower()}{message[1:]}" + _meaning(location)
+
+
+def _field(location: tuple[int | str, ...]) -> Any:
+    """The annotation found at a location of the configuration; list items by index."""
+    annotation: Any = TrainConfig
+    info = None
+    for part in location:
+        if isinstance(part, int):
+            annotation = annotation.__args__[0]
+            continue
+        section = _section(annotation)
+        if section is None or part not in (fields := _fields(section)):
+            break
+        info = fields[part]
+        annotation = info.annotation
+    return annotation, info
+
+
+def _section(annotation: Any) -> Any:
+    """The section that an annotation names, itself or as one of several choices."""
+    choices = (annotation, *getattr(annotation, "__args__", ()))
+    return next((kind for kind in choices if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _fields(section: type[BaseModel]) -> dict[str, Any]:
+    """A section's settings under the names of the file."""
+    return {info.alias or name: info for name, info in section.model_fields.items()}
+
+
+def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+    annotation, _ = _field(location)
+    section = _section(annotation)
+    return [] if section is None else list(_fields(section))
+
+
+def _meaning(location: tuple[int | str, ...]) -> str:
+    _, info = _field(location)
+    return f" ({info.description})" if info is not None and info.description else ""

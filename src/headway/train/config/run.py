@@ -1,0 +1,40 @@
+"""Where a run happens, what it leaves behind and how it is judged."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from headway.train.config.sections import Positive, Section
+
+
+class RunConfig(Section):
+    """Where the run happens and what it leaves behind."""
+
+    folder: Path = Field(description="Run folder: config, versions, metrics.jsonl and checkpoints")
+    seed: int = Field(default=0, ge=0, description="Seed of weights and of everything random besides the data order")
+    device: str = Field(default="auto", description="'cpu', 'cuda', 'cuda:1', or 'auto' for CUDA where there is one")
+    dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params"] = Field(
+        default="auto",
+        description="float32; bfloat16-autocast (fp32 weights) or bfloat16-params, both on CUDA only; "
+        "auto is bfloat16-autocast on CUDA and float32 on CPU",
+    )
+    threads: Positive | None = Field(default=None, description="CPU threads of PyTorch; null for its choice [threads]")
+    log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")
+
+
+class CheckpointConfig(Section):
+    """When the whole state is saved, and how much of it stays on disk."""
+
+    every: Positive | None = Field(
+        default=None, description="Optimizer steps between checkpoints; the end of the run always has one [steps]"
+    )
+    keep: Positive = Field(default=2, description="Newest checkpoints that stay; older ones are deleted [checkpoints]")
+
+
+class EvalConfig(Section):
+    """Exact match of greedy answers on held-out samples."""
+
+    every: Positive | None = Field(default=None, description="Steps between evaluations; null for none [steps]")
+    at_end: bool = Field(default=False, description="Evaluate once more after the last step")
+    max_samples: Positive | None = Field(default=None, description="Only the first so many [samples]")
