@@ -87,20 +87,29 @@ class VisionGeometry:
         return torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
 
 
-def vision_geometry(model: PreTrainedModel) -> VisionGeometry | None:
-    """The geometry of a model's vision tower; None where it has none, or one that takes nothing ready-made."""
+def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A model's vision tower; None where it has none, or one that takes nothing ready-made."""
     for tower in model.modules():
         config: Any = getattr(tower, "config", None)
         if isinstance(tower, PreTrainedModel) and getattr(config, "model_type", None) in _KNOWN:
-            whole: Any = model.config
-            return VisionGeometry(
-                merge_size=config.spatial_merge_size,
-                image_token=whole.image_token_id,
-                video_token=whole.video_token_id,
-                patch_size=config.patch_size,
-                window_size=getattr(tower, "window_size", None),
-                table_side=getattr(tower, "num_grid_per_side", None),
-                interpolation=getattr(tower, "interpolation_mode", "bilinear"),
-                align_corners=getattr(tower, "interpolation_align_corners", True),
-            )
+            return tower
     return None
+
+
+def vision_geometry(model: PreTrainedModel) -> VisionGeometry | None:
+    """The geometry of a model's vision tower; None where `vision_tower` finds none."""
+    tower = vision_tower(model)
+    if tower is None:
+        return None
+    whole: Any = model.config
+    config: Any = tower.config
+    return VisionGeometry(
+        merge_size=config.spatial_merge_size,
+        image_token=whole.image_token_id,
+        video_token=whole.video_token_id,
+        patch_size=config.patch_size,
+        window_size=getattr(tower, "window_size", None),
+        table_side=getattr(tower, "num_grid_per_side", None),
+        interpolation=getattr(tower, "interpolation_mode", "bilinear"),
+        align_corners=getattr(tower, "interpolation_align_corners", True),
+    )

@@ -1,0 +1,1 @@
+"""Several processes, one model: what each of them holds and computes, and what they exchange."""
