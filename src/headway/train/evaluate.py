@@ -110,15 +110,26 @@ class EvalSet:
         # samples, exact answers, summed cross-entropy, supervised tokens
         totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         for batch in self._packs:
-            totals_4 += _judge(model, batch.to(device), autocast, self._group)
+            totals_4 += judge(model, batch.to(device), autocast, self._group)
         model.train(was_training)
         self._ranks.sum_(totals_4)
         samples, exact, loss, tokens = totals_4.tolist()
         return Evaluation(int(samples), int(exact), loss / tokens)
 
 
-def _judge(model: torch.nn.Module, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This process's part of a pack's totals, L being its slots; what a group finds together, its first one counts."""
+def judge(model: torch.nn.Module, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This process's part of what a pack adds to the totals; L are its slots.
+
+    Args:
+        model: in evaluation mode.
+        batch: on the model's device.
+        autocast: context of the forward pass.
+        group: the processes that compute the pack together. What only all of them know, whether an answer is right
+            from beginning to end, the first one counts.
+
+    Returns:
+        Samples, exact answers, summed cross-entropy [nats] and supervised tokens, shape (4,).
+    """
     with autocast():
         logits_LV = model(**batch.model_inputs()).logits[0]
     local = local_slots(batch.slots, group)
