@@ -5,6 +5,7 @@ whose disk is full fails the checkpoint for all of them, and none waits for anot
 """
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -166,6 +167,8 @@ class CheckpointSaver:
             files = {name: entry for part in described for name, entry in part.items()}
             self._agree(lambda: self._publish(temporary, folder, facts, files))
         except (Exception, CheckpointException) as error:
+            if self._ranks.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
             raise CheckpointError(
                 f"cannot write the checkpoint of step {step} to {self._root}: {_reason(error)}. "
                 "Make room or give another run.folder; earlier checkpoints are untouched."
