@@ -1,6 +1,7 @@
 """Build the parts of a run: devices and ranks, model, optimizer, meter, feed; and bring them to where they left off."""
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from headway.train.config import TrainConfig
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import freeze, make_optimizer
+from headway.train.optim import WeightAverage, freeze, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, open_run_folder, write_json
 
@@ -47,12 +48,17 @@ class Run:
     model: PreTrainedModel
     processor: Processor
     optimizer: torch.optim.Optimizer
+    ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
     eval_set: EvalSet | None
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
     exports: Exports
+
+    def weights_to_judge(self) -> AbstractContextManager[None]:
+        """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
+        return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
 
     def describe(self) -> list[str]:
         """A few lines on what is about to happen."""
@@ -105,7 +111,8 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
     meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(model, config.optim, cost_model)
+    ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     encoder = Encoder(processor, rope_index(model))
     budget = budget_of(config.data)
@@ -115,7 +122,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
 
     if checkpoint is not None:
-        restore(checkpoint, model, optimizer)
+        restore(checkpoint, model, optimizer, ema)
         feed.load_state_dict(checkpoint.position())
         restore_random_state(checkpoint.random_state(ranks.rank))
     saving = config.checkpoint
@@ -134,6 +141,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         model,
         processor,
         optimizer,
+        ema,
         meter,
         feed,
         eval_set,
@@ -174,7 +182,7 @@ def save(run: Run, step: int) -> None:
         CheckpointError: the checkpoint before could not be written, or this one.
     """
     position = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
-    tensors = training_tensors(run.model, run.optimizer)
+    tensors = training_tensors(run.model, run.optimizer, run.ema)
     run.saver.save(step, Contents(tensors, random_state(), position, {"data": run.ranks.size}, run.write_model))
 
 

@@ -82,10 +82,7 @@ def restore(
     if optimizer is not None:
         kept = [name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in saved if name.startswith(OPTIMIZER)]
         make_optimizer_state(model, optimizer, set(kept))
-    targets = training_tensors(model, optimizer, average)
-    read_tensors(checkpoint.folder, targets)
-    if average is not None:
-        average.load_state_dict(average.state_dict())
+    read_tensors(checkpoint.folder, training_tensors(model, optimizer, average))
 
 
 def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], model: nn.Module) -> None:

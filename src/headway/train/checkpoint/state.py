@@ -22,11 +22,8 @@ WEIGHTS, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 class Average(Protocol):
     """A moving average of the weights."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The averages by the parameters' names, and plain numbers."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The averages themselves, by the parameters' names."""
 
 
 def training_tensors(
@@ -47,8 +44,7 @@ def training_tensors(
                     raise TypeError(f"the optimizer keeps a {type(value).__name__} as {key} of {name}, not a tensor")
                 found[f"{OPTIMIZER}{name}.{key}"] = value
     if average is not None:
-        for name, value in average.state_dict().items():
-            found[AVERAGE + name] = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        found |= {AVERAGE + name: value for name, value in average.state_dict().items()}
     return found
 
 
