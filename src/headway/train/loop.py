@@ -18,6 +18,7 @@ import transformers
 from headway.data.feed import FeedReport
 from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
+from headway.models.parallel import clip_, reduce_gradients
 from headway.train.config import TrainConfig
 from headway.train.optim import learning_rate, set_learning_rate
 from headway.train.prepare import prepare, save
@@ -32,12 +33,12 @@ from headway.train.record import (
     read_metrics,
     write_json,
 )
-from headway.train.share import StepShare
+from headway.train.share import agree
 from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
 
 
-def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: PLR0915 - the loop stays whole
+def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: C901, PLR0915 - the loop stays whole
     """Train a model.
 
     Args:
@@ -94,10 +95,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             ledger.spend("step")
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
-            mine = StepShare.of(
-                batches, run.feed, has_ended=has_ended, stop_signal=stop_signal(), save_failed=saver.has_failed
+            batches, whole = agree(
+                batches, run.feed, ranks, has_ended=has_ended, stop_signal=stop_signal(), save_failed=saver.has_failed
             )
-            whole = StepShare.total(ranks.gather(mine))
             for checkpoint in saver.finished(wait=whole.save_failed):
                 ledger.checkpoint_saved(checkpoint.step)
             if whole.has_ended:
@@ -110,7 +110,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
-            for batch in (batch.to(device) for batch in batches):
+            for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
+                reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
                 with run.precision.autocast():
                     logits_TV = model(**batch.model_inputs()).logits[0]
                 loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
@@ -120,8 +121,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
 
             # Update.
             ranks.sum_(loss_S)
-            ranks.sum_gradients(parameters)
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+            grad_norm = clip_(parameters, max_norm)
             optimizer.step()
             if run.ema is not None:
                 run.ema.update(step)

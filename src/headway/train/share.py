@@ -1,11 +1,13 @@
 """What the ranks tell each other at the start of a step: what each is about to compute."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headway.count import Workload
 from headway.data import Batch
+from headway.data.blank import Modalities
 from headway.data.feed import Feed
+from headway.train.ranks import Ranks
 
 
 class StepShare(NamedTuple):
@@ -19,6 +21,7 @@ class StepShare(NamedTuple):
         has_ended: whether no data are left; the packs are padding then.
         stop_signal: number of the signal that makes this the last step; 0 for none.
         save_failed: whether a checkpoint could not be written.
+        modalities: which towers each of the packs needs.
     """
 
     workload: Workload
@@ -28,6 +31,7 @@ class StepShare(NamedTuple):
     has_ended: bool
     stop_signal: int
     save_failed: bool
+    modalities: tuple[Modalities, ...]
 
     @property
     def num_supervised(self) -> int:
@@ -49,7 +53,7 @@ class StepShare(NamedTuple):
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
         counts = tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens
-        return cls(workload, *counts, has_ended, stop_signal, save_failed)
+        return cls(workload, *counts, has_ended, stop_signal, save_failed, tuple(map(Modalities.of, batches)))
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
@@ -64,4 +68,32 @@ class StepShare(NamedTuple):
             all(share.has_ended for share in shares),
             max(share.stop_signal for share in shares),
             any(share.save_failed for share in shares),
+            tuple(Modalities.union(packs) for packs in zip(*(share.modalities for share in shares), strict=True)),
         )
+
+
+def agree(
+    batches: list[Batch], feed: Feed, ranks: Ranks, *, has_ended: bool, stop_signal: int, save_failed: bool
+) -> tuple[list[Batch], StepShare]:
+    """Tell the other ranks what this one is about to compute, and hear what they are.
+
+    Where some rank's pack has an image or a video, the packs that the others compute meanwhile get a blank one.
+
+    Args:
+        batches: this rank's packs.
+        feed: what handed them out.
+        ranks: all of them.
+        has_ended: whether this rank has no data left.
+        stop_signal: number of the signal that this rank got; 0 for none.
+        save_failed: whether this rank could not write a checkpoint.
+
+    Returns:
+        The packs to compute, and what all ranks compute together.
+    """
+    flags: dict[str, Any] = {"has_ended": has_ended, "stop_signal": stop_signal, "save_failed": save_failed}
+    shares = ranks.gather(StepShare.of(batches, feed, **flags))
+    whole = StepShare.total(shares)
+    if all(share.modalities == whole.modalities for share in shares):
+        return batches, whole
+    batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, whole.modalities, strict=True)]
+    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, **flags)))
