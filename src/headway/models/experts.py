@@ -92,8 +92,8 @@ def route(
     place_S = order_S.argsort()
     experts = torch.arange(module.down_proj.shape[0], device=sorted_S.device, dtype=sorted_S.dtype)
     ends_E = torch.searchsorted(sorted_S, experts, right=True, out_int32=True)
-    if module.training and hasattr(module, "router_load_E"):
-        module.router_load_E.add_(sizes_of(ends_E))
+    if module.training and hasattr(module, "router_load"):
+        module.router_load.add_(sizes_of(ends_E))
 
     rows_SD = take(hidden_TD, order_S, place_S, chosen_TK.shape[1])
     out_SD = apply(module, rows_SD, ends_E, sorted_S)

@@ -16,6 +16,7 @@ from headway.devices import peak_for
 from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
+from headway.models.router import RouterLoad
 from headway.train.checkpoint import (
     Checkpoint,
     latest_checkpoint,
@@ -45,6 +46,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     meter: StepMeter
     feed: Feed
+    router_load: RouterLoad
     eval_set: EvalSet | None
     checkpoint: Checkpoint | None
     keep: int
@@ -119,6 +121,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         optimizer,
         meter,
         feed,
+        RouterLoad(model, device),
         eval_set,
         checkpoint,
         config.checkpoint.keep,
