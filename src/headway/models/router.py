@@ -41,7 +41,7 @@ class RouterLoad:
         modules: list[Any] = list(experts_of(model).values())
         self._sizes = [module.down_proj.shape[0] for module in modules]
         self._load_E = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        for module, load in zip(modules, self._load_E.split(self._sizes), strict=True):
+        for module, load in zip(modules, torch.split(self._load_E, self._sizes), strict=True):
             module.router_load = load
 
     def take(self, sum_: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -56,7 +56,7 @@ class RouterLoad:
         if not self._sizes:
             return self._load_E.float()
         sum_(self._load_E)
-        ratios = [load.amax() / load.float().mean() for load in self._load_E.split(self._sizes)]
+        ratios = [load.amax() / load.float().mean() for load in torch.split(self._load_E, self._sizes)]
         ratio_M, unused = torch.stack(ratios), (self._load_E == 0).sum()
         self._load_E.zero_()
         return torch.stack((ratio_M.mean(), ratio_M.amax(), unused))
