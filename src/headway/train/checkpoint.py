@@ -44,7 +44,14 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path, step: int, *, model: Any, processor: Any, state: dict[str, Any], keep: int
+    root: Path,
+    step: int,
+    *,
+    model: Any,
+    weights: dict[str, Any] | None = None,
+    processor: Any,
+    state: dict[str, Any],
+    keep: int,
 ) -> Checkpoint:
     """Write the checkpoint of a step, whole or not at all, then delete the oldest beyond `keep`.
 
@@ -52,6 +59,7 @@ def save_checkpoint(
         root: folder of all checkpoints of the run.
         step: optimizer steps taken [steps].
         model: saved with its `save_pretrained`.
+        weights: its whole parameters by name, where the model holds slices of them.
         processor: processor or tokenizer, saved beside the model.
         state: tensors and plain types, for `Checkpoint.state`.
         keep: newest checkpoints that stay [checkpoints].
@@ -64,7 +72,7 @@ def save_checkpoint(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, **({} if weights is None else {"state_dict": weights}))
         processor.save_pretrained(temporary)
         torch.save(state, temporary / STATE)
         _seal(temporary, step)

@@ -23,6 +23,7 @@ import transformers
 from headway.data.feed import FeedReport
 from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
+from headway.models.parallel import clip_, reduce_gradients
 from headway.train.config import TrainConfig
 from headway.train.optim import learning_rate, set_learning_rate
 from headway.train.prepare import prepare, save
@@ -38,7 +39,7 @@ from headway.train.record import (
     read_metrics,
     write_json,
 )
-from headway.train.share import StepShare
+from headway.train.share import agree
 from headway.train.summary import RunSummary, mean_of_last
 
 
@@ -99,8 +100,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             ledger.spend("step")
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
-            mine = StepShare.of(batches, run.feed, has_ended=has_ended, stops=wants_stop())
-            whole = StepShare.total(ranks.gather(mine))
+            batches, whole = agree(batches, run.feed, ranks, has_ended=has_ended, stops=wants_stop())
             if whole.has_ended:
                 recorder.flush()
                 ledger.spend("checkpoint")
@@ -111,7 +111,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
-            for batch in (batch.to(device) for batch in batches):
+            for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
+                reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
                 with run.precision.autocast():
                     logits_TV = model(**batch.model_inputs()).logits[0]
                 loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
@@ -121,8 +122,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
 
             # Update.
             ranks.sum_(loss_S)
-            ranks.sum_gradients(parameters)
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+            grad_norm = clip_(parameters, max_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             numbers_K = torch.cat([loss_S, grad_norm.to(loss_S)[None], run.router_load.take(ranks.sum_)])

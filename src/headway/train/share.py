@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 from headway.count import Workload
 from headway.data import Batch
+from headway.data.blank import Modalities
 from headway.data.feed import Feed
+from headway.train.ranks import Ranks
 
 
 class StepShare(NamedTuple):
@@ -18,6 +20,7 @@ class StepShare(NamedTuple):
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
         has_ended: whether no data are left; the packs are padding then.
         stops: whether this is to be the last step.
+        modalities: which towers each of the packs needs.
     """
 
     workload: Workload
@@ -26,6 +29,7 @@ class StepShare(NamedTuple):
     lost: tuple[int, ...]
     has_ended: bool
     stops: bool
+    modalities: tuple[Modalities, ...]
 
     @property
     def num_supervised(self) -> int:
@@ -44,7 +48,10 @@ class StepShare(NamedTuple):
                 tokens[origin.source] += length
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
-        return cls(workload, tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens, has_ended, stops)
+        modalities = tuple(map(Modalities.of, batches))
+        return cls(
+            workload, tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens, has_ended, stops, modalities
+        )
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
@@ -58,4 +65,30 @@ class StepShare(NamedTuple):
             lost,
             all(share.has_ended for share in shares),
             any(share.stops for share in shares),
+            tuple(Modalities.union(packs) for packs in zip(*(share.modalities for share in shares), strict=True)),
         )
+
+
+def agree(
+    batches: list[Batch], feed: Feed, ranks: Ranks, *, has_ended: bool, stops: bool
+) -> tuple[list[Batch], StepShare]:
+    """Tell the other ranks what this one is about to compute, and hear what they are.
+
+    Where some rank's pack has an image or a video, the packs that the others compute meanwhile get a blank one.
+
+    Args:
+        batches: this rank's packs.
+        feed: what handed them out.
+        ranks: all of them.
+        has_ended: whether this rank has no data left.
+        stops: whether this rank wishes this to be the last step.
+
+    Returns:
+        The packs to compute, and what all ranks compute together.
+    """
+    shares = ranks.gather(StepShare.of(batches, feed, has_ended=has_ended, stops=stops))
+    whole = StepShare.total(shares)
+    if all(share.modalities == whole.modalities for share in shares):
+        return batches, whole
+    batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, whole.modalities, strict=True)]
+    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, has_ended=has_ended, stops=stops)))
