@@ -126,7 +126,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(step, lr, torch.cat([loss_S, grad_norm.to(loss_S)[None]]), whole, meter.end_step())
+            numbers_K = torch.cat([loss_S, grad_norm.to(loss_S)[None], run.router_load.take(ranks.sum_)])
+            recorder.add(step, lr, numbers_K, whole, meter.end_step())
 
             # Now and then, and at the end.
             is_last = step == optim.steps

@@ -21,6 +21,8 @@ from headway.models.draw import draw_weights
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
+from headway.models.parallel.experts import spread_experts
+from headway.models.router import RouterLoad
 from headway.train.checkpoint import (
     Checkpoint,
     CheckpointSaver,
@@ -57,6 +59,7 @@ class Run:
     ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
+    router_load: RouterLoad
     eval_set: EvalSet | None
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
@@ -154,6 +157,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         ema,
         meter,
         feed,
+        RouterLoad(model, device),
         eval_set,
         checkpoint,
         saver,
@@ -223,6 +227,8 @@ def distribute(
         CheckpointError: the weights are not whole, or of another model.
     """
     parallel = config.parallel
+    if mesh.expert is not None:
+        spread_experts(model, mesh.expert)
     shard_model(
         model,
         mesh,

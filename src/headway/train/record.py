@@ -27,6 +27,7 @@ import headway
 from headway.errors import ConfigError, TrainingError
 from headway.meter import Goodput, StepUtilisation
 from headway.meter.goodput_report import Bucket
+from headway.models.router import RouterSummary
 from headway.train.config import TrainConfig, parse_config
 from headway.train.share import StepShare
 
@@ -239,21 +240,22 @@ class StepRecorder:
         self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation] | None = None
 
     def add(
-        self, step: int, lr: float, losses_and_norm: torch.Tensor, share: StepShare, utilisation: StepUtilisation
+        self, step: int, lr: float, numbers_K: torch.Tensor, share: StepShare, utilisation: StepUtilisation
     ) -> None:
         """Take in a step that has been launched, and finish the record of the one before.
 
         Args:
             step: its number.
             lr: its learning rate.
-            losses_and_norm: the summed losses of each source [nats] and the gradient's norm, shape (S + 1,).
+            numbers_K: the summed losses of each source [nats], the gradient's norm and, where the model has experts,
+                the three numbers of a `RouterSummary`; on the device.
             share: what all ranks computed.
             utilisation: of the step.
 
         Raises:
             TrainingError: the step before had a loss or gradient that is not finite.
         """
-        copy = HostCopy(losses_and_norm)
+        copy = HostCopy(numbers_K)
         self.flush()
         self._pending = step, lr, copy, share, utilisation
 
@@ -267,7 +269,8 @@ class StepRecorder:
             return
         step, lr, copy, share, utilisation = self._pending
         self._pending = None
-        *losses, grad_norm = copy.read()
+        read = copy.read()
+        losses, grad_norm, router = read[: len(self._sources)], read[len(self._sources)], read[len(self._sources) + 1 :]
         loss = sum(losses) / max(1, share.num_supervised)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(
@@ -279,6 +282,8 @@ class StepRecorder:
         record = {"kind": "step", "step": step, **numbers, **utilisation.as_record()}
         if len(self._sources) > 1:
             record["sources"] = self._by_source(losses, share)
+        if router:
+            record["router"] = RouterSummary(router[0], router[1], int(router[2]))._asdict()
         self._log.write(record)
         self._show(record)
 
