@@ -15,6 +15,7 @@ from headway.data.feed import Feed
 from headway.devices import peak_for
 from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
+from headway.models.head import LossHead, loss_head
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.train.checkpoint import (
     Checkpoint,
@@ -41,6 +42,7 @@ class Run:
     precision: Precision
     ranks: Ranks
     model: PreTrainedModel
+    head: LossHead
     processor: Processor
     optimizer: torch.optim.Optimizer
     meter: StepMeter
@@ -96,6 +98,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
     meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
+    head = loss_head(model, chunk=config.speed.loss_chunk)
     optimizer = make_optimizer(model, config.optim)
 
     encoder = Encoder(processor, rope_index(model))
@@ -115,6 +118,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         precision,
         ranks,
         model,
+        head,
         processor,
         optimizer,
         meter,
