@@ -21,6 +21,7 @@ from headway.data.plan.budget import over_budget
 from headway.data.plan.packer import pack
 from headway.data.vision import VisionGeometry
 from headway.errors import DataError
+from headway.models.head import LossHead
 from headway.train.ranks import Ranks
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -90,33 +91,33 @@ class EvalSet:
         self._ranks = ranks
 
     @torch.no_grad()
-    def evaluate(self, model: torch.nn.Module, device: torch.device, autocast: Autocast = nullcontext) -> Evaluation:
+    def evaluate(self, head: LossHead, device: torch.device, autocast: Autocast = nullcontext) -> Evaluation:
         """Judge every sample with the model as it is.
 
         Args:
-            model: put into evaluation mode for the time being.
+            head: runs the model, which is put into evaluation mode for the time being.
             device: where it lives.
             autocast: context of the forward pass.
         """
-        was_training = model.training
-        model.eval()
+        was_training = head.model.training
+        head.model.train(False)
         # samples, exact answers, summed cross-entropy, supervised tokens
         totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         for batch in self._packs:
-            totals_4 += _judge(model, batch.to(device), autocast)
-        model.train(was_training)
+            totals_4 += _judge(head, batch.to(device), autocast)
+        head.model.train(was_training)
         self._ranks.sum_(totals_4)
         samples, exact, loss, tokens = totals_4.tolist()
         return Evaluation(int(samples), int(exact), loss / tokens)
 
 
-def _judge(model: torch.nn.Module, batch: Batch, autocast: Autocast) -> torch.Tensor:
-    with autocast():
-        logits_TV = model(**batch.model_inputs()).logits[0]
+def _judge(head: LossHead, batch: Batch, autocast: Autocast) -> torch.Tensor:
     labels_T = batch.labels_1T[0]
-    supervised_T = labels_T >= 0
-    loss = F.cross_entropy(logits_TV.float(), labels_T, reduction="sum", ignore_index=-100)
-    wrong_T = supervised_T & (logits_TV.argmax(-1) != labels_T)
+    with autocast():
+        pack_loss = head(batch.model_inputs(), labels_T, judge=True)
+    assert pack_loss.right_T is not None
+    loss, supervised_T = pack_loss.total, labels_T >= 0
+    wrong_T = supervised_T & ~pack_loss.right_T
     # Mistakes in each segment: differences of the running count at the segment boundaries.
     running_T1 = F.pad(wrong_T.long().cumsum(0), (1, 0))
     boundaries_N1 = batch.cu_seqlens_N.long()

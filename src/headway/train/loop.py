@@ -1,7 +1,7 @@
 """The training loop, whole.
 
 `train` reads from top to bottom: for each optimizer step, fetch the packs, run them forward and backward, update,
-record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, V the vocabulary.
+record; now and then evaluate and save. `prepare` builds what it needs.
 
 The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
 by their number; so neither the packing nor the number of ranks changes it. The head runs on every token of a pack,
@@ -12,7 +12,6 @@ import math
 import time
 
 import torch
-import torch.nn.functional as F
 import transformers
 
 from headway.data.feed import FeedReport
@@ -113,10 +112,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
                 with run.precision.autocast():
-                    logits_TV = model(**batch.model_inputs()).logits[0]
-                loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
-                torch.autograd.backward(loss_T.sum() / max(1, whole.num_supervised))
-                loss_S.index_add_(0, batch.source_of_slots(), loss_T.detach())
+                    pack = run.head(batch.model_inputs(), batch.labels_1T[0], per=max(1, whole.num_supervised))
+                torch.autograd.backward(pack.total)
+                loss_S.index_add_(0, batch.source_of_slots(), pack.loss_T)
             meter.add(whole.workload)
 
             # Update.
@@ -135,7 +133,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
                 recorder.flush()
                 ledger.spend("evaluation")
                 with run.weights_to_judge():
-                    evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
+                    evaluation = run.eval_set.evaluate(run.head, device, run.precision.autocast)
                 record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
                 log.write(record)
                 progress.note(evaluation_line(record))

@@ -18,6 +18,7 @@ from headway.devices import peak_for
 from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
 from headway.models.draw import draw_weights
+from headway.models.head import LossHead, loss_head
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
@@ -54,6 +55,7 @@ class Run:
     ranks: Ranks
     mesh: Mesh | None
     model: PreTrainedModel
+    head: LossHead
     processor: Processor
     optimizer: torch.optim.Optimizer
     ema: WeightAverage | None
@@ -121,6 +123,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
     meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
+    head = loss_head(model, chunk=config.speed.loss_chunk)
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
     optimizer = make_optimizer(model, config.optim, cost_model)
@@ -152,6 +155,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         ranks,
         mesh,
         model,
+        head,
         processor,
         optimizer,
         ema,
