@@ -33,9 +33,9 @@ from headway.train.config import TrainConfig
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import WeightAverage, freeze, make_optimizer
+from headway.train.optim import Optimizer, WeightAverage, freeze, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
-from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, open_run_folder, write_json
+from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, has_run, open_run_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,12 @@ class Run:
     ranks: Ranks
     model: PreTrainedModel
     processor: Processor
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
     eval_set: EvalSet | None
+    resumes: bool
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
     exports: Exports
@@ -78,12 +79,12 @@ class Run:
         self.processor.save_pretrained(folder)
 
 
-def prepare(config: TrainConfig, *, resume: bool) -> Run:
+def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:
         config: everything there is to say.
-        resume: whether the run folder holds a run that goes on.
+        resume: whether the run folder holds a run that goes on; None to look.
 
     Raises:
         HeadwayError: as in `train`.
@@ -92,7 +93,9 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     precision = choose_precision(config.run, device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    ranks = join_ranks(device)
+    ranks = join_ranks(device, watchdog_s=config.run.watchdog_s)
+    if resume is None:  # before anything is written there, and the same on all ranks
+        resume = ranks.gather(has_run(config.run.folder))[0]
     if ranks.is_first:
         open_run_folder(config, resume=resume)
     ranks.wait()
@@ -145,6 +148,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         meter,
         feed,
         eval_set,
+        resume,
         checkpoint,
         saver,
         exports,
