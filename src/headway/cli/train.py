@@ -34,7 +34,7 @@ ResumeIfAnyOption = Annotated[
     bool,
     typer.Option(
         "--resume-if-any",
-        help="As --resume if run.folder holds a run, and start one if not: for torchrun --max-restarts and requeued jobs.",
+        help="As --resume if run.folder holds a run, or else start one: for torchrun --max-restarts and requeued jobs.",
     ),
 ]
 

@@ -312,8 +312,8 @@ class StepRecorder:
         row = f", after {self._may_skip} updates in a row that were left out" if self._may_skip else ""
         return (
             f"step {step} has loss {loss} and gradient norm {grad_norm}{row}: training has diverged or met a sample "
-            f"that it cannot digest. The learning rate was {lr:.3g}; lower optim.lr or lengthen optim.warmup_steps. This "
-            f"rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; all are in "
+            f"that it cannot digest. The learning rate was {lr:.3g}; lower optim.lr or lengthen optim.warmup_steps. "
+            f"This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; all are in "
             f"{self._bad_samples}. The checkpoints written before are whole."
         )
 
