@@ -20,7 +20,7 @@ from headway.meter import StepMeter
 from headway.models.draw import draw_weights
 from headway.models.head import LossHead, loss_head
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
-from headway.models.materialise import read_weights
+from headway.models.materialise import make_room, read_weights
 from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.router import RouterLoad
@@ -41,9 +41,9 @@ from headway.train.config.sections import changed
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import WeightAverage, freeze, make_optimizer
+from headway.train.optim import Optimizer, WeightAverage, freeze, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
-from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, open_run_folder, write_json
+from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, has_run, open_run_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,13 @@ class Run:
     model: PreTrainedModel
     head: LossHead
     processor: Processor
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
     router_load: RouterLoad
     eval_set: EvalSet | None
+    resumes: bool
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
     exports: Exports
@@ -89,12 +90,12 @@ class Run:
         self.processor.save_pretrained(folder)
 
 
-def prepare(config: TrainConfig, *, resume: bool) -> Run:
+def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:
         config: everything there is to say.
-        resume: whether the run folder holds a run that goes on.
+        resume: whether the run folder holds a run that goes on; None to look.
 
     Raises:
         HeadwayError: as in `train`.
@@ -103,8 +104,10 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     precision = choose_precision(config.run, device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    ranks = join_ranks(device, config.parallel.sequence)
+    ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     mesh = make_mesh(config.parallel, ranks, device)
+    if resume is None:  # before anything is written there, and the same on all ranks
+        resume = ranks.gather(has_run(config.run.folder))[0]
     if ranks.is_first:
         open_run_folder(config, resume=resume)
     ranks.wait()
@@ -163,6 +166,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         feed,
         RouterLoad(model, device),
         eval_set,
+        resume,
         checkpoint,
         saver,
         exports,
@@ -213,7 +217,8 @@ def build_model(
     refuse_half_written(Path(config.model.path))
     if checkpoint is not None:
         _refuse_another_model(config, checkpoint)
-    random_init = config.model.random_init or checkpoint is not None or device.type == "meta"  # read later, or drawn
+    # A checkpoint's weights come later, when there is an optimizer too; until then any will do.
+    random_init = config.model.random_init or checkpoint is not None or device.type == "meta"
     return load_model(config.model.path, dtype=dtype, device=device, random_init=random_init)
 
 
@@ -225,7 +230,7 @@ def distribute(
     precision: Precision,
     device: torch.device,
 ) -> None:
-    """Shard a model that has no weights yet, and give every process its slices of them.
+    """Shard a model that has no weights yet, and give every process its slices of them, or room for a checkpoint's.
 
     Raises:
         CheckpointError: the weights are not whole, or of another model.
@@ -243,7 +248,9 @@ def distribute(
         vision=vision_tower(model),
     )
     keep_on = torch.device("cpu") if parallel.offload else device
-    if config.model.random_init or checkpoint is not None:  # a checkpoint is read into them
+    if checkpoint is not None:
+        make_room(model, device, keep_on=keep_on)
+    elif config.model.random_init:
         draw_weights(model, device, keep_on=keep_on)
     else:
         read_weights(model, config.model.path, device, keep_on=keep_on)
@@ -267,8 +274,8 @@ def save(run: Run, step: int) -> None:
     """
     position = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
     tensors = training_tensors(run.model, run.optimizer, run.ema)
-    mesh = {"data": run.ranks.size} if run.mesh is None else asdict(run.mesh.shape)
-    run.saver.save(step, Contents(tensors, random_state(), position, mesh, run.write_model))
+    shape = MeshShape() if run.mesh is None else run.mesh.shape
+    run.saver.save(step, Contents(tensors, random_state(), position, asdict(shape), run.write_model))
 
 
 def _facts(run: Run) -> dict[str, Any]:
