@@ -9,6 +9,6 @@ class SpeedConfig(Section):
     """Compilation, kernels and recomputation."""
 
     loss_chunk: Positive | None = Field(
-        default=1024,
+        default=2048,
         description="Slots whose logits are in memory at a time; null for the logits of a whole pack [slots]",
     )
