@@ -20,8 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
 from headway.models.exact import exact_attention, exact_segments
+from headway.models.flash import cuda_kernel
 from headway.models.segments import segment_attention
-from headway.models.varlen import varlen_attention
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 
@@ -195,7 +195,7 @@ def attend(
             )
         if longest is None:
             raise TrainingError("The pack's boundaries came without its longest segment; pass pack_max_seqlen as well.")
-        out_THD = varlen_attention(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, s_aux)
+        out_THD = cuda_kernel()(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, s_aux)
     elif softcap is not None or dropout > 0.0:
         out_THD = exact_segments(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, softcap, s_aux, dropout)
     else:

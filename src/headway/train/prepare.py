@@ -15,7 +15,10 @@ from headway.data.feed import Feed
 from headway.devices import peak_for
 from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
+from headway.models.flash import choose_kernel
+from headway.models.float8 import use_float8
 from headway.models.head import LossHead, loss_head
+from headway.models.kernels import use_kernels
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.train.checkpoint import (
     Checkpoint,
@@ -50,6 +53,7 @@ class Run:
     eval_set: EvalSet | None
     checkpoint: Checkpoint | None
     keep: int
+    kernels: tuple[str, ...]
 
     def describe(self) -> list[str]:
         """A few lines on what is about to happen."""
@@ -59,6 +63,7 @@ class Run:
             f"trained, {self.precision.name} on {self.device}",
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
+        lines += self.kernels
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
 
@@ -97,8 +102,12 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     model = build_model(config, checkpoint, precision.params, device)
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
-    meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
-    head = loss_head(model, chunk=config.speed.loss_chunk)
+    meter = StepMeter(cost_model, peak_for(device, precision.peak_dtype), world_size=ranks.size)
+    choose_kernel(config.speed.attention, device)
+    kernels = use_kernels(model, config.speed.kernels, device)
+    head = loss_head(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
+    if precision.is_float8:
+        kernels += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
     optimizer = make_optimizer(model, config.optim)
 
     encoder = Encoder(processor, rope_index(model))
@@ -126,6 +135,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         eval_set,
         checkpoint,
         config.checkpoint.keep,
+        kernels,
     )
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
