@@ -18,7 +18,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.losses import IGNORED, AfterHead, Compute, SummedLoss, Task, linear_losses, module_losses
+from headway.models.losses import (
+    IGNORED,
+    AfterHead,
+    Compute,
+    SummedLoss,
+    Task,
+    liger_losses,
+    linear_losses,
+    module_losses,
+)
 
 _TRIED = (-40.0, -7.0, -1.0, -0.01, 0.0, 0.01, 1.0, 7.0, 40.0, 1e9)  # logits that the model is tried with
 
@@ -61,17 +70,18 @@ class LossHead(ABC):
         """
 
 
-def loss_head(model: PreTrainedModel, *, chunk: int | None) -> LossHead:
+def loss_head(model: PreTrainedModel, *, chunk: int | None, liger: bool = False) -> LossHead:
     """Choose how the losses of a model are computed.
 
     Args:
         model: with a language head; its output layer's forward is replaced on this instance if there are chunks.
         chunk: slots whose logits are in memory at a time [slots]; None for all of a pack at once.
+        liger: whether Liger Kernel computes the chunks of a plain layer, whose size is then its own choice.
 
     Raises:
         ConfigError: chunks were asked for, and the model does to its logits what is not known here.
     """
-    return WholeLogits(model) if chunk is None else ChunkedHead(model, chunk)
+    return WholeLogits(model) if chunk is None else ChunkedHead(model, chunk, liger=liger)
 
 
 class WholeLogits(LossHead):
@@ -90,13 +100,14 @@ class WholeLogits(LossHead):
 class ChunkedHead(LossHead):
     """Losses from the logits of a chunk of slots at a time."""
 
-    def __init__(self, model: PreTrainedModel, chunk: int) -> None:
+    def __init__(self, model: PreTrainedModel, chunk: int, *, liger: bool = False) -> None:
         layer = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers leaves it so
         if not isinstance(layer, nn.Module):
             raise ConfigError(f"{type(model).__name__} has no output layer that predicts tokens. {_WHOLE}")
         super().__init__(model)
         self._layer, self._chunk = layer, chunk
         self._is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
+        self._liger = liger and getattr(layer, "bias", None) is None
         self._plain_forward = layer.forward
         self._after = what_follows(model, layer)
         self._asked: Task | None = None
@@ -145,7 +156,7 @@ class ChunkedHead(LossHead):
     def _compute(self, task: Task) -> Compute:
         if self._is_linear:
             assert isinstance(self._layer, nn.Linear)
-            return linear_losses(self._layer, task)
+            return liger_losses(self._layer, task) if self._liger else linear_losses(self._layer, task)
         return module_losses(self._plain_forward, tuple(self._layer.parameters()), task)
 
 

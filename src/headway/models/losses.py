@@ -158,6 +158,34 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
     return compute
 
 
+def liger_losses(layer: nn.Linear, task: Task) -> Compute:
+    """Losses of a plain linear layer without bias, by Liger Kernel's fused linear cross-entropy; CUDA only."""
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+    def compute(hidden_TH: torch.Tensor, needs_hidden: bool, needs: tuple[bool, ...]) -> HeadLosses:
+        device = hidden_TH.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+        scale = task.after.scale
+        with torch.autocast(device, enabled=False):
+            loss_T, _, _, guess_T, grad_hidden_TH, grad_weight_VH, _ = fused_linear_cross_entropy_forward(
+                hidden_TH.to(dtype) * scale,  # a factor on the logits of a layer without bias
+                layer.weight.detach().to(dtype),
+                task.labels_T,
+                reduction="none",
+                softcap=task.after.cap,
+                accum_dtype=torch.float32,
+                return_predicted_tokens=task.judge,
+                compute_gradients=needs_hidden or needs[0],
+                weight_requires_grad=needs[0],
+            )
+            right_T = guess_T == task.labels_T if task.judge else None
+            hidden = grad_hidden_TH.float().mul_(task.factor).to(hidden_TH.dtype) if needs_hidden else None
+            weight = grad_weight_VH.to(layer.weight.dtype) / task.per if needs[0] else None
+        return HeadLosses(loss_T, right_T, hidden, (weight,))
+
+    return compute
+
+
 def module_losses(
     forward: Callable[[torch.Tensor], torch.Tensor], parameters: tuple[nn.Parameter, ...], task: Task
 ) -> Compute:

@@ -18,7 +18,10 @@ from headway.devices import peak_for
 from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
 from headway.models.draw import draw_weights
+from headway.models.flash import choose_kernel
+from headway.models.float8 import use_float8
 from headway.models.head import LossHead, loss_head
+from headway.models.kernels import use_kernels
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.models.materialise import make_room, read_weights
 from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
@@ -67,6 +70,7 @@ class Run:
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
     exports: Exports
+    kernels: tuple[str, ...]
 
     def weights_to_judge(self) -> AbstractContextManager[None]:
         """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
@@ -80,6 +84,7 @@ class Run:
             f"trained, {self.precision.name} on {self.device}",
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
+        lines += self.kernels
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
     def write_model(self, folder: Path) -> None:
@@ -125,8 +130,12 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
-    meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
-    head = loss_head(model, chunk=config.speed.loss_chunk)
+    meter = StepMeter(cost_model, peak_for(device, precision.peak_dtype), world_size=ranks.size)
+    choose_kernel(config.speed.attention, device)
+    kernels = use_kernels(model, config.speed.kernels, device)
+    head = loss_head(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
+    if precision.is_float8:
+        kernels += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
     optimizer = make_optimizer(model, config.optim, cost_model)
@@ -170,6 +179,7 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         checkpoint,
         saver,
         exports,
+        kernels,
     )
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
