@@ -34,6 +34,7 @@ CONFIG, RUN, METRICS, SUMMARY, CHECKPOINTS = "config.yaml", "run.json", "metrics
 _FREE_ON_RESUME = (
     "eval",
     "checkpoint",
+    "plan",
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
