@@ -124,6 +124,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             ranks.sum_gradients(parameters)
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
             optimizer.step()
+            if run.ema is not None:
+                run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
             recorder.add(step, lr, torch.cat([loss_S, grad_norm.to(loss_S)[None]]), whole, meter.end_step())
 
@@ -132,7 +134,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
                 recorder.flush()
                 ledger.spend("evaluation")
-                evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
+                with run.weights_to_judge():
+                    evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
                 record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
                 log.write(record)
                 progress.note(evaluation_line(record))

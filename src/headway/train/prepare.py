@@ -1,6 +1,7 @@
 """Build the parts of a run: devices and ranks, model, optimizer, meter, feed; and bring them to where they left off."""
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from headway.train.config import TrainConfig
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import freeze, make_optimizer
+from headway.train.optim import WeightAverage, freeze, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, RUN, describe_software, open_run_folder, write_json
 
@@ -43,11 +44,16 @@ class Run:
     model: PreTrainedModel
     processor: Processor
     optimizer: torch.optim.Optimizer
+    ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
     eval_set: EvalSet | None
     checkpoint: Checkpoint | None
     keep: int
+
+    def weights_to_judge(self) -> AbstractContextManager[None]:
+        """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
+        return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
 
     def describe(self) -> list[str]:
         """A few lines on what is about to happen."""
@@ -96,7 +102,8 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
     meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(model, config.optim, cost_model)
+    ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     encoder = Encoder(processor, rope_index(model))
     budget = budget_of(config.data)
@@ -108,6 +115,8 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     if checkpoint is not None:
         state = checkpoint.state()
         optimizer.load_state_dict(state["optimizer"])
+        if ema is not None:
+            ema.load_state_dict(state["ema"])
         feed.load_state_dict(state["data"])
         restore_random_state(state["random"])
     run = Run(
@@ -117,6 +126,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         model,
         processor,
         optimizer,
+        ema,
         meter,
         feed,
         eval_set,
@@ -155,6 +165,8 @@ def save(run: Run, root: Path, step: int) -> Checkpoint:
     data = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
     if run.ranks.is_first:
         state = {"optimizer": run.optimizer.state_dict(), "data": data, "random": random_state()}
+        if run.ema is not None:
+            state["ema"] = run.ema.state_dict()
         save_checkpoint(root, step, model=run.model, processor=run.processor, state=state, keep=run.keep)
     run.ranks.wait()
     return Checkpoint(folder, step)
