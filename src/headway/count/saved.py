@@ -1,7 +1,7 @@
 """What autograd saves of a model's forward, block by block, in bytes per unit of a driver.
 
-`headway.count.tracing.saved_blocks` reads it off a model; what it read of the shipped models ships beside their ledgers,
-so that memory is planned without torch.
+`headway.count.tracing.saved_blocks` reads it off a model; what it read of the shipped models ships too, so that memory is
+planned without torch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.count import drivers
-from headway.count.models import FOLDER
 from headway.count.storage import from_ranges, to_ranges
 from headway.errors import CostModelError
 
@@ -27,7 +27,7 @@ Rows = Mapping[str, Fraction]
 PRECISIONS = ("bfloat16", "bfloat16-autocast", "float32")
 """How forward computes: in bfloat16 throughout, in autocast's mixture over float32 weights, or in float32."""
 
-FILE = FOLDER / "saved_activations.json"
+FILE = Path(__file__).parent / "saved_activations.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ def plan_memory(
     trained = [p for p in cost_model.parameters if p.trainable]
     held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
     gradients = _shared(state.weight_bytes * _numel(trained), sharing)
-    moments = sum(p.numel * (1 if state.muon and _is_hidden(p, saved) else 2) for p in trained)
+    moments = sum(p.numel * (1 if state.muon and _is_hidden(p) else 2) for p in trained)
     optimizer = _shared(state.moment_bytes * moments, sharing)
     average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
     gathered, reducing = _units(cost_model, saved, state, sharing)
@@ -199,9 +199,10 @@ def _block_of(parameter: Parameter, saved: SavedActivations) -> str:
     return path
 
 
-def _is_hidden(parameter: Parameter, saved: SavedActivations) -> bool:
-    hidden = parameter.component.rpartition(".")[2] in _HIDDEN
-    return (hidden and parameter.name.endswith("weight")) or (hidden and parameter.component.endswith("experts"))
+def _is_hidden(parameter: Parameter) -> bool:
+    """Whether Muon updates it: a matrix of a hidden layer, or a stack of those of experts."""
+    part = parameter.component.rpartition(".")[2]
+    return part in _HIDDEN and not parameter.name.endswith("bias")
 
 
 def _of_products(cost_model: CostModel) -> set[int]:

@@ -1,17 +1,19 @@
-"""Typical lengths of training samples, each a distribution with its source: what packs are planned over without data."""
+"""Typical lengths of training samples, each a distribution with its source: packs are planned over them without data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.plan.costs import square_grid
 from headway.data.plan.lengths import LengthTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Ints = NDArray[np.int64]
 

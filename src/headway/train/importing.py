@@ -4,7 +4,7 @@ A key has one of four fates. It is translated; or it is not needed, since what i
 left to do by hand, where another file than the recipe says it; or it is refused, as unknown or as what Headway cannot
 do, and then nothing is written unless the key is left out on purpose.
 
-Source: lmms-engine 0.1.4 (its configuration classes and trainers) and transformers' TrainingArguments, which it extends.
+Source: lmms-engine 0.1.4, its configuration classes and trainers; transformers' TrainingArguments, which it extends.
 """
 
 from collections.abc import Callable, Mapping

@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,6 @@ from headway.count.tracing.unwrap import plain_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from fractions import Fraction
 
     from torch import nn
 
@@ -146,7 +146,7 @@ class _BlockRecorder(SavedRecorder):
             self._at_the_border(output)
 
     def _at_the_border(self, value: Any) -> int:
-        """Take what crosses the border of a block, which is a graph of its own, as made of itself; returns its bytes."""
+        """Take what crosses the border of a block, a graph of its own, as made of itself; returns its bytes."""
         crossing = [tensor for tensor in phantoms(value) if tensor.fed and tensor.known is None]
         for tensor in crossing:
             whole = root(tensor)

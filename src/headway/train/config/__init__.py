@@ -1,7 +1,8 @@
 """The configuration of a training run: a YAML file, typed, plus `--set a.b=c` on top.
 
 Each section has a file of its own; `whole.py` puts them together and `read.py` reads them. Relative paths start from
-the working directory, as on any command line; `extends: FILE` starts from beside the file that says so. Unknown keys are refused, and so is a setting that cannot take effect.
+the working directory, as on any command line, but that of `extends: FILE` starts beside the file that says so. Unknown
+keys are refused, and so is a setting that cannot take effect.
 """
 
 from headway.train.config.model import ModelConfig
