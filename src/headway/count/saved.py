@@ -1,7 +1,7 @@
 """What autograd saves of a model's forward, block by block, in bytes per unit of a driver.
 
-`headway.count.tracing.saved_blocks` reads it off a model; what it read of the shipped models ships too, so that memory is
-planned without torch.
+`headway.count.tracing.saved_blocks` reads it off a model; what it read of the shipped models ships too, so that memory
+is planned without torch.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class Sharing:
     """How processes share a model.
 
     Attributes:
-        shards: processes that hold one copy of the weights between them; 1 for a plain model, which gathers nothing.
+        shards: processes that hold one copy of the weights between them.
+        gathers: whether FSDP2 gathers them block by block; a lone process has a plain model.
         sequence: processes that share each pack.
         expert: processes that the experts of a layer are spread over.
         reshard: whether a block's gathered weights are freed between forward and backward.
@@ -50,6 +51,7 @@ class Sharing:
     """
 
     shards: int = 1
+    gathers: bool = False
     sequence: int = 1
     expert: int = 1
     reshard: bool = True
@@ -171,7 +173,7 @@ def plan_memory(
         gradients += sharing.reduce_bytes * _numel(trained)
     kept, recomputing = _activations(cost_model, saved, pack, state, sharing.sequence)
     casts = 0
-    if sharing.shards == 1 and state.compute_bytes < state.weight_bytes:
+    if not sharing.gathers and state.compute_bytes < state.weight_bytes:
         casts = state.compute_bytes * sum(cost_model.parameters[i].numel for i in _of_products(cost_model))
     host = 0
     if sharing.offload:
@@ -220,7 +222,7 @@ def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing
     root and the head stay gathered through forward and backward; of the others there are two at a time, the one that
     computes and the one that is fetched meanwhile.
     """
-    if sharing.shards == 1:
+    if not sharing.gathers:
         return 0, 0
     head = _head_parameter(cost_model)
     units: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Typical lengths of training samples, each a distribution with its source: packs are planned over them without data."""
+"""Typical lengths of training samples, each a distribution with its source: to plan packs without data."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def explain(error: BaseException, run: Run, config: TrainConfig, place: Place) -
         )
     savings = sorted(possible_savings(held, run, config, place), key=lambda saving: -saving[1])
     total = sum(held.values())
-    ways = "; ".join(f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > _WORTH * total)
+    ways = "; ".join(
+        f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > _WORTH * total
+    )
     return (
         f"out of memory on {run.device} (rank {run.ranks.rank}) in {place}"
         f"{f', when {format_bytes(asked)} more were asked for' if asked else ''}. Held were {format_bytes(total)}: "
@@ -73,9 +75,7 @@ def held_bytes(run: Run, place: Place) -> dict[str, int]:
     return {name: size for name, size in held.items() if size}
 
 
-def possible_savings(
-    held: dict[str, int], run: Run, config: TrainConfig, place: Place
-) -> Iterable[tuple[str, int]]:
+def possible_savings(held: dict[str, int], run: Run, config: TrainConfig, place: Place) -> Iterable[tuple[str, int]]:
     """Settings that need less memory, each with its estimated effect on this process [bytes].
 
     Activations are taken to grow with a pack's slots; with recompute, a block's input stays of each block, and all of

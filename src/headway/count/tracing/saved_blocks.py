@@ -10,7 +10,6 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
