@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headway.cli.dry_run import print_dry_run
 from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption
+from headway.errors import UsageError
 
 if TYPE_CHECKING:
     from headway.train.summary import RunSummary
@@ -29,9 +31,34 @@ ResumeOption = Annotated[
     ),
 ]
 
+DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Train nothing: show parameters, memory of each device by part, FLOPs of a step and packs, from CONFIG "
+        "alone.",
+    ),
+]
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="With --dry-run: devices, a process each; plan.devices if not given."),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="With --dry-run: a device that `headway devices` lists; plan.device if not given."
+    ),
+]
+
 
 def train(
-    config: ConfigArgument, settings: SetOption = None, resume: ResumeOption = False, as_json: JsonOption = False
+    config: ConfigArgument,
+    settings: SetOption = None,
+    resume: ResumeOption = False,
+    dry_run: DryRunOption = False,
+    devices: DevicesOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a model on packed data; progress goes to stderr, the summary to stdout.
 
@@ -43,6 +70,14 @@ def train(
 
     resolved = load_config(config, tuple(settings or ()))  # a typo is told before torch is loaded
 
+    if dry_run:
+        print_dry_run(resolved, devices=devices, device=device, as_json=as_json)
+        return
+    if devices is not None or device is not None:
+        raise UsageError(
+            "--devices and --device plan a run and go with --dry-run; training takes the processes that torchrun "
+            "starts, and run.device."
+        )
     with needs_extra("training"):
         from headway.train.loop import train as run
 

@@ -89,3 +89,4 @@ def _processes(count: int) -> str:
 
 
 def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
