@@ -9,7 +9,7 @@ from headway.train.config.model import ModelConfig
 from headway.train.config.optim import OptimConfig
 from headway.train.config.parallel import ParallelConfig
 from headway.train.config.plan import PlanConfig
-from headway.train.config.read import load_config, parse_config
+from headway.train.config.read import load_config, parse_config, with_overrides
 from headway.train.config.run import CheckpointConfig, EvalConfig, RunConfig
 from headway.train.config.speed import SpeedConfig
 from headway.train.config.whole import TrainConfig
@@ -26,4 +26,5 @@ __all__ = [
     "TrainConfig",
     "load_config",
     "parse_config",
+    "with_overrides",
 ]

@@ -28,9 +28,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
             other in a circle.
     """
     raw = _read(path, ())
-    for override in overrides:
-        _assign(raw, override)
-    return parse_config(raw, source=str(path))
+    return with_overrides(raw, overrides, source=str(path))
 
 
 def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
@@ -63,6 +61,19 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
+
+
+def with_overrides(
+    raw: dict[str, Any], overrides: tuple[str, ...], *, source: str = "the configuration"
+) -> TrainConfig:
+    """Lay overrides over a configuration given as plain types, which is changed, and check the result.
+
+    Raises:
+        ConfigError: as for `load_config`.
+    """
+    for override in overrides:
+        _assign(raw, override)
+    return parse_config(raw, source=source)
 
 
 def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> TrainConfig:
