@@ -39,6 +39,7 @@ _FREE_ON_RESUME = (
     "eval",
     "checkpoint",
     "parallel",
+    "plan",
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
