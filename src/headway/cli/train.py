@@ -79,7 +79,10 @@ def train(
     """
     from headway.train.config import load_config
 
-    resolved = load_config(config, tuple(settings or ()))  # a typo is told before torch is loaded
+    overrides, later = tuple(settings or ()), ()
+    if scale_down:  # what says what is shrunk goes before, the rest on top
+        overrides, later = _split(overrides)
+    resolved = load_config(config, overrides)  # a typo is told before torch is loaded
 
     if dry_run:
         print_dry_run(resolved, devices=devices, device=device, as_json=as_json)
@@ -93,8 +96,14 @@ def train(
         from headway.train.loop import train as run
 
     if scale_down:
-        resolved = _scaled_down(resolved, tuple(settings or ()), resume=resume)
+        resolved = _scaled_down(resolved, later, resume=resume)
     print_summary(run(resolved, resume=resume), as_json=as_json)
+
+
+def _split(overrides: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Assignments that a recipe is shrunk with, and those that are made afterwards."""
+    first = tuple(one for one in overrides if one.startswith(("model.path=", "run.folder=", "run.device=", "plan.")))
+    return first, tuple(one for one in overrides if one not in first)
 
 
 def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: bool) -> "TrainConfig":
