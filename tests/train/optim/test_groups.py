@@ -135,7 +135,7 @@ def test_muons_matrices_have_a_peak_of_their_own(model, cost_model):
 
 def test_muon_without_a_matrix_is_an_error(model, cost_model):
     frozen = freeze(model, cost_model, ["language.projections", "language.mlp", "vision"])
-    with pytest.raises(ConfigError, match="optim.name is 'muon', but no matrix of a hidden layer"):
+    with pytest.raises(ConfigError, match=r"optim.name is 'muon', but no matrix of a hidden layer"):
         parameter_groups(model, optim_config(name="muon"), frozen)
 
 
