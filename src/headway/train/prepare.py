@@ -19,19 +19,23 @@ from headway.meter import StepMeter
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.train.checkpoint import (
     Checkpoint,
-    latest_checkpoint,
+    CheckpointSaver,
+    Contents,
+    find_checkpoint,
     random_state,
     refuse_half_written,
+    restore,
     restore_random_state,
-    save_checkpoint,
+    training_tensors,
 )
+from headway.train.checkpoint.export import Exports
 from headway.train.config import TrainConfig
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import WeightAverage, freeze, make_optimizer
+from headway.train.optim import Optimizer, WeightAverage, freeze, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
-from headway.train.record import CHECKPOINTS, RUN, describe_software, open_run_folder, write_json
+from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, has_run, open_run_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,15 @@ class Run:
     ranks: Ranks
     model: PreTrainedModel
     processor: Processor
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
     eval_set: EvalSet | None
+    resumes: bool
     checkpoint: Checkpoint | None
-    keep: int
+    saver: CheckpointSaver
+    exports: Exports
 
     def weights_to_judge(self) -> AbstractContextManager[None]:
         """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
@@ -65,13 +71,20 @@ class Run:
         ]
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
+    def write_model(self, folder: Path) -> None:
+        """Write what a model folder holds besides weights."""
+        self.model.config.save_pretrained(folder)
+        if self.model.can_generate() and self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
 
-def prepare(config: TrainConfig, *, resume: bool) -> Run:
+
+def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:
         config: everything there is to say.
-        resume: whether the run folder holds a run that goes on.
+        resume: whether the run folder holds a run that goes on; None to look.
 
     Raises:
         HeadwayError: as in `train`.
@@ -80,14 +93,13 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     precision = choose_precision(config.run, device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    ranks = join_ranks(device)
+    ranks = join_ranks(device, watchdog_s=config.run.watchdog_s)
+    if resume is None:  # before anything is written there, and the same on all ranks
+        resume = ranks.gather(has_run(config.run.folder))[0]
     if ranks.is_first:
         open_run_folder(config, resume=resume)
-    checkpoint = latest_checkpoint(config.run.folder / CHECKPOINTS) if resume and ranks.is_first else None
     ranks.wait()
-    if resume and not ranks.is_first:
-        checkpoint = latest_checkpoint(config.run.folder / CHECKPOINTS)
-
+    checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
     if checkpoint is not None and checkpoint.step >= config.optim.steps:
         raise ConfigError(
             f"the run in {config.run.folder} has taken all of its {config.optim.steps} steps, so there is nothing to "
@@ -113,12 +125,18 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
 
     if checkpoint is not None:
-        state = checkpoint.state()
-        optimizer.load_state_dict(state["optimizer"])
-        if ema is not None:
-            ema.load_state_dict(state["ema"])
-        feed.load_state_dict(state["data"])
-        restore_random_state(state["random"])
+        restore(checkpoint, model, optimizer, ema)
+        feed.load_state_dict(checkpoint.position())
+        restore_random_state(checkpoint.random_state(ranks.rank))
+    saving = config.checkpoint
+    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep)
+    saver = CheckpointSaver(
+        config.run.folder / CHECKPOINTS,
+        ranks,
+        keep=saving.keep,
+        asynchronous=saving.asynchronous,
+        export=exports.make if saving.export == "every" else None,
+    )
     run = Run(
         device,
         precision,
@@ -130,8 +148,10 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         meter,
         feed,
         eval_set,
+        resume,
         checkpoint,
-        config.checkpoint.keep,
+        saver,
+        exports,
     )
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
@@ -141,7 +161,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
 def build_model(
     config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """The configured model: with a checkpoint's weights, with saved ones, or at random.
+    """The configured model: with saved weights or at random; what a checkpoint is read into, if there is one.
 
     Raises:
         CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
@@ -149,27 +169,25 @@ def build_model(
     refuse_half_written(Path(config.model.path))
     if checkpoint is None:
         return load_model(config.model.path, dtype=dtype, device=device, random_init=config.model.random_init)
-    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.folder))
+    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.model_folder))
     if wanted != found:
         keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
         raise CheckpointError(
             f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
             f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
         )
-    return load_model(str(checkpoint.folder), dtype=dtype, device=device)
+    return load_model(config.model.path, dtype=dtype, device=device, random_init=True)  # the weights come later
 
 
-def save(run: Run, root: Path, step: int) -> Checkpoint:
-    """Save everything after a step; the first rank writes, the others wait."""
-    folder = root / f"step-{step:06d}"
-    data = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
-    if run.ranks.is_first:
-        state = {"optimizer": run.optimizer.state_dict(), "data": data, "random": random_state()}
-        if run.ema is not None:
-            state["ema"] = run.ema.state_dict()
-        save_checkpoint(root, step, model=run.model, processor=run.processor, state=state, keep=run.keep)
-    run.ranks.wait()
-    return Checkpoint(folder, step)
+def save(run: Run, step: int) -> None:
+    """Begin to save everything after a step, all ranks together.
+
+    Raises:
+        CheckpointError: the checkpoint before could not be written, or this one.
+    """
+    position = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
+    tensors = training_tensors(run.model, run.optimizer, run.ema)
+    run.saver.save(step, Contents(tensors, random_state(), position, {"data": run.ranks.size}, run.write_model))
 
 
 def _facts(run: Run) -> dict[str, Any]:

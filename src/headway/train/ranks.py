@@ -6,6 +6,7 @@ A run that torchrun did not start is one process, and every sum is the number it
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -68,11 +69,17 @@ class Ranks:
             dist.barrier()
 
 
-def join_ranks(device: torch.device) -> Ranks:
-    """Join the process group that torchrun prepared, if it started this process; a lone process is a group of one."""
+def join_ranks(device: torch.device, *, watchdog_s: float | None = None) -> Ranks:
+    """Join the process group that torchrun prepared, if it started this process; a lone process is a group of one.
+
+    Args:
+        device: whose processes exchange what is on it.
+        watchdog_s: a rank that stands still so long ends itself; exchanges give up later than that [s].
+    """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Two backends at once: numbers on the host are exchanged there and never wait for the device.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        timeout = timedelta(seconds=2.0 * watchdog_s) if watchdog_s is not None else None
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     if not dist.is_initialized():
         return Ranks(0, 1)
     return Ranks(dist.get_rank(), dist.get_world_size())

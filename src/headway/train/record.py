@@ -4,7 +4,8 @@ config.yaml     the configuration as it was resolved
 run.json        versions, device, git commit, peak and convention
 metrics.jsonl   one record per step and per evaluation
 summary.json    the run in one object, written at the end
-checkpoints/    see `checkpoint.py`
+checkpoints/    see `checkpoint/`
+export/         model folders made of checkpoints, one for each exported step
 """
 
 import json
@@ -23,23 +24,27 @@ import torch
 import yaml
 
 import headway
+from headway.data import Batch
 from headway.errors import ConfigError, TrainingError
 from headway.meter import Goodput, StepUtilisation
 from headway.meter.goodput_report import Bucket
 from headway.train.config import TrainConfig, parse_config
 from headway.train.share import StepShare
 
-CONFIG, RUN, METRICS, SUMMARY, CHECKPOINTS = "config.yaml", "run.json", "metrics.jsonl", "summary.json", "checkpoints"
+CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
+CHECKPOINTS, EXPORTS = "checkpoints", "export"
 # What may change between a run and its continuation: it does not touch the sequence of losses.
 _FREE_ON_RESUME = (
     "eval",
     "checkpoint",
+    "parallel",
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
     "run.folder",
     "run.device",
     "run.log_every",
+    "run.watchdog_s",
 )
 
 
@@ -223,19 +228,35 @@ class StepRecorder:
         show: called with each record.
         device: whose memory is recorded.
         sources: names of the sources; where there are several, each has its loss and tokens recorded.
+        may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
+        bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
     """
 
     def __init__(
-        self, log: MetricsLog, show: Callable[[dict[str, Any]], None], device: torch.device, sources: Sequence[str]
+        self,
+        log: MetricsLog,
+        show: Callable[[dict[str, Any]], None],
+        device: torch.device,
+        sources: Sequence[str],
+        *,
+        may_skip: int,
+        bad_samples: Path,
     ) -> None:
         self._log = log
         self._show = show
         self._device = device
         self._sources = sources
-        self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation] | None = None
+        self._may_skip, self._skipped, self._bad_samples = may_skip, 0, bad_samples
+        self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation, Sequence[Batch]] | None = None
 
     def add(
-        self, step: int, lr: float, losses_and_norm: torch.Tensor, share: StepShare, utilisation: StepUtilisation
+        self,
+        step: int,
+        lr: float,
+        losses_and_norm: torch.Tensor,
+        share: StepShare,
+        utilisation: StepUtilisation,
+        batches: Sequence[Batch],
     ) -> None:
         """Take in a step that has been launched, and finish the record of the one before.
 
@@ -245,13 +266,14 @@ class StepRecorder:
             losses_and_norm: the summed losses of each source [nats] and the gradient's norm, shape (S + 1,).
             share: what all ranks computed.
             utilisation: of the step.
+            batches: this rank's packs.
 
         Raises:
             TrainingError: the step before had a loss or gradient that is not finite.
         """
         copy = HostCopy(losses_and_norm)
         self.flush()
-        self._pending = step, lr, copy, share, utilisation
+        self._pending = step, lr, copy, share, utilisation, batches
 
     def flush(self) -> None:
         """Finish the record of the last step.
@@ -261,29 +283,46 @@ class StepRecorder:
         """
         if self._pending is None:
             return
-        step, lr, copy, share, utilisation = self._pending
+        step, lr, copy, share, utilisation, batches = self._pending
         self._pending = None
         *losses, grad_norm = copy.read()
         loss = sum(losses) / max(1, share.num_supervised)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise TrainingError(
-                f"step {step} has loss {loss} and gradient norm {grad_norm}: training has diverged or met a sample that"
-                f" it cannot digest. The learning rate was {lr:.3g}; lower optim.lr or lengthen optim.warmup_steps. "
-                "The checkpoints written before are whole."
-            )
-        numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "memory_bytes": memory_bytes(self._device)}
+        is_finite = all(map(math.isfinite, (*losses, grad_norm)))
+        self._skipped = 0 if is_finite else self._skipped + 1
+        if self._skipped > self._may_skip:
+            raise TrainingError(self._not_finite(step, lr, loss, grad_norm, batches))
+        numbers: dict[str, Any] = {
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "memory_bytes": memory_bytes(self._device),
+        }
+        if not is_finite:  # which JSON has no numbers for
+            numbers |= {"loss": None, "grad_norm": None, "skipped": True}
         record = {"kind": "step", "step": step, **numbers, **utilisation.as_record()}
         if len(self._sources) > 1:
             record["sources"] = self._by_source(losses, share)
         self._log.write(record)
         self._show(record)
 
+    def _not_finite(self, step: int, lr: float, loss: float, grad_norm: float, batches: Sequence[Batch]) -> str:
+        """What to say of a step that ends the run; the samples that this rank had in it go to a file."""
+        samples = [source for batch in batches for source in batch.sources]
+        write_json(self._bad_samples, {"step": step, "packs": [list(batch.sources) for batch in batches]})
+        row = f", after {self._may_skip} updates in a row that were left out" if self._may_skip else ""
+        return (
+            f"step {step} has loss {loss} and gradient norm {grad_norm}{row}: training has diverged or met a sample "
+            f"that it cannot digest. The learning rate was {lr:.3g}; lower optim.lr or lengthen optim.warmup_steps. "
+            f"This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; all are in "
+            f"{self._bad_samples}. The checkpoints written before are whole."
+        )
+
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
         """Mean loss, tokens and targets of each source, and the share of its tokens that was cut or left out."""
         parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
         return {
             name: {
-                "loss": loss / supervised if supervised else None,
+                "loss": loss / supervised if supervised and math.isfinite(loss) else None,
                 "tokens": tokens,
                 "supervised": supervised,
                 "waste": lost / (tokens + lost) if tokens + lost else 0.0,
