@@ -87,6 +87,7 @@ def add_adapters(
             target_modules=list(modules),
             base_model_name_or_path=base,
             task_type="CAUSAL_LM",
+            fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in modules),
         ),
     )
 
