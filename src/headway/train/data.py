@@ -57,7 +57,7 @@ def open_feed(
     )
     maker = PackMaker(sources, encoder, collator, bad.skips)
     accumulation = config.optim.accumulation
-    share = Share(ranks.rank, ranks.size, accumulation, data.workers, data.prefetch_bytes, pin_memory)
+    share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
     if data.stream is not None:
         streaming = Streaming(
             maker,
@@ -79,7 +79,7 @@ def open_feed(
         items,
         order,
         budget_of(data),
-        ranks.size * accumulation,
+        ranks.num_data_ranks * accumulation,
         strategy=data.strategy,
         seed=data.seed,
         window=data.window,

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from headway.data import Batch, Budget, Encoder, Sample
+from headway.data.blank import Modalities, with_blanks
 from headway.data.collate import Collator
 from headway.data.plan.budget import over_budget
 from headway.data.plan.packer import pack
+from headway.data.vision import VisionGeometry
 from headway.errors import DataError
 from headway.train.ranks import Ranks
 
@@ -56,12 +58,20 @@ class EvalSet:
         encoder: turns samples into tokens and patches.
         budget: of a pack.
         ranks: each takes its share of the packs.
+        geometry: the model's vision geometry, for blank images where other ranks' packs have some.
 
     Raises:
         DataError: there is no sample, or one exceeds a pack or has nothing to answer.
     """
 
-    def __init__(self, samples: Sequence[Sample], encoder: Encoder, budget: Budget, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        encoder: Encoder,
+        budget: Budget,
+        ranks: Ranks,
+        geometry: VisionGeometry | None = None,
+    ) -> None:
         encoded = [encoder.encode(sample) for sample in samples]
         if not encoded:
             raise DataError("there is no held-out sample to evaluate; data.eval must hold at least one.")
@@ -69,8 +79,14 @@ class EvalSet:
             if not budget.holds(one.size):
                 raise DataError(over_budget(f"{one.where}: the held-out sample", one.size, budget))
         plan = pack([one.size for one in encoded], budget)
-        collate = Collator(pixel_scale=encoder.pixel_scale)
-        self._packs = [collate([encoded[i] for i in indices]) for indices in plan[ranks.rank :: ranks.size]]
+        plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
+        rows = 1 if encoder.rope_index is None else 3
+        collator = Collator(geometry=geometry, pixel_scale=encoder.pixel_scale, position_rows=rows)
+        self._packs = []
+        for start in range(0, len(plan), ranks.num_data_ranks):
+            together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
+            needed = Modalities.union([Modalities.of(batch) for batch in together])
+            self._packs.append(with_blanks(together[ranks.data_rank], needed, collator))
         self._ranks = ranks
 
     @torch.no_grad()
@@ -105,7 +121,7 @@ def _judge(model: torch.nn.Module, batch: Batch, autocast: Autocast) -> torch.Te
     running_T1 = F.pad(wrong_T.long().cumsum(0), (1, 0))
     boundaries_N1 = batch.cu_seqlens_N.long()
     mistakes_N = running_T1[boundaries_N1[1:]] - running_T1[boundaries_N1[:-1]]
-    exact = (mistakes_N == 0).sum()
+    exact = (mistakes_N[: batch.num_segments] == 0).sum()  # padding is no sample
     return torch.stack(
-        [torch.full_like(loss, len(mistakes_N)), exact.to(loss), loss, supervised_T.sum().to(loss)]
+        [torch.full_like(loss, batch.num_segments), exact.to(loss), loss, supervised_T.sum().to(loss)]
     ).double()

@@ -18,6 +18,7 @@ import transformers
 from headway.data.feed import FeedReport
 from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
+from headway.models.parallel import clip_, reduce_gradients
 from headway.train.config import TrainConfig
 from headway.train.memory_error import explain
 from headway.train.nonfinite import take_step
@@ -34,7 +35,7 @@ from headway.train.record import (
     read_metrics,
     write_json,
 )
-from headway.train.share import StepShare
+from headway.train.share import Flags, agree
 from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
 from headway.train.watch import Place, Watchdog, told
@@ -116,24 +117,23 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             ledger.spend("step")
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
-            mine = StepShare.of(
-                batches, run.feed, has_ended=has_ended, stop_signal=stop_signal(), save_failed=saver.has_failed
-            )
-            whole = StepShare.total(ranks.gather(mine))
-            for checkpoint in saver.finished(wait=whole.save_failed):
+            flags = Flags(has_ended, stop_signal(), saver.has_failed)
+            batches, whole = agree(batches, run.feed, ranks, flags)
+            for checkpoint in saver.finished(wait=whole.flags.save_failed):
                 ledger.checkpoint_saved(checkpoint.step)
-            if whole.has_ended:
+            if whole.flags.has_ended:
                 recorder.flush()
                 ledger.spend("checkpoint")
                 save(run, step - 1)
                 ledger.checkpoint_saved(saver.wait().step)
                 raise TrainingError(_data_ended(config, step - 1))
-            stopped_by = whole.stop_signal
+            stopped_by = whole.flags.stop_signal
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
-            for batch in (batch.to(device) for batch in batches):
+            for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
                 place.at("forward and backward", batch=batch)
+                reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
                 with run.precision.autocast():
                     logits_TV = model(**batch.model_inputs()).logits[0]
                 loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
@@ -144,8 +144,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             # Update.
             place.at("update")
             ranks.sum_(loss_S)
-            ranks.sum_gradients(parameters)
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+            grad_norm = clip_(parameters, max_norm)
             numbers_S1 = torch.cat([loss_S, grad_norm.to(loss_S)[None]])
             take_step(optimizer, numbers_S1, skips=optim.on_nonfinite == "skip")
             if run.ema is not None:

@@ -2,7 +2,7 @@
 
 import random
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,14 @@ from transformers import PreTrainedModel
 from headway.count import trace
 from headway.data import Encoder, read_samples
 from headway.data.feed import Feed
+from headway.data.vision import vision_geometry, vision_tower
 from headway.devices import peak_for
 from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
+from headway.models.draw import draw_weights
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
+from headway.models.materialise import make_room, read_weights
+from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
 from headway.train.checkpoint import (
     Checkpoint,
     CheckpointSaver,
@@ -29,7 +33,8 @@ from headway.train.checkpoint import (
     training_tensors,
 )
 from headway.train.checkpoint.export import Exports
-from headway.train.config import TrainConfig
+from headway.train.config import ParallelConfig, TrainConfig
+from headway.train.config.sections import changed
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
@@ -45,6 +50,7 @@ class Run:
     device: torch.device
     precision: Precision
     ranks: Ranks
+    mesh: Mesh | None
     model: PreTrainedModel
     processor: Processor
     optimizer: Optimizer
@@ -65,7 +71,7 @@ class Run:
         """A few lines on what is about to happen."""
         params, peak = self.meter.cost_model.params, self.meter.peak
         lines = [
-            f"{type(self.model).__name__}: {params.total / 1e6:.2f} M parameters, {params.trainable / 1e6:.2f} M "
+            f"{model_name(self.model)}: {params.total / 1e6:.2f} M parameters, {params.trainable / 1e6:.2f} M "
             f"trained, {self.precision.name} on {self.device}",
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
@@ -93,7 +99,8 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     precision = choose_precision(config.run, device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    ranks = join_ranks(device, watchdog_s=config.run.watchdog_s)
+    ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
+    mesh = make_mesh(config.parallel, ranks, device)
     if resume is None:  # before anything is written there, and the same on all ranks
         resume = ranks.gather(has_run(config.run.folder))[0]
     if ranks.is_first:
@@ -110,19 +117,21 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)  # noqa: NPY002 - the global state is what other libraries draw from
     torch.manual_seed(config.run.seed)
-    model = build_model(config, checkpoint, precision.params, device)
+    model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
     meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
+    if mesh is not None:
+        distribute(model, mesh, config, checkpoint, precision, device)
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     encoder = Encoder(processor, rope_index(model))
-    budget = budget_of(config.data)
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = None
     if config.data.eval is not None:
-        eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
+        samples = read_samples(config.data.eval)[: config.eval.max_samples]
+        eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model))
 
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
@@ -141,6 +150,7 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         device,
         precision,
         ranks,
+        mesh,
         model,
         processor,
         optimizer,
@@ -158,17 +168,85 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     return run
 
 
+def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> Mesh | None:
+    """The mesh of a run's processes; None for a lone one, which trains a plain model.
+
+    Raises:
+        ConfigError: the processes do not fit the mesh, or a setting has no effect with as many as there are.
+    """
+    shape = MeshShape.of(
+        ranks.size,
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        sequence=parallel.sequence,
+        expert=parallel.expert,
+    )
+    idle = sorted(changed(parallel) & {"reshard", "reduce", "reduce_dtype", "offload"})
+    if ranks.size == 1 and idle:
+        raise ConfigError(
+            f"parallel.{idle[0]} has no effect on one process, which keeps its model whole. Take it out, or start more "
+            "with torchrun --nproc-per-node N -m headway train ..."
+        )
+    if parallel.offload and device.type == "cpu":
+        raise ConfigError("parallel.offload has no effect on a CPU, whose memory is the host's. Take it out.")
+    return build_mesh(shape, device.type) if ranks.size > 1 else None
+
+
 def build_model(
     config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """The configured model: with saved weights or at random; what a checkpoint is read into, if there is one.
 
+    Args:
+        config: everything there is to say.
+        checkpoint: where the run left off.
+        dtype: the parameters' floating-point type.
+        device: where the model lives; on the meta device it has no weights yet, see `distribute`.
+
     Raises:
         CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
     """
     refuse_half_written(Path(config.model.path))
-    if checkpoint is None:
-        return load_model(config.model.path, dtype=dtype, device=device, random_init=config.model.random_init)
+    if checkpoint is not None:
+        _refuse_another_model(config, checkpoint)
+    # A checkpoint's weights come later, when there is an optimizer too; until then any will do.
+    random_init = config.model.random_init or checkpoint is not None or device.type == "meta"
+    return load_model(config.model.path, dtype=dtype, device=device, random_init=random_init)
+
+
+def distribute(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    config: TrainConfig,
+    checkpoint: Checkpoint | None,
+    precision: Precision,
+    device: torch.device,
+) -> None:
+    """Shard a model that has no weights yet, and give every process its slices of them, or room for a checkpoint's.
+
+    Raises:
+        CheckpointError: the weights are not whole, or of another model.
+    """
+    parallel = config.parallel
+    shard_model(
+        model,
+        mesh,
+        compute_dtype=precision.compute,
+        reduce_dtype=getattr(torch, parallel.reduce_dtype),
+        reshard=parallel.reshard,
+        offload=parallel.offload,
+        vision=vision_tower(model),
+    )
+    keep_on = torch.device("cpu") if parallel.offload else device
+    if checkpoint is not None:
+        make_room(model, device, keep_on=keep_on)
+    elif config.model.random_init:
+        draw_weights(model, device, keep_on=keep_on)
+    else:
+        read_weights(model, config.model.path, device, keep_on=keep_on)
+
+
+def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
     wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.model_folder))
     if wanted != found:
         keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
@@ -176,7 +254,6 @@ def build_model(
             f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
             f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
         )
-    return load_model(config.model.path, dtype=dtype, device=device, random_init=True)  # the weights come later
 
 
 def save(run: Run, step: int) -> None:
@@ -187,7 +264,8 @@ def save(run: Run, step: int) -> None:
     """
     position = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
     tensors = training_tensors(run.model, run.optimizer, run.ema)
-    run.saver.save(step, Contents(tensors, random_state(), position, {"data": run.ranks.size}, run.write_model))
+    shape = MeshShape() if run.mesh is None else run.mesh.shape
+    run.saver.save(step, Contents(tensors, random_state(), position, asdict(shape), run.write_model))
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -197,9 +275,10 @@ def _facts(run: Run) -> dict[str, Any]:
         "software": describe_software(),
         "device": {"name": peak.name, "kind": str(run.device), "threads": torch.get_num_threads()},
         "ranks": run.ranks.size,
+        "mesh": None if run.mesh is None else asdict(run.mesh.shape),
         "precision": run.precision.name,
         "peak": {"flops_per_s": peak.flops_per_s, "dtype": peak.dtype, "kind": peak.kind, "source": peak.source},
-        "model": {"class": type(run.model).__name__, "parameters": params.total, "trainable": params.trainable},
+        "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
     }
 
