@@ -27,7 +27,11 @@ VIDEO_FPS = 2  # as many as the model reads of a second
 
 def vocabulary_texts() -> list[str]:
     """What a small tokenizer is to learn: the words, with their spaces, the turns of a chat and times in a video."""
-    return [*(f" {word}" for word in WORDS for _ in range(8)), *["user\n", "assistant\n", "<0.5 seconds>", "<12.5 seconds>"] * 8, *WORDS]
+    return [
+        *(f" {word}" for word in WORDS for _ in range(8)),
+        *["user\n", "assistant\n", "<0.5 seconds>", "<12.5 seconds>"] * 8,
+        *WORDS,
+    ]
 
 
 def write_small_data(
