@@ -90,9 +90,14 @@ def train(
         raise UsageError("--resume and --resume-if-any contradict each other where there is no run; give one of them.")
     from headway.train.config import load_config
 
-    resolved = load_config(config, tuple(settings or ()))  # a typo is told before torch is loaded
+    overrides, later = tuple(settings or ()), ()
+    if scale_down:  # what says what is shrunk goes before, the rest on top
+        overrides, later = _split(overrides)
+    resolved = load_config(config, overrides)  # a typo is told before torch is loaded
 
     if dry_run:
+        if scale_down or resume or resume_if_any:
+            raise UsageError("--dry-run trains nothing; leave out --scale-down, --resume and --resume-if-any.")
         print_dry_run(resolved, devices=devices, device=device, as_json=as_json)
         return
     if devices is not None or device is not None:
@@ -103,22 +108,29 @@ def train(
     with needs_extra("training"):
         from headway.train.loop import train as run
 
-    resumes = None if resume_if_any else resume
+    goes_on = None if resume_if_any else resume
     if scale_down:
-        resolved = _scaled_down(resolved, tuple(settings or ()), resume=resumes)
-    print_summary(run(resolved, resume=resumes), as_json=as_json)
+        resolved = _scaled_down(resolved, later, resume=goes_on)
+    print_summary(run(resolved, resume=goes_on), as_json=as_json)
+
+
+def _split(overrides: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Assignments that a recipe is shrunk with, and those that are made afterwards."""
+    first = tuple(one for one in overrides if one.startswith(("model.path=", "run.folder=", "run.device=", "plan.")))
+    return first, tuple(one for one in overrides if one not in first)
 
 
 def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: bool | None) -> "TrainConfig":
     """Shrink a recipe and write what it trains on; a run that goes on has both already."""
     import torch
 
+    from headway.train.record import has_run
     from headway.train.scale_down import scale_down, write_small
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     cuda = config.run.device != "cpu" and torch.cuda.is_available()
     small = scale_down(config, world_size=world_size, cuda=cuda, overrides=overrides)
-    if not resume:
+    if not (has_run(small.config.run.folder) if resume is None else resume):
         write_small(small)
     return small.config
 

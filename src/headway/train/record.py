@@ -40,6 +40,7 @@ _FREE_ON_RESUME = (
     "checkpoint",
     "parallel",
     "plan",
+    "optim.accumulation",  # other processes, the same packs in a step
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
