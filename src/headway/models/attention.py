@@ -201,7 +201,7 @@ def attend(
         s_aux = None if s_aux is None else own_heads(s_aux, pack_split)
     out_THD = _within_segments(q_THD, k_TKD, v_TKD, cu_N, longest, causal, window, scale, softcap, s_aux, dropout)
     if pack_split is not None:
-        out_THD = heads_to_tokens(out_THD, query.shape[1], pack_split)
+        out_THD = heads_to_tokens(out_THD, query.shape[2], query.shape[1], pack_split)
     return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
 
 

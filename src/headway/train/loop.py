@@ -1,7 +1,8 @@
 """The training loop, whole.
 
 `train` reads from top to bottom: for each optimizer step, fetch the packs, run them forward and backward, update,
-record; now and then evaluate and save. `prepare` builds what it needs.
+record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, L those of them that
+this process computes, S the sources.
 
 The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
 by their number; so neither the packing nor the number of ranks changes it. The head runs on every token of a pack,
@@ -18,6 +19,7 @@ from headway.data.feed import FeedReport
 from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel import clip_, reduce_gradients
+from headway.models.parallel.sequence import local_slots
 from headway.train.config import TrainConfig
 from headway.train.memory_error import explain
 from headway.train.nonfinite import take_step
@@ -133,10 +135,12 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
                 place.at("forward and backward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
+                local = local_slots(batch.slots, run.sequence_group)
+                labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
-                    pack = run.head(batch.model_inputs(), batch.labels_1T[0], per=max(1, whole.num_supervised))
+                    pack = run.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
                 torch.autograd.backward(pack.total)
-                loss_S.index_add_(0, batch.source_of_slots(), pack.loss_T)
+                loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
             meter.add(whole.workload)
 
             # Update.

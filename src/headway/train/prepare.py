@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from headway.count import trace
@@ -26,6 +27,7 @@ from headway.models.load import Processor, load_config, load_model, load_process
 from headway.models.materialise import make_room, read_weights
 from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
 from headway.models.parallel.experts import spread_experts
+from headway.models.parallel.sequence import share_packs
 from headway.models.router import RouterLoad
 from headway.train.checkpoint import (
     Checkpoint,
@@ -75,6 +77,11 @@ class Run:
     def weights_to_judge(self) -> AbstractContextManager[None]:
         """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
         return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
+
+    @property
+    def sequence_group(self) -> ProcessGroup | None:
+        """The processes that compute each of this one's packs with it; None where it computes them alone."""
+        return _sequence_group(self.mesh)
 
     def describe(self) -> list[str]:
         """A few lines on what is about to happen."""
@@ -146,7 +153,9 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     eval_set = None
     if config.data.eval is not None:
         samples = read_samples(config.data.eval)[: config.eval.max_samples]
-        eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model))
+        eval_set = EvalSet(
+            samples, encoder, budget_of(config.data), ranks, vision_geometry(model), _sequence_group(mesh)
+        )
 
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
@@ -184,6 +193,10 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
     return run
+
+
+def _sequence_group(mesh: Mesh | None) -> ProcessGroup | None:
+    return None if mesh is None or mesh.sequence is None else mesh.sequence.get_group()
 
 
 def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> Mesh | None:
@@ -248,6 +261,8 @@ def distribute(
     parallel = config.parallel
     if mesh.expert is not None:
         spread_experts(model, mesh.expert)
+    if mesh.sequence is not None:
+        share_packs(model, mesh.sequence.get_group())
     shard_model(
         model,
         mesh,

@@ -38,7 +38,7 @@ class Split(NamedTuple):
 
     def sizes(self) -> list[int]:
         """Slots of each process; they differ by one unit at most, and earlier ones have more."""
-        return [self.unit * size for size in shares(self.slots // self.unit, self.degree)]
+        return _sizes(self.slots, self.unit, self.degree)
 
     def local(self) -> slice:
         """This process's slots."""
@@ -96,7 +96,7 @@ def tokens_to_heads(
         torch.cat([q_LHD[:, own].flatten(1), k_LKD[:, read].flatten(1), v_LKD[:, read].flatten(1)], dim=1)
         for own, read in zip(query_heads, key_heads, strict=True)
     ]
-    x_TW = _exchange_columns(parts, split)
+    x_TW = _deal_columns(parts, split)
     own, read = query_heads[split.rank], key_heads[split.rank]
     sizes = [q_LHD.shape[2], k_LKD.shape[2], v_LKD.shape[2]]
     counts = [own.stop - own.start, read.stop - read.start, read.stop - read.start]
@@ -115,25 +115,24 @@ def tokens_to_heads(
     return q_ThD, k_TkD, v_TkD
 
 
-def heads_to_tokens(x_ThD: torch.Tensor, num_heads: int, split: Split) -> torch.Tensor:
+def heads_to_tokens(x_ThD: torch.Tensor, local_slots: int, num_heads: int, split: Split) -> torch.Tensor:
     """Give up the other processes' tokens for all heads of this process's tokens; undoes `tokens_to_heads`.
 
     Args:
         x_ThD: what attention made of this process's query heads.
-        num_heads: query heads of all processes.
+        local_slots: this process's slots, L.
+        num_heads: query heads of all processes, H.
         split: how the pack's slots are dealt.
 
     Returns:
         Shape (L, H, D).
     """
-    sizes, counts = split.sizes(), shares(num_heads, split.degree)
-    mine = sizes[split.rank]
-    widths = [count * x_ThD.shape[2] for count in counts]
-    sent = [size * widths[split.rank] for size in sizes]
-    received = [mine * width for width in widths]
-    parts = torch.split(_all_to_all(x_ThD.flatten(), received, sent, split.group), received)
-    x_LW = torch.cat([part.view(mine, width) for part, width in zip(parts, widths, strict=True)], dim=1)
-    return x_LW.view(mine, num_heads, x_ThD.shape[2])
+    size = x_ThD.shape[2]
+    widths = [count * size for count in shares(num_heads, split.degree)]
+    x_LW: torch.Tensor = _slots_of_all_columns(
+        x_ThD.flatten(1), local_slots, widths, split.unit, split.rank, split.group
+    )
+    return x_LW.view(local_slots, num_heads, size)
 
 
 def own_heads(x_H: torch.Tensor, split: Split) -> torch.Tensor:
@@ -143,17 +142,7 @@ def own_heads(x_H: torch.Tensor, split: Split) -> torch.Tensor:
 
 def gather_slots(x_LC: torch.Tensor, split: Split) -> torch.Tensor:
     """Give every process all slots, shape (T, C); the gradients of all processes are added up."""
-    return _exchange_columns([x_LC] * split.degree, split)
-
-
-def _exchange_columns(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
-    """Send each process its columns of this process's slots; get this process's columns of all slots, (T, W)."""
-    sizes = split.sizes()
-    width = parts[split.rank].shape[1]
-    sent = [sizes[split.rank] * part.shape[1] for part in parts]
-    received = [size * width for size in sizes]
-    flat = torch.cat([part.flatten() for part in parts])
-    return _all_to_all(flat, received, sent, split.group).view(split.slots, width)
+    return _deal_columns([x_LC] * split.degree, split)
 
 
 def _ranges(heads: int, degree: int) -> list[slice]:
@@ -172,27 +161,79 @@ def _read_by(heads: slice, per_key: int) -> slice:
     return slice(heads.start // per_key, (heads.stop - 1) // per_key + 1)
 
 
-def _all_to_all(x: torch.Tensor, received: list[int], sent: list[int], group: str) -> torch.Tensor:
-    exchange: Any = _AllToAll.apply  # torch leaves it untyped
-    out: torch.Tensor = exchange(x, received, sent, group)
-    return out
+def _deal_columns(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
+    """Send each process its columns of this process's slots, a part for each; get one's own columns of all slots."""
+    widths = [part.shape[1] for part in parts]
+    x_LW = torch.cat(parts, dim=1)
+    x_TW: torch.Tensor = _columns_of_all_slots(x_LW, split.slots, widths, split.unit, split.rank, split.group)
+    return x_TW
 
 
-class _AllToAll(torch.autograd.Function):
-    """All-to-all of a flat tensor; its gradient takes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, received: list[int], sent: list[int], group: str) -> torch.Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _collective(x, received, sent, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _collective(grad, ctx.sent, ctx.received, ctx.group), None, None, None
+# The two ways are operators of their own: torch.compile sees their shapes and not the sizes of the messages, whose
+# symbolic form would cost it minutes.
 
 
-def _collective(x: torch.Tensor, received: list[int], sent: list[int], group: str) -> torch.Tensor:
+@torch.library.custom_op("headway::columns_of_all_slots", mutates_args=())
+def _columns_of_all_slots(
+    x_LW: torch.Tensor, slots: int, widths: list[int], unit: int, rank: int, group: str
+) -> torch.Tensor:
+    sizes, width = _sizes(slots, unit, len(widths)), widths[rank]
+    sent = torch.cat([part.flatten() for part in torch.split(x_LW, widths, dim=1)])
+    messages = [sizes[rank] * each for each in widths]
+    return _all_to_all(sent, messages, [size * width for size in sizes], group).view(slots, width)
+
+
+@torch.library.custom_op("headway::slots_of_all_columns", mutates_args=())
+def _slots_of_all_columns(
+    x_TW: torch.Tensor, local_slots: int, widths: list[int], unit: int, rank: int, group: str
+) -> torch.Tensor:
+    sizes, width = _sizes(x_TW.shape[0], unit, len(widths)), widths[rank]
+    messages = [local_slots * each for each in widths]
+    received = _all_to_all(x_TW.flatten(), [size * width for size in sizes], messages, group)
+    parts = torch.split(received, messages)
+    return torch.cat([part.view(local_slots, each) for part, each in zip(parts, widths, strict=True)], dim=1)
+
+
+def _all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+    """Exchange a flat tensor, cut into `sent` elements for each process."""
     ops: Any = torch.ops._c10d_functional
     out: torch.Tensor = ops.wait_tensor(ops.all_to_all_single(x.contiguous(), received, sent, group))
     return out
+
+
+def _sizes(slots: int, unit: int, degree: int) -> list[int]:
+    return [unit * size for size in shares(slots // unit, degree)]
+
+
+@_columns_of_all_slots.register_fake
+def _(x_LW: torch.Tensor, slots: int, widths: list[int], unit: int, rank: int, group: str) -> torch.Tensor:  # noqa: ARG001
+    return x_LW.new_empty(slots, widths[rank])
+
+
+@_slots_of_all_columns.register_fake
+def _(x_TW: torch.Tensor, local_slots: int, widths: list[int], unit: int, rank: int, group: str) -> torch.Tensor:  # noqa: ARG001
+    return x_TW.new_empty(local_slots, sum(widths))
+
+
+def _keep_for_columns(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    x_LW, _, ctx.widths, ctx.unit, ctx.rank, ctx.group = inputs
+    ctx.local_slots = x_LW.shape[0]
+
+
+def _columns_backward(ctx: Any, grad_TW: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grad = _slots_of_all_columns(grad_TW, ctx.local_slots, ctx.widths, ctx.unit, ctx.rank, ctx.group)
+    return grad, None, None, None, None, None
+
+
+def _keep_for_slots(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
+    x_TW, _, ctx.widths, ctx.unit, ctx.rank, ctx.group = inputs
+    ctx.slots = x_TW.shape[0]
+
+
+def _slots_backward(ctx: Any, grad_LW: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grad = _columns_of_all_slots(grad_LW, ctx.slots, ctx.widths, ctx.unit, ctx.rank, ctx.group)
+    return grad, None, None, None, None, None
+
+
+_columns_of_all_slots.register_autograd(_columns_backward, setup_context=_keep_for_columns)
+_slots_of_all_columns.register_autograd(_slots_backward, setup_context=_keep_for_slots)
