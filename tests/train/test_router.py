@@ -1,8 +1,5 @@
 """The router's numbers in the metrics of a run, against what the routers of the same model choose."""
 
-import json
-import shutil
-
 import torch
 
 from headway.train.config import parse_config
@@ -11,21 +8,8 @@ from headway.train.prepare import prepare
 from headway.train.record import read_metrics
 
 
-def mixture(digits, folder):
-    """The small reader with a mixture of experts in place of its MLP."""
-    shutil.copytree(digits / "model", folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]}
-    config["text_config"] |= {"model_type": "qwen3_vl_moe_text", "num_experts": 8, "num_experts_per_tok": 2}
-    config["text_config"] |= {"moe_intermediate_size": 16, "num_hidden_layers": 2}
-    config["vision_config"] |= {"model_type": "qwen3_vl_moe_vision"}
-    path.write_text(json.dumps(config))
-    return folder
-
-
-def test_a_step_records_how_its_slots_were_routed(raw, digits, tmp_path):
-    raw["model"]["path"] = str(mixture(digits, tmp_path / "mixture"))
+def test_a_step_records_how_its_slots_were_routed(raw, mixture, tmp_path):
+    raw["model"]["path"] = str(mixture)
     raw["optim"] |= {"steps": 1, "accumulation": 2, "warmup_steps": 0}
     train(parse_config(raw))
     (record,) = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if r["kind"] == "step"]

@@ -4,6 +4,8 @@ python experts_process.py DEGREE      DEGREE processes share the experts; FSDP2 
 """
 
 import sys
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,9 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from headway.models.experts import experts_of, use_experts
+from headway.models.load import load_model
+from headway.models.materialise import read_weights
 from headway.models.parallel.experts import spread_experts
 from tiny_models import tiny_config
 
@@ -51,28 +56,35 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def check_model(family: str, mesh: DeviceMesh, *, from_meta: bool) -> None:
-    """Losses and every parameter's gradient are those of one process that has all packs, on its own experts' loop."""
+def check_model(family: str, mesh: DeviceMesh, *, folder: Path | None = None, compiled: bool = False) -> None:
+    """Losses and every parameter's gradient are those of one process that has all packs, on its own experts' loop.
+
+    Args:
+        family: as in `tiny_models`.
+        mesh: of processes.
+        folder: where the weights are written and read, if the model is shared out before it has them.
+        compiled: whether its layers are compiled, and recomputed in the backward pass.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     alone, model = build(family), build(family)
     use_experts(alone, "eager")
     losses = torch.stack([loss_of(alone, each) for each in range(size)])
     losses.sum().backward()
 
-    if from_meta:
-        model.to("meta")
+    if folder is not None:
+        model = load_model(tiny_config(family), dtype=torch.float64, device="meta", attention="eager", random_init=True)
+        if rank == 0:
+            alone.save_pretrained(folder)
+        dist.barrier()
     spread_experts(model, mesh["expert"])
     shard(model, mesh)
-    if from_meta:
-        model.to_empty(device="cpu")
-        for mine, theirs in zip(
-            [*model.parameters(), *model.buffers()], [*alone.parameters(), *alone.buffers()], strict=True
-        ):
-            value = theirs.detach()
-            if isinstance(mine, DTensor):
-                value = distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
-            with torch.no_grad():
-                mine.copy_(value)
+    if folder is not None:
+        read_weights(model, folder, "cpu")
+    if compiled:
+        for layer in model.model.layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer.compile(backend="aot_eager")
     loss = loss_of(model, rank)
     loss.backward()
     torch.testing.assert_close(loss.detach(), losses[rank].detach(), rtol=1e-6, atol=0)
@@ -132,7 +144,7 @@ def check_layer(family: str, mesh: DeviceMesh, choice: str) -> None:
         torch.testing.assert_close(parameter.grad.to_local(), place.to_local())
 
 
-def main(degree: int) -> None:
+def main(degree: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // degree, degree), mesh_dim_names=("expert_shard", "expert"))
@@ -140,10 +152,12 @@ def main(degree: int) -> None:
         for family in ("qwen3_moe", "gpt_oss_sinks", "nemotron_h"):
             check_layer(family, mesh, choice)
     for family in FAMILIES:
-        check_model(family, mesh, from_meta=False)
-    check_model("qwen3_moe", mesh, from_meta=True)
+        check_model(family, mesh)
+    check_model("qwen3_moe", mesh, folder=folder / "qwen3_moe")
+    check_model("gpt_oss_sinks", mesh, folder=folder / "gpt_oss_sinks")
+    check_model("qwen3_moe", mesh, compiled=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))
