@@ -42,7 +42,7 @@ def build(family):
             "qwen2_5_vl",
             5 + 2 * 3 + 1,
             "llama",
-            2,
+            2 + 3,
         ),  # the tower: two norms a block, one in the merger; its MLPs have biases
     ],
 )

@@ -214,7 +214,7 @@ def _put_in(
         module.forward = gate
     for full_name, (name, function) in rotaries.items():
         kernel = liger_rotary_pos_emb_vision if name.endswith("vision") else liger_rotary_pos_emb
-        setattr(sys.modules[full_name.removesuffix(f".{name}")], name, _on_cuda(function, kernel))
+        setattr(sys.modules[full_name.removesuffix(f".{name}")], name, _on_cuda(inspect.unwrap(function), kernel))
 
 
 def _on_cuda(function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
