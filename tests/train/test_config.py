@@ -165,3 +165,42 @@ def test_wrong_settings_of_data_are_one_clear_error(minimal, override, message):
     with pytest.raises(ConfigError) as caught:
         load_config(minimal, (override,))
     assert message in str(caught.value)
+
+
+def test_a_file_changes_and_adds_to_the_one_that_it_extends(minimal):
+    (minimal.parent / "more").mkdir()
+    second = minimal.parent / "more" / "second.yaml"
+    second.write_text("extends: ../c.yaml\noptim: {lr: 3e-4}\ndata: {train: [{path: b.jsonl, epochs: 1}]}\n")
+    third = minimal.parent / "third.yaml"
+    third.write_text("extends: more/second.yaml\nrun: {seed: 7}\n")
+    config = load_config(third, ("optim.steps=5",))
+    assert (config.optim.lr, config.optim.steps, config.run.seed, config.run.folder.name) == (3e-4, 5, 7, "x")
+    assert [stage.path for stage in config.data.train] == ["b.jsonl"]
+    assert config.data.tokens_per_pack == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: c.yaml", "extends itself"),
+        ("extends: gone.yaml", "gone.yaml: No such file"),
+        ("extends: [a, b]", "is no path; name one YAML file"),
+    ],
+)
+def test_a_file_that_cannot_be_extended_is_refused(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("{mix: chat}", "no such mix of lengths; known are chats, images"),
+        ("{mix: chats, lengths: a.csv}", "give either 'mix' or 'lengths'"),
+    ],
+)
+def test_a_plan_has_lengths_from_one_known_place(minimal, plan, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(minimal, (f"plan={plan}",))

@@ -34,8 +34,8 @@ def reader(digits, tmp_path_factory):
         },
     }
     summary = train(parse_config(raw))
-    model = load_model(str(summary.checkpoint)).eval()
-    return model, Encoder(load_processor(str(summary.checkpoint)), rope_index(model))
+    model = load_model(str(summary.model)).eval()
+    return model, Encoder(load_processor(str(summary.model)), rope_index(model))
 
 
 def _is_exact_token_by_token(model, encoder, sample):

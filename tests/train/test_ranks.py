@@ -1,9 +1,5 @@
 """Two processes train as one: the same losses as one process that accumulates twice the packs."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +10,7 @@ from headway.train.config import load_config
 from headway.train.loop import train
 from headway.train.ranks import Ranks
 from headway.train.record import read_metrics
-
-SOURCE = Path(__file__).parents[2] / "src"
+from processes import TRAIN, run_processes
 
 
 def test_one_process_sums_to_itself():
@@ -40,25 +35,7 @@ def test_two_ranks_have_the_losses_of_one_with_twice_the_accumulation(raw, digit
     alone = read_metrics(Path(raw["run"]["folder"]) / "metrics.jsonl")
 
     folder = tmp_path / "two"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "PYTHONPATH": str(SOURCE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "headway", "train", str(path), "--set", f"run.folder={folder}"]
-    command += ["--set", "optim.accumulation=2"]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**shared, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
+    run_processes([*TRAIN, path, "--set", f"run.folder={folder}", "--set", "optim.accumulation=2"], 2)
     together = read_metrics(folder / "metrics.jsonl")
 
     assert [(r["kind"], r["step"]) for r in together] == [(r["kind"], r["step"]) for r in alone]

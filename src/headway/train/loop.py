@@ -9,12 +9,7 @@ supervised or not, because that is what the ledger counts: what is billed is wha
 """
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +23,6 @@ from headway.train.optim import learning_rate, set_learning_rate
 from headway.train.prepare import prepare, save
 from headway.train.progress import Progress, evaluation_line
 from headway.train.record import (
-    CHECKPOINTS,
     METRICS,
     SUMMARY,
     MetricsLog,
@@ -39,6 +33,7 @@ from headway.train.record import (
     write_json,
 )
 from headway.train.share import StepShare
+from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
 
 
@@ -63,12 +58,12 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
     run = prepare(config, resume=resume)
     model, optimizer, meter = run.model, run.optimizer, run.meter
     ranks, device = run.ranks, run.device
-    optim, root = config.optim, config.run.folder / CHECKPOINTS
+    optim, saver = config.optim, run.saver
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
     steps = iter(run.feed)
-    saved, evaluation, stopped = run.checkpoint, None, False
+    evaluation, stopped_by = None, 0
     progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
     log = MetricsLog(config.run.folder / METRICS if ranks.is_first else None, last_step=step)
 
@@ -78,13 +73,13 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         resumed_from=step if resume else None,
     )
 
-    with progress, log, ledger, run.feed, _stop_on_ctrl_c() as wants_stop:
+    with progress, log, ledger, run.feed, saver, stop_requests() as stop_signal:
         for line in run.describe():
             progress.note(line)
         recorder = StepRecorder(log, progress.step, device, run.feed.names)
         model.train()
 
-        while step < optim.steps and not stopped:
+        while step < optim.steps and not stopped_by:
             step += 1
             lr = learning_rate(step, optim)
             set_learning_rate(optimizer, lr)
@@ -99,15 +94,19 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             ledger.spend("step")
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
-            mine = StepShare.of(batches, run.feed, has_ended=has_ended, stops=wants_stop())
+            mine = StepShare.of(
+                batches, run.feed, has_ended=has_ended, stop_signal=stop_signal(), save_failed=saver.has_failed
+            )
             whole = StepShare.total(ranks.gather(mine))
+            for checkpoint in saver.finished(wait=whole.save_failed):
+                ledger.checkpoint_saved(checkpoint.step)
             if whole.has_ended:
                 recorder.flush()
                 ledger.spend("checkpoint")
-                saved = save(run, root, step - 1)
-                ledger.checkpoint_saved(step - 1)
+                save(run, step - 1)
+                ledger.checkpoint_saved(saver.wait().step)
                 raise TrainingError(_data_ended(config, step - 1))
-            stopped = whole.stops
+            stopped_by = whole.stop_signal
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
@@ -124,6 +123,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             ranks.sum_gradients(parameters)
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
             optimizer.step()
+            if run.ema is not None:
+                run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
             recorder.add(step, lr, torch.cat([loss_S, grad_norm.to(loss_S)[None]]), whole, meter.end_step())
 
@@ -132,26 +133,30 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
                 recorder.flush()
                 ledger.spend("evaluation")
-                evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
+                with run.weights_to_judge():
+                    evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
                 record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
                 log.write(record)
                 progress.note(evaluation_line(record))
-            if _is_due(step, config.checkpoint.every) or is_last or stopped:
+            if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
                 recorder.flush()
                 ledger.spend("checkpoint")
-                saved = save(run, root, step)
-                ledger.checkpoint_saved(step)
+                save(run, step)
+        ledger.spend("checkpoint")
+        last = saver.wait()
+        ledger.checkpoint_saved(last.step)
         ledger.spend("idle")
-        if stopped and step < optim.steps:
-            progress.note(f"stopped by Ctrl-C after step {step}; continue with --resume")
+        if step < optim.steps:
+            progress.note(f"stopped by {NAMES[stopped_by]} after step {step}; continue with --resume")
         for warning in meter.summary().warnings:
             progress.note(f"warning: {warning}")
 
     losses = [r["loss"] for r in read_metrics(config.run.folder / METRICS) if r["kind"] == "step"]
-    assert saved is not None
     summary = RunSummary(
         folder=config.run.folder,
-        checkpoint=saved.folder,
+        checkpoint=last.folder,
+        model=run.exports.folder(last) if config.checkpoint.export != "never" else None,
+        stopped_by=stopped_by,
         steps=step,
         planned_steps=optim.steps,
         first_loss=losses[0],
@@ -163,6 +168,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         memory_bytes=memory_bytes(device),
     )
     if ranks.is_first:
+        if summary.model is not None:
+            run.exports.make(last)
         write_json(config.run.folder / SUMMARY, summary.as_json())
     return summary
 
@@ -177,22 +184,3 @@ def _data_ended(config: TrainConfig, step: int) -> str:
         "out of the last stage of data.train to go on as long as there are steps, or set optim.steps to what the data "
         "fill."
     )
-
-
-@contextmanager
-def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a wish to stop after the step; a second one interrupts at once."""
-    wished = threading.Event()
-
-    def wish(_signal: int, _frame: FrameType | None) -> None:
-        wished.set()
-        signal.signal(signal.SIGINT, before)
-
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
-        yield wished.is_set
-        return
-    before = signal.signal(signal.SIGINT, wish)
-    try:
-        yield wished.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

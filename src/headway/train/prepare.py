@@ -1,6 +1,7 @@
 """Build the parts of a run: devices and ranks, model, optimizer, meter, feed; and bring them to where they left off."""
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,23 @@ from headway.meter import StepMeter
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.train.checkpoint import (
     Checkpoint,
-    latest_checkpoint,
+    CheckpointSaver,
+    Contents,
+    find_checkpoint,
     random_state,
     refuse_half_written,
+    restore,
     restore_random_state,
-    save_checkpoint,
+    training_tensors,
 )
+from headway.train.checkpoint.export import Exports
 from headway.train.config import TrainConfig
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import freeze, make_optimizer
+from headway.train.optim import WeightAverage, freeze, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
-from headway.train.record import CHECKPOINTS, RUN, describe_software, open_run_folder, write_json
+from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, open_run_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,17 @@ class Run:
     model: PreTrainedModel
     processor: Processor
     optimizer: torch.optim.Optimizer
+    ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
     eval_set: EvalSet | None
     checkpoint: Checkpoint | None
-    keep: int
+    saver: CheckpointSaver
+    exports: Exports
+
+    def weights_to_judge(self) -> AbstractContextManager[None]:
+        """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
+        return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
 
     def describe(self) -> list[str]:
         """A few lines on what is about to happen."""
@@ -58,6 +69,13 @@ class Run:
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
+
+    def write_model(self, folder: Path) -> None:
+        """Write what a model folder holds besides weights."""
+        self.model.config.save_pretrained(folder)
+        if self.model.can_generate() and self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
 
 
 def prepare(config: TrainConfig, *, resume: bool) -> Run:
@@ -77,11 +95,8 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     ranks = join_ranks(device)
     if ranks.is_first:
         open_run_folder(config, resume=resume)
-    checkpoint = latest_checkpoint(config.run.folder / CHECKPOINTS) if resume and ranks.is_first else None
     ranks.wait()
-    if resume and not ranks.is_first:
-        checkpoint = latest_checkpoint(config.run.folder / CHECKPOINTS)
-
+    checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
     if checkpoint is not None and checkpoint.step >= config.optim.steps:
         raise ConfigError(
             f"the run in {config.run.folder} has taken all of its {config.optim.steps} steps, so there is nothing to "
@@ -96,7 +111,8 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
     meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(model, config.optim, cost_model)
+    ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     encoder = Encoder(processor, rope_index(model))
     budget = budget_of(config.data)
@@ -106,10 +122,18 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
 
     if checkpoint is not None:
-        state = checkpoint.state()
-        optimizer.load_state_dict(state["optimizer"])
-        feed.load_state_dict(state["data"])
-        restore_random_state(state["random"])
+        restore(checkpoint, model, optimizer, ema)
+        feed.load_state_dict(checkpoint.position())
+        restore_random_state(checkpoint.random_state(ranks.rank))
+    saving = config.checkpoint
+    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep)
+    saver = CheckpointSaver(
+        config.run.folder / CHECKPOINTS,
+        ranks,
+        keep=saving.keep,
+        asynchronous=saving.asynchronous,
+        export=exports.make if saving.export == "every" else None,
+    )
     run = Run(
         device,
         precision,
@@ -117,11 +141,13 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         model,
         processor,
         optimizer,
+        ema,
         meter,
         feed,
         eval_set,
         checkpoint,
-        config.checkpoint.keep,
+        saver,
+        exports,
     )
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
@@ -131,7 +157,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
 def build_model(
     config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """The configured model: with a checkpoint's weights, with saved ones, or at random.
+    """The configured model: with saved weights or at random; what a checkpoint is read into, if there is one.
 
     Raises:
         CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
@@ -139,25 +165,25 @@ def build_model(
     refuse_half_written(Path(config.model.path))
     if checkpoint is None:
         return load_model(config.model.path, dtype=dtype, device=device, random_init=config.model.random_init)
-    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.folder))
+    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.model_folder))
     if wanted != found:
         keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
         raise CheckpointError(
             f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
             f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
         )
-    return load_model(str(checkpoint.folder), dtype=dtype, device=device)
+    return load_model(config.model.path, dtype=dtype, device=device, random_init=True)  # the weights come later
 
 
-def save(run: Run, root: Path, step: int) -> Checkpoint:
-    """Save everything after a step; the first rank writes, the others wait."""
-    folder = root / f"step-{step:06d}"
-    data = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
-    if run.ranks.is_first:
-        state = {"optimizer": run.optimizer.state_dict(), "data": data, "random": random_state()}
-        save_checkpoint(root, step, model=run.model, processor=run.processor, state=state, keep=run.keep)
-    run.ranks.wait()
-    return Checkpoint(folder, step)
+def save(run: Run, step: int) -> None:
+    """Begin to save everything after a step, all ranks together.
+
+    Raises:
+        CheckpointError: the checkpoint before could not be written, or this one.
+    """
+    position = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
+    tensors = training_tensors(run.model, run.optimizer, run.ema)
+    run.saver.save(step, Contents(tensors, random_state(), position, {"data": run.ranks.size}, run.write_model))
 
 
 def _facts(run: Run) -> dict[str, Any]:

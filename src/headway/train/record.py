@@ -4,7 +4,8 @@ config.yaml     the configuration as it was resolved
 run.json        versions, device, git commit, peak and convention
 metrics.jsonl   one record per step and per evaluation
 summary.json    the run in one object, written at the end
-checkpoints/    see `checkpoint.py`
+checkpoints/    see `checkpoint/`
+export/         model folders made of checkpoints, one for each exported step
 """
 
 import json
@@ -29,17 +30,21 @@ from headway.meter.goodput_report import Bucket
 from headway.train.config import TrainConfig, parse_config
 from headway.train.share import StepShare
 
-CONFIG, RUN, METRICS, SUMMARY, CHECKPOINTS = "config.yaml", "run.json", "metrics.jsonl", "summary.json", "checkpoints"
+CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
+CHECKPOINTS, EXPORTS = "checkpoints", "export"
 # What may change between a run and its continuation: it does not touch the sequence of losses.
 _FREE_ON_RESUME = (
     "eval",
     "checkpoint",
+    "parallel",
+    "plan",
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
     "run.folder",
     "run.device",
     "run.log_every",
+    "run.watchdog_s",
 )
 
 

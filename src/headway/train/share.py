@@ -17,7 +17,8 @@ class StepShare(NamedTuple):
         supervised: targets of each source [tokens], shape (S,).
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
         has_ended: whether no data are left; the packs are padding then.
-        stops: whether this is to be the last step.
+        stop_signal: number of the signal that makes this the last step; 0 for none.
+        save_failed: whether a checkpoint could not be written.
     """
 
     workload: Workload
@@ -25,7 +26,8 @@ class StepShare(NamedTuple):
     supervised: tuple[int, ...]
     lost: tuple[int, ...]
     has_ended: bool
-    stops: bool
+    stop_signal: int
+    save_failed: bool
 
     @property
     def num_supervised(self) -> int:
@@ -33,7 +35,9 @@ class StepShare(NamedTuple):
         return sum(self.supervised)
 
     @classmethod
-    def of(cls, batches: Sequence[Batch], feed: Feed, *, has_ended: bool, stops: bool) -> "StepShare":
+    def of(
+        cls, batches: Sequence[Batch], feed: Feed, *, has_ended: bool, stop_signal: int, save_failed: bool
+    ) -> "StepShare":
         """One rank's part: the packs that its feed handed out last."""
         names = feed.names
         tokens, supervised = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -44,7 +48,8 @@ class StepShare(NamedTuple):
                 tokens[origin.source] += length
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
-        return cls(workload, tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens, has_ended, stops)
+        counts = tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens
+        return cls(workload, *counts, has_ended, stop_signal, save_failed)
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
@@ -57,5 +62,6 @@ class StepShare(NamedTuple):
             supervised,
             lost,
             all(share.has_ended for share in shares),
-            any(share.stops for share in shares),
+            max(share.stop_signal for share in shares),
+            any(share.save_failed for share in shares),
         )

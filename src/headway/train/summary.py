@@ -30,7 +30,8 @@ class RunSummary:
 
     Attributes:
         folder: the run folder.
-        checkpoint: the last checkpoint; `from_pretrained` opens it.
+        checkpoint: the last checkpoint, which a continuation starts from.
+        model: the folder that `from_pretrained` opens, made of the last checkpoint; None if there is to be none.
         steps: optimizer steps taken, those before a resume included [steps].
         planned_steps: optimizer steps that were asked for [steps].
         first_loss: loss of the run's first step [nats per supervised token].
@@ -38,12 +39,14 @@ class RunSummary:
         utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
         report: samples and packs read, those before a resume included.
         evaluation: the last evaluation, if there was one.
+        stopped_by: number of the signal that ended the run early; 0 for none.
         total_s: wall time of this process's run, everything included [s].
         memory_bytes: largest memory [bytes].
     """
 
     folder: Path
     checkpoint: Path
+    model: Path | None
     steps: int
     planned_steps: int
     first_loss: float
@@ -51,6 +54,7 @@ class RunSummary:
     utilisation: RunUtilisation
     report: FeedReport
     evaluation: Evaluation | None
+    stopped_by: int
     total_s: float
     memory_bytes: int
 
@@ -65,6 +69,7 @@ class RunSummary:
             "schema_version": SCHEMA_VERSION,
             "folder": str(self.folder),
             "checkpoint": str(self.checkpoint),
+            "model": str(self.model) if self.model else None,
             "complete": self.is_complete,
             "steps": self.steps,
             "planned_steps": self.planned_steps,
@@ -109,6 +114,7 @@ class RunSummary:
                 ("peak source", use.peak.source),
                 ("memory", format_bytes(self.memory_bytes)),
                 ("checkpoint", str(self.checkpoint)),
+                ("model folder", str(self.model or "none; make one with headway export")),
             ]
         )
 

@@ -19,3 +19,19 @@ class ParallelConfig(Section):
     )
     sequence: Positive = Field(default=1, description="Processes that share each pack (Ulysses) [processes]")
     expert: Positive = Field(default=1, description="Processes that the experts of a layer are spread over [processes]")
+    reshard: bool = Field(
+        default=True,
+        description="Free a block's gathered weights after its forward and gather them again for its backward; false "
+        "keeps them, for speed where they fit",
+    )
+    reduce: Literal["pack", "step"] = Field(
+        default="pack",
+        description="Sum gradients over the processes after every pack, or once per step, which sends less and holds "
+        "the whole model's gradients on every process",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision in which gradients are summed over the processes"
+    )
+    offload: bool = Field(
+        default=False, description="Keep weights, gradients and optimizer state in the host's memory; CUDA only"
+    )

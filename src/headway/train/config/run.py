@@ -21,6 +21,11 @@ class RunConfig(Section):
     )
     threads: Positive | None = Field(default=None, description="CPU threads of PyTorch; null for its choice [threads]")
     log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")
+    watchdog_s: float | None = Field(
+        default=1800.0,
+        gt=0.0,
+        description="A rank without progress for so long writes where it stands and ends; null for no watch [s]",
+    )
 
 
 class CheckpointConfig(Section):
@@ -30,6 +35,13 @@ class CheckpointConfig(Section):
         default=None, description="Optimizer steps between checkpoints; the end of the run always has one [steps]"
     )
     keep: Positive = Field(default=2, description="Newest checkpoints that stay; older ones are deleted [checkpoints]")
+    asynchronous: bool = Field(
+        default=True, description="Write while training goes on, from a copy of the state in the host's memory"
+    )
+    export: Literal["never", "end", "every"] = Field(
+        default="end",
+        description="Which checkpoints become a folder that from_pretrained opens: none, the last, or every one",
+    )
 
 
 class EvalConfig(Section):
