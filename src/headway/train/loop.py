@@ -37,7 +37,7 @@ from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
 
 
-def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: PLR0915 - the loop stays whole
+def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: C901, PLR0915 - the loop stays whole
     """Train a model.
 
     Args:
@@ -71,6 +71,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         config.run.folder / GOODPUT if ranks.is_first else None,
         since_ns=start_ns,
         resumed_from=step if resume else None,
+        compiles=config.speed.compile,
     )
 
     with progress, log, ledger, run.feed, saver, stop_requests() as stop_signal:
@@ -119,14 +120,19 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             meter.add(whole.workload)
 
             # Update.
-            ranks.sum_(loss_S)
+            compilations = run.compile_watch.since()
+            sums = torch.cat([loss_S, torch.full((1,), len(compilations.guards), device=device)])
+            ranks.sum_(sums)
             ranks.sum_gradients(parameters)
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
             optimizer.step()
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(step, lr, torch.cat([loss_S, grad_norm.to(loss_S)[None]]), whole, meter.end_step())
+            utilisation = meter.end_step(compiled=compilations.happened)
+            numbers = torch.cat([sums, grad_norm.to(sums)[None]])
+            recorder.add(step, lr, numbers, whole, utilisation, compilations)
+            progress.recompiled(step, compilations.news)
 
             # Now and then, and at the end.
             is_last = step == optim.steps

@@ -16,7 +16,9 @@ from headway.data.feed import Feed
 from headway.devices import peak_for
 from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
+from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
+from headway.models.recompute import recompute_blocks
 from headway.train.checkpoint import (
     Checkpoint,
     CheckpointSaver,
@@ -35,6 +37,7 @@ from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
 from headway.train.optim import WeightAverage, freeze, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
+from headway.train.recompute import chosen_recompute
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, open_run_folder, write_json
 
 
@@ -50,6 +53,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     ema: WeightAverage | None
     meter: StepMeter
+    compile_watch: CompileWatch
     feed: Feed
     eval_set: EvalSet | None
     checkpoint: Checkpoint | None
@@ -110,7 +114,12 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     model = build_model(config, checkpoint, precision.params, device)
     processor = load_processor(config.model.path)
     cost_model = freeze(model, trace(model), config.model.freeze)
-    meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
+    recompute = chosen_recompute(config, model, cost_model, precision)
+    recompute_blocks(model, recompute)
+    compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
+    if config.speed.compile:
+        compile_blocks(model, compile_watch)
+    meter = StepMeter(cost_model, peak_for(device, precision.compute), recompute=recompute, world_size=ranks.size)
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
@@ -143,6 +152,7 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         optimizer,
         ema,
         meter,
+        compile_watch,
         feed,
         eval_set,
         checkpoint,

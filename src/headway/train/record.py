@@ -27,6 +27,8 @@ import headway
 from headway.errors import ConfigError, TrainingError
 from headway.meter import Goodput, StepUtilisation
 from headway.meter.goodput_report import Bucket
+from headway.meter.surroundings import Compilation
+from headway.models.compiling import Compilations
 from headway.train.config import TrainConfig, parse_config
 from headway.train.share import StepShare
 
@@ -166,10 +168,14 @@ class RunLedger:
         path: the ledger's file; None keeps none, as on all ranks but the first.
         since_ns: reading of the monotonic clock at which the process began to set up [ns].
         resumed_from: step that a resumed run goes on from; None if it is a new one.
+        compiles: whether torch.compile is used; its time is told apart then.
     """
 
-    def __init__(self, path: Path | None, *, since_ns: int, resumed_from: int | None) -> None:
+    def __init__(self, path: Path | None, *, since_ns: int, resumed_from: int | None, compiles: bool) -> None:
         self._ledger = None if path is None else Goodput(path, since_ns=since_ns)
+        self._compilation = Compilation()
+        if self._ledger is not None and compiles:
+            self._compilation.charge(self._ledger)
         if self._ledger is not None and resumed_from is not None:
             self._ledger.resumed(resumed_from)
 
@@ -189,6 +195,7 @@ class RunLedger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._compilation.let_go()
         if self._ledger is not None:
             self._ledger.close()
 
@@ -237,26 +244,34 @@ class StepRecorder:
         self._show = show
         self._device = device
         self._sources = sources
-        self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation] | None = None
+        self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation, Compilations] | None = None
 
     def add(
-        self, step: int, lr: float, losses_and_norm: torch.Tensor, share: StepShare, utilisation: StepUtilisation
+        self,
+        step: int,
+        lr: float,
+        sums_and_norm: torch.Tensor,
+        share: StepShare,
+        utilisation: StepUtilisation,
+        compilations: Compilations,
     ) -> None:
         """Take in a step that has been launched, and finish the record of the one before.
 
         Args:
             step: its number.
             lr: its learning rate.
-            losses_and_norm: the summed losses of each source [nats] and the gradient's norm, shape (S + 1,).
+            sums_and_norm: over all ranks, the summed losses of each source [nats] and the recompilations; and the
+                gradient's norm, shape (S + 2,).
             share: what all ranks computed.
             utilisation: of the step.
+            compilations: of this rank.
 
         Raises:
             TrainingError: the step before had a loss or gradient that is not finite.
         """
-        copy = HostCopy(losses_and_norm)
+        copy = HostCopy(sums_and_norm)
         self.flush()
-        self._pending = step, lr, copy, share, utilisation
+        self._pending = step, lr, copy, share, utilisation, compilations
 
     def flush(self) -> None:
         """Finish the record of the last step.
@@ -266,9 +281,9 @@ class StepRecorder:
         """
         if self._pending is None:
             return
-        step, lr, copy, share, utilisation = self._pending
+        step, lr, copy, share, utilisation, compilations = self._pending
         self._pending = None
-        *losses, grad_norm = copy.read()
+        *losses, recompiles, grad_norm = copy.read()
         loss = sum(losses) / max(1, share.num_supervised)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(
@@ -277,7 +292,10 @@ class StepRecorder:
                 "The checkpoints written before are whole."
             )
         numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "memory_bytes": memory_bytes(self._device)}
-        record = {"kind": "step", "step": step, **numbers, **utilisation.as_record()}
+        compiling = {"compiled": compilations.happened, "recompiles": round(recompiles)}
+        record = {"kind": "step", "step": step, **numbers, **compiling, **utilisation.as_record()}
+        if compilations.guards:
+            record["recompile_guards"] = list(compilations.guards)
         if len(self._sources) > 1:
             record["sources"] = self._by_source(losses, share)
         self._log.write(record)

@@ -1,14 +1,59 @@
 """What makes a step faster or smaller without changing what it computes."""
 
-from pydantic import Field
+import re
+from typing import Literal, Self
 
-from headway.train.config.sections import Positive, Section
+from pydantic import Field, field_validator, model_validator
+
+from headway.train.config.sections import Positive, Section, changed
+
+_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class SpeedConfig(Section):
     """Compilation, kernels and recomputation."""
 
+    compile: bool = Field(
+        default=False, description="Compile every block with torch.compile, once for packs of every size"
+    )
+    recompiles: Literal["warn", "error"] = Field(
+        default="warn", description="What a compilation after a block's first forward is; each is counted and named"
+    )
+    recompute: str = Field(
+        default="none",
+        description="Blocks that keep their input alone and compute the rest again in backward: none, full, every:N "
+        "(every N-th of each tower), or memory:SIZE, such as memory:40GiB, for the fewest with which what the blocks "
+        "of the largest pack keep fits SIZE on each device",
+    )
+
     loss_chunk: Positive | None = Field(
         default=1024,
         description="Slots whose logits are in memory at a time; null for the logits of a whole pack [slots]",
     )
+
+    @field_validator("recompute")
+    @classmethod
+    def _recompute_is_understood(cls, recompute: str) -> str:
+        every = re.fullmatch(r"every:[1-9]\d*", recompute)
+        if recompute not in ("none", "full") and not every and _size(recompute) is None:
+            raise ValueError(
+                f"{recompute!r} is not none, full, every:N or memory:SIZE with a size such as 40GiB; units are "
+                f"{', '.join(_BYTES)}"
+            )
+        return recompute
+
+    @model_validator(mode="after")
+    def _recompiles_are_of_something_compiled(self) -> Self:
+        if not self.compile and "recompiles" in changed(self):
+            raise ValueError("recompiles has no effect without compile: true")
+        return self
+
+    @property
+    def recompute_bytes(self) -> int | None:
+        """What blocks may keep from forward to backward on each device [bytes]; None where it does not choose them."""
+        return _size(self.recompute)
+
+
+def _size(recompute: str) -> int | None:
+    match = re.fullmatch(rf"memory:(\d+(?:\.\d+)?) ?({'|'.join(_BYTES)})", recompute)
+    return round(float(match[1]) * _BYTES[match[2]]) if match else None
