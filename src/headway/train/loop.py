@@ -31,11 +31,11 @@ from headway.train.record import (
     SUMMARY,
     MetricsLog,
     RunLedger,
-    StepRecorder,
     memory_bytes,
     read_metrics,
     write_json,
 )
+from headway.train.recorder import Launched, StepRecorder
 from headway.train.share import Flags, agree
 from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
@@ -63,7 +63,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     start_s, start_ns = time.perf_counter(), time.monotonic_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     run = prepare(config, resume=resume)
-    model, optimizer, meter = run.model, run.optimizer, run.meter
+    trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
     ranks, device = run.ranks, run.device
     optim, saver = config.optim, run.saver
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -78,6 +78,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         config.run.folder / GOODPUT if ranks.is_first else None,
         since_ns=start_ns,
         resumed_from=step if run.resumes else None,
+        compiles=config.speed.compile,
     )
 
     with (
@@ -138,21 +139,25 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
                 local = local_slots(batch.slots, run.sequence_group)
                 labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
-                    pack = run.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
+                    pack = trained.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
                 torch.autograd.backward(pack.total)
                 loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
             meter.add(whole.workload)
 
             # Update.
             place.at("update")
-            ranks.sum_(loss_S)
+            compilations = trained.compile_watch.since()
+            sums = torch.cat([loss_S, torch.full((1,), len(compilations.guards), device=device)])
+            ranks.sum_(sums)
             grad_norm = clip_(parameters, max_norm)
-            numbers_K = torch.cat([loss_S, grad_norm.to(loss_S)[None], run.router_load.take(ranks.sum_)])
+            numbers_K = torch.cat([sums, grad_norm.to(sums)[None], run.router_load.take(ranks.sum_)])
             take_step(optimizer, numbers_K, skips=optim.on_nonfinite == "skip")
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(step, lr, numbers_K, whole, meter.end_step(), batches)
+            utilisation = meter.end_step(compiled=compilations.happened)
+            recorder.add(Launched(step, lr, whole, utilisation, batches, compilations), numbers_K)
+            progress.recompiled(step, compilations.news)
 
             # Now and then, and at the end.
             is_last = step == optim.steps
@@ -161,7 +166,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
                 ledger.spend("evaluation")
                 place.at("evaluation")
                 with run.weights_to_judge():
-                    evaluation = run.eval_set.evaluate(run.head, device, run.precision.autocast)
+                    evaluation = run.eval_set.evaluate(trained.head, device, run.precision.autocast)
                 record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
                 log.write(record)
                 progress.note(evaluation_line(record))
