@@ -261,7 +261,8 @@ def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, re
     whole = steps[:-1] or steps
     chosen = np.concatenate([pack for step in whole for pack in step.packs])
     rows = items.locate(chosen).row
-    assert table.grids is not None and table.grid_rows is not None
+    assert table.grids is not None
+    assert table.grid_rows is not None
     grids = table.grids[np.isin(table.grid_rows, rows)]
     work = Workload(items.tokens[chosen], images=grids, packs=len(whole) * ranks * accumulation)
     count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
