@@ -20,7 +20,7 @@ from headway.meter import StepMeter
 from headway.models.draw import draw_weights
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
 from headway.models.materialise import read_weights
-from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
+from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, own_classes, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.router import RouterLoad
 from headway.train.checkpoint import (
@@ -244,15 +244,16 @@ def save(run: Run, root: Path, step: int) -> Checkpoint:
     weights, optimizer = get_state_dict(run.model, run.optimizer, options=_WHOLE)  # every rank takes part
     if run.ranks.is_first:
         state = {"optimizer": optimizer, "data": data, "random": random_state()}
-        save_checkpoint(
-            root,
-            step,
-            model=run.model,
-            weights=weights if run.mesh else None,
-            processor=run.processor,
-            state=state,
-            keep=run.keep,
-        )
+        with own_classes(run.model):
+            save_checkpoint(
+                root,
+                step,
+                model=run.model,
+                weights=weights if run.mesh else None,
+                processor=run.processor,
+                state=state,
+                keep=run.keep,
+            )
     run.ranks.wait()
     return Checkpoint(folder, step)
 
