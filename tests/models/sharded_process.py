@@ -70,7 +70,7 @@ def read(mesh, *folders):
 
 
 def clipped(mesh):
-    """Gradients over the whole mesh, over half of it, over replicas, and whole ones, against torch's norm of them all."""
+    """Gradients over the whole mesh, half of it, replicas, and whole ones, against torch's norm of them all."""
     half = build_mesh(MeshShape.of(dist.get_world_size(), expert=2), "cpu")
     replicas = build_mesh(MeshShape.of(dist.get_world_size(), replicate=2), "cpu")
     spreads = [(mesh.fsdp, [Shard(0)]), (half.expert, [Shard(0)]), (replicas.fsdp, [Replicate(), Shard(1)]), None]
@@ -103,7 +103,7 @@ def memory(mesh, way, folder):
         draw_weights(model, "cpu")
     else:
         read_weights(model, folder, "cpu")
-    print(peak_bytes() - before)
+    sys.stdout.write(f"{peak_bytes() - before}\n")
 
 
 def main(check, *arguments):

@@ -1,4 +1,4 @@
-"""Weights over several processes: drawn or read in slices, they are those of one process; norms are those of the whole."""
+"""Weights over several processes: drawn or read in slices, they are those of one process; norms are of the whole."""
 
 import sys
 from pathlib import Path

@@ -99,7 +99,7 @@ def own_classes(model: nn.Module) -> Iterator[None]:
     """
     sharded = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     for module, kind in sharded.items():
-        module.__class__ = kind.__mro__[kind._orig_cls_mro_index]  # type: ignore[assignment]
+        module.__class__ = kind.__mro__[kind._orig_cls_mro_index]
     try:
         yield
     finally:
