@@ -138,3 +138,12 @@ def test_the_indexing_benchmark_reads_the_same_tokens_on_both_sides(tmp_path):
     record = json.loads(path.read_text())
     assert record["text"]["tokens"]["indexed"] == record["text"]["tokens"]["bare"] > 60 * 100
     assert record["images"]["tokens"]["bare"] == 60 * 1000 * 750
+
+
+@pytest.mark.slow
+def test_the_experts_benchmark_times_implementations_that_agree(tmp_path):
+    run("experts.py", "--rounds", 1, "--scale", 16, "--out", tmp_path)
+    (path,) = tmp_path.glob("experts_*.json")
+    for layer in json.loads(path.read_text())["layers"]:
+        assert layer["ms"].keys() == layer["grad_norm"].keys() == {"eager", "grouped_mm", "headway_experts"}
+        assert layer["grad_norm"]["headway_experts"] == pytest.approx(layer["grad_norm"]["eager"], rel=1e-4)

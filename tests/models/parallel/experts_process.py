@@ -153,8 +153,8 @@ def main(degree: int, folder: Path) -> None:
             check_layer(family, mesh, choice)
     for family in FAMILIES:
         check_model(family, mesh)
-    check_model("qwen3_moe", mesh, folder=folder / "qwen3_moe")
-    check_model("gpt_oss_sinks", mesh, folder=folder / "gpt_oss_sinks")
+    for family in ("qwen3_moe", "qwen3_vl_moe", "gpt_oss_sinks"):
+        check_model(family, mesh, folder=folder / family)
     check_model("qwen3_moe", mesh, compiled=True)
     dist.destroy_process_group()
 

@@ -7,6 +7,6 @@ these meshes.
 
 from headway.models.parallel.clip import clip_
 from headway.models.parallel.mesh import Mesh, build_mesh
-from headway.models.parallel.shard import model_name, reduce_gradients, shard_model
+from headway.models.parallel.shard import model_name, own_classes, reduce_gradients, shard_model
 
-__all__ = ["Mesh", "build_mesh", "clip_", "model_name", "reduce_gradients", "shard_model"]
+__all__ = ["Mesh", "build_mesh", "clip_", "model_name", "own_classes", "reduce_gradients", "shard_model"]

@@ -116,6 +116,11 @@ def _all_to_all(rows: torch.Tensor, received_P: list[int], sent_P: list[int], gr
 
 
 def _check(name: str, module: nn.Module, processes: int) -> None:
+    if name.rpartition(".")[2] == "base_layer":  # as peft names what it wraps
+        raise ConfigError(
+            f"The experts {name} have adapters, which cannot be spread over processes. Leave the experts out of the "
+            "adapters' targets, or set parallel.expert to 1."
+        )
     cut = dict(module.named_parameters(recurse=False))
     experts = module.get_parameter("down_proj").shape[0] if "down_proj" in cut else 0
     whole = [key for key, parameter in module.named_parameters() if key not in cut or parameter.shape[0] != experts]
