@@ -32,4 +32,4 @@ def test_the_parts_of_all_processes_follow_each_other_and_keep_units_whole(units
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_attention_and_gradients_are_those_of_one_process(degree):
-    run_processes([sys.executable, Path(__file__).with_name("exchange_process.py")], degree)
+    run_processes([sys.executable, Path(__file__).with_name("exchange_process.py")], degree, timeout_s=600)
