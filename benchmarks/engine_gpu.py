@@ -264,10 +264,11 @@ def render(record: dict[str, Any]) -> str:
     parts += [
         f"{small}{record['steps']} steps each after warm-up, one full pack a step, random weights, made-up samples of "
         "the recipe's lengths that lie on the device before the clock starts; forward, backward with every block "
-        "recomputed, clipping and fused AdamW; weights, gradients and moments in bf16 on CUDA (fp32 on a CPU). MFU counts useful work (useful/1) against the datasheet's dense "
-        "peak; HFU adds the recomputation; 'of the ceiling' divides by the best matmul measured on this device, "
-        f"{ceiling / 1e12:,.2f} TFLOP/s; 'as ...' is what that tool's rule would count in the same time against the "
-        "same peak (a dash: the rule cannot express the model).",
+        "recomputed, clipping and fused AdamW; weights, gradients and moments in bf16 on CUDA (fp32 on a CPU). MFU "
+        "counts useful work (useful/1) against the datasheet's dense peak; HFU adds the recomputation; 'of the "
+        "ceiling' divides by the best matmul measured on this device, "
+        f"{ceiling / 1e12:,.2f} TFLOP/s; 'as ...' is what that tool's rule would count in the same "
+        "time against the same peak (a dash: the rule cannot express the model).",
         "",
         describe_environment(record),
         "",
