@@ -158,7 +158,8 @@ def dry_run(
         notes.append("no pictures are in the lengths, so the vision tower holds no activations")
     if config.speed.kernels == "liger" and not config.speed.compile:
         notes.append("activations are those of fused kernels, which Liger has for most elementwise operations, not all")
-    if config.run.dtype == "float8":
+    dtype: str = config.run.dtype
+    if dtype == "float8":
         notes.append("float8 copies of weights and activations are not counted")
     pack = Workload([tokens], images=_one_picture(patches, learning), slots=_slots(tokens, config))
     state = _state(config, precision, recompute)
@@ -262,6 +263,7 @@ def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, re
     chosen = np.concatenate([pack for step in whole for pack in step.packs])
     rows = items.locate(chosen).row
     assert table.grids is not None
+    assert table.grid_rows is not None
     grids = table.grids[np.isin(table.grid_rows, rows)]
     work = Workload(items.tokens[chosen], images=grids, packs=len(whole) * ranks * accumulation)
     count = cost_model.count(work, recompute=recompute).split(len(whole))[0]

@@ -5,7 +5,8 @@ the parameters over them, and `clip_` is the gradient norm that is right for par
 """
 
 from headway.models.parallel.clip import clip_
-from headway.models.parallel.mesh import Mesh, MeshShape, build_mesh
+from headway.models.parallel.mesh import Mesh, build_mesh
 from headway.models.parallel.shard import model_name, reduce_gradients, shard_model
+from headway.plan.mesh_shape import MeshShape
 
 __all__ = ["Mesh", "MeshShape", "build_mesh", "clip_", "model_name", "reduce_gradients", "shard_model"]
