@@ -52,14 +52,14 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.momentum=1", "unknown key 'optim.momentum', allowed here: steps, lr"),
+        ("optim.momentum=1", "unknown key 'optim.momentum', allowed here: name, steps, lr"),
         ("optim.warmup=1", "unknown key 'optim.warmup', did you mean 'warmup_steps'?"),
         ("data.train.0.epoch=1", "unknown key 'data.train.0.epoch', did you mean 'epochs'?"),
         ("modle.path=x", "unknown key 'modle', did you mean 'model'?"),
         ("optim.lr=fast", "optim.lr = 'fast': input should be a valid number"),
         ("optim.lr=-1", "optim.lr = -1: input should be greater than 0"),
         ("optim.steps=0", "optim.steps = 0: input should be greater than or equal to 1"),
-        ("optim.schedule=linear", "optim.schedule = 'linear': input should be 'cosine' or 'constant'"),
+        ("optim.schedule=triangle", "optim.schedule = 'triangle': input should be 'cosine', 'constant', 'linear'"),
         ("optim.warmup_steps=100", "warmup_steps 100 leaves nothing of the 100 steps"),
         ("optim.betas=[0.9, 1.0]", "both must be below 1"),
         ("data.train=[{path: a}, {path: b}]", "stage 0 needs 'epochs'"),
