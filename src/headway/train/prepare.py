@@ -92,7 +92,7 @@ class Run:
     def write_model(self, folder: Path) -> None:
         """Write what a model folder holds besides weights."""
         self.model.config.save_pretrained(folder)
-        if self.model.can_generate() and self.model.generation_config is not None:
+        if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
         self.processor.save_pretrained(folder)
 

@@ -153,8 +153,8 @@ class StepRecorder:
         return (
             f"step {step} has loss {loss} and gradient norm {grad_norm}{row}: training has diverged or met a sample "
             f"that it cannot digest. The learning rate was {launched.lr:.3g}; lower optim.lr or lengthen "
-            f"optim.warmup_steps. This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; all "
-            f"are in {self._bad_samples}. The checkpoints written before are whole."
+            f"optim.warmup_steps. This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; "
+            f"all are in {self._bad_samples}. The checkpoints written before are whole."
         )
 
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
