@@ -22,9 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
 from headway.models.exact import exact_attention, exact_segments
+from headway.models.flash import cuda_kernel
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
 from headway.models.segments import segment_attention
-from headway.models.varlen import varlen_attention
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 
@@ -230,7 +230,7 @@ def _within_segments(
             )
         if longest is None:
             raise TrainingError("The pack's boundaries came without its longest segment; pass pack_max_seqlen as well.")
-        return varlen_attention(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, sinks_H)
+        return cuda_kernel()(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, sinks_H)
     if softcap is not None or dropout > 0.0:
         return exact_segments(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, softcap, sinks_H, dropout)
     return segment_attention(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, sinks_H)

@@ -22,6 +22,7 @@ from headway.data.plan.budget import over_budget
 from headway.data.plan.packer import pack
 from headway.data.vision import VisionGeometry
 from headway.errors import DataError
+from headway.models.head import LossHead
 from headway.models.parallel.sequence import local_slots
 from headway.train.ranks import Ranks
 
@@ -97,31 +98,31 @@ class EvalSet:
         self._group = group
 
     @torch.no_grad()
-    def evaluate(self, model: torch.nn.Module, device: torch.device, autocast: Autocast = nullcontext) -> Evaluation:
+    def evaluate(self, head: LossHead, device: torch.device, autocast: Autocast = nullcontext) -> Evaluation:
         """Judge every sample with the model as it is.
 
         Args:
-            model: put into evaluation mode for the time being.
+            head: runs the model, which is put into evaluation mode for the time being.
             device: where it lives.
             autocast: context of the forward pass.
         """
-        was_training = model.training
-        model.eval()
+        was_training = head.model.training
+        head.model.train(False)
         # samples, exact answers, summed cross-entropy, supervised tokens
         totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         for batch in self._packs:
-            totals_4 += judge(model, batch.to(device), autocast, self._group)
-        model.train(was_training)
+            totals_4 += judge(head, batch.to(device), autocast, self._group)
+        head.model.train(was_training)
         self._ranks.sum_(totals_4)
         samples, exact, loss, tokens = totals_4.tolist()
         return Evaluation(int(samples), int(exact), loss / tokens)
 
 
-def judge(model: torch.nn.Module, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None) -> torch.Tensor:
+def judge(head: LossHead, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None) -> torch.Tensor:
     """This process's part of what a pack adds to the totals; L are its slots.
 
     Args:
-        model: in evaluation mode.
+        head: of a model in evaluation mode.
         batch: on the model's device.
         autocast: context of the forward pass.
         group: the processes that compute the pack together. What only all of them know, whether an answer is right
@@ -130,14 +131,14 @@ def judge(model: torch.nn.Module, batch: Batch, autocast: Autocast, group: dist.
     Returns:
         Samples, exact answers, summed cross-entropy [nats] and supervised tokens, shape (4,).
     """
-    with autocast():
-        logits_LV = model(**batch.model_inputs()).logits[0]
     local = local_slots(batch.slots, group)
     labels_L = batch.labels_1T[0, local]
-    supervised_L = labels_L >= 0
-    loss = F.cross_entropy(logits_LV.float(), labels_L, reduction="sum", ignore_index=-100)
+    with autocast():
+        pack_loss = head(batch.model_inputs(), labels_L, judge=True)
+    assert pack_loss.right_T is not None
+    loss, supervised_L = pack_loss.total, labels_L >= 0
     wrong_T = torch.zeros(batch.slots, dtype=torch.long, device=loss.device)
-    wrong_T[local] = (supervised_L & (logits_LV.argmax(-1) != labels_L)).long()
+    wrong_T[local] = (supervised_L & ~pack_loss.right_T).long()
     # Mistakes in each segment: differences of the running count at the segment boundaries.
     running_T1 = F.pad(wrong_T.cumsum(0), (1, 0))
     boundaries_N1 = batch.cu_seqlens_N.long()

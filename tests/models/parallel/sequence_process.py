@@ -19,6 +19,7 @@ from headway.data.collate import Collator
 from headway.data.samples import Origin
 from headway.data.vision import vision_geometry
 from headway.models import load_model
+from headway.models.head import loss_head
 from headway.models.parallel.sequence import local_slots, share_packs
 from headway.train.evaluate import judge
 from tiny_models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, tuple[list[Any], ...]] = {
     "last": ([12], [11, (1, 6, 4)]),
     "many over the borders": ([3, (1, 8, 8), 2, (1, 2, 2), 4], [2, (1, 4, 4), (1, 4, 12), 3], [2, (1, 10, 6), 1]),
     "one token's image": ([9, (1, 2, 2), 12],),
+    "as many slots as channels": ([2, (1, 8, 8), 3], [(1, 4, 8), 3]),
     "films": ([2, (3, 4, 4), 6, (1, 4, 4), 5], [8, (2, 6, 4), 3]),
 }
 
@@ -161,10 +163,11 @@ def every_answer_is_judged_once_and_whole():
     labels_T[batch.cu_seqlens_N[1] + 2] = (right_T[batch.cu_seqlens_N[1] + 2] + 1) % 160
     batch = replace(batch, labels_1T=labels_T[None])
     with torch.no_grad():
-        expected = judge(model, batch, nullcontext, None)
+        head = loss_head(model, chunk=8)
+        expected = judge(head, batch, nullcontext, None)
         assert expected[:2].tolist() == [4, 3]
         share_packs(model, group)
-        found = judge(model, batch, nullcontext, group)
+        found = judge(head, batch, nullcontext, group)
     dist.all_reduce(found)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=0)
 
