@@ -11,7 +11,8 @@ from headway.data.vision import vision_tower
 from headway.models.draw import draw_weights
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
-from headway.models.parallel import Mesh, MeshShape, build_mesh, clip_, shard_model
+from headway.models.parallel import Mesh, build_mesh, clip_, shard_model
+from headway.plan.mesh_shape import MeshShape
 from tiny_models import tiny_config
 
 

@@ -1,44 +1,105 @@
+"""Checkpoints of one process: what is saved is found, what is damaged is refused, a full disk leaves those before."""
+
+import json
 import random
+import resource
+import signal
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from headway.errors import CheckpointError
 from headway.train.checkpoint import (
+    CheckpointSaver,
+    Contents,
+    find_checkpoint,
     latest_checkpoint,
     open_checkpoint,
     random_state,
     refuse_half_written,
+    restore,
     restore_random_state,
-    save_checkpoint,
+    training_tensors,
 )
+from headway.train.ranks import Ranks
+
+ALONE = Ranks(0, 1)
 
 
-class Saved:
-    """Stands in for a model or processor: something with files."""
+def parts(width=8, seed=0):
+    """A model with tied weights and a buffer, and an optimizer that has stepped on two of its three parameters."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"embed": nn.Embedding(4, width), "norm": nn.BatchNorm1d(width), "head": nn.Linear(width, 4)})
+    model["head"].weight = model["embed"].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model["head"](model["norm"](model["embed"](torch.arange(4)))).square().sum().backward()
+    model["norm"].bias.grad = None
+    optimizer.step()
+    return model, optimizer
 
-    def __init__(self, name, text="x" * 1000):
-        self.name, self.text = name, text
 
-    def save_pretrained(self, folder):
-        (folder / self.name).write_text(self.text)
+def contents(model, optimizer, position=()):
+    def describe(folder):
+        (folder / "config.json").write_text("{}")
+
+    return Contents(training_tensors(model, optimizer), random_state(), {"at": list(position)}, {"data": 1}, describe)
 
 
-def save(root, step, keep=3):
-    model, processor = Saved("model.safetensors"), Saved("tokenizer.json")
-    return save_checkpoint(root, step, model=model, processor=processor, state={"step": step}, keep=keep)
+def save(root, step, keep=3, *, model=None, asynchronous=False):
+    model, optimizer = model or parts()
+    with CheckpointSaver(root, ALONE, keep=keep, asynchronous=asynchronous) as saver:
+        saver.save(step, contents(model, optimizer, [step]))
+        return saver.wait()
 
 
 def test_what_is_saved_is_found(tmp_path):
     save(tmp_path, 5)
-    found = latest_checkpoint(tmp_path)
+    found = find_checkpoint(tmp_path, ALONE)
     assert found.step == 5
-    assert found.state() == {"step": 5}
+    assert found.position() == {"at": [5]}
+    assert (found.model_folder / "config.json").read_text() == "{}"
+    assert found.world_size == 1
+
+
+def test_a_restored_run_goes_on_bit_for_bit(tmp_path):
+    model, optimizer = parts()
+    save(tmp_path, 1, model=(model, optimizer))
+    other, fresh = parts(seed=1)
+    restore(latest_checkpoint(tmp_path), other, fresh)
+    untouched = other["norm"].bias
+    assert untouched not in fresh.state  # it has had no gradient, so its first step is still to come
+    for one, its_optimizer in ((model, optimizer), (other, fresh)):
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            one["head"](one["norm"](one["embed"](torch.arange(4)))).square().sum().backward()
+            its_optimizer.step()
+    for (name, ours), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert fresh.param_groups[0]["lr"] == 0.1
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    """What is saved is what was there at the call, whatever becomes of it before it is on disk."""
+    model, optimizer = parts()
+    expected = {name: tensor.clone() for name, tensor in training_tensors(model, optimizer).items()}
+    with CheckpointSaver(tmp_path, ALONE, keep=1) as saver:
+        saver.save(1, contents(model, optimizer))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7.0)
+        for state in optimizer.state.values():
+            state["exp_avg"].fill_(7.0)
+        assert saver.wait().step == 1
+    restore(latest_checkpoint(tmp_path), model, optimizer)
+    for name, tensor in training_tensors(model, optimizer).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_no_checkpoint_is_no_error(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path, ALONE) is None
 
 
 def test_only_the_newest_stay(tmp_path):
@@ -49,11 +110,13 @@ def test_only_the_newest_stay(tmp_path):
 
 
 def _cut(path):
-    path.write_text(path.read_text()[:10])
+    path.write_bytes(path.read_bytes()[:10])
 
 
 def _flip(path):
-    path.write_text("y" + path.read_text()[1:])
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
 
 
 @pytest.mark.parametrize(
@@ -61,48 +124,87 @@ def _flip(path):
     [
         (lambda folder: (folder / "manifest.json").unlink(), "half written or copied in part"),
         (lambda folder: _cut(folder / "manifest.json"), "manifest.json cannot be read"),
-        (lambda folder: _cut(folder / "model.safetensors"), "model.safetensors has 10 of 1000 bytes"),
-        (lambda folder: _flip(folder / "model.safetensors"), "contents of model.safetensors have changed"),
-        (lambda folder: (folder / "training_state.pt").unlink(), "training_state.pt is missing"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+        (lambda folder: _cut(folder / "__0_0.distcp"), "__0_0.distcp has 10 of"),
+        (lambda folder: _flip(folder / "__0_0.distcp"), "contents of __0_0.distcp have changed"),
+        (lambda folder: _flip(folder / ".metadata"), "contents of .metadata have changed"),
+        (lambda folder: _flip(folder / "position.json"), "contents of position.json have changed"),
+        (lambda folder: (folder / "rank-00000.pt").unlink(), "rank-00000.pt is missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_good_one_before_it_named(tmp_path, damage, message):
     save(tmp_path, 5)
     damage(save(tmp_path, 10).folder)
     with pytest.raises(CheckpointError, match=message) as caught:
-        latest_checkpoint(tmp_path)
+        find_checkpoint(tmp_path, ALONE)
     assert f"newest whole checkpoint before it is {tmp_path / 'step-000005'}" in str(caught.value)
 
 
 def test_a_lone_damaged_checkpoint_says_that_there_is_nothing_before_it(tmp_path):
-    _cut(save(tmp_path, 5).folder / "model.safetensors")
+    _cut(save(tmp_path, 5).folder / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="no whole checkpoint before it"):
-        latest_checkpoint(tmp_path)
+        find_checkpoint(tmp_path, ALONE)
 
 
 def test_an_unfinished_write_is_no_checkpoint_and_is_cleared_away(tmp_path):
     save(tmp_path, 5)
     unfinished = tmp_path / ".step-000010.writing"
     unfinished.mkdir()
-    (unfinished / "model.safetensors").write_text("half")
-    assert latest_checkpoint(tmp_path).step == 5
+    (unfinished / "__0_0.distcp").write_text("half")
+    assert find_checkpoint(tmp_path, ALONE).step == 5
     assert not unfinished.exists()
 
 
-def test_a_failing_write_leaves_the_checkpoints_before_it(tmp_path):
-    class Full(Saved):
-        def save_pretrained(self, _folder):
-            raise OSError(28, "No space left on device")
+@contextmanager
+def a_full_disk(room):
+    """Let no file grow beyond `room` bytes: the write fails as on a full disk, even for root."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
 
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("room", [100, 4000, 60000])  # fails in the first bytes, amid a tensor, after the weights
+def test_a_disk_that_fills_up_leaves_the_checkpoints_before_it(tmp_path, asynchronous, room):
     save(tmp_path, 5)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        save_checkpoint(tmp_path, 10, model=Full("m"), processor=Saved("p"), state={}, keep=1)
-    assert latest_checkpoint(tmp_path).step == 5
+    model, optimizer = parts(width=1000)
+    with (
+        pytest.raises(
+            CheckpointError, match=r"cannot write the checkpoint of step 10 to .*: File too large .*Make room"
+        ),
+        a_full_disk(room),
+        CheckpointSaver(tmp_path, ALONE, keep=1, asynchronous=asynchronous) as saver,
+    ):
+        saver.save(10, contents(model, optimizer))
+    assert find_checkpoint(tmp_path, ALONE).step == 5
 
 
-def test_a_half_written_checkpoint_is_no_model_folder(tmp_path):
+def test_a_background_failure_is_told_at_the_next_step(tmp_path):
+    with CheckpointSaver(tmp_path, ALONE, keep=1) as saver:
+        with a_full_disk(10):
+            saver.save(10, contents(*parts()))
+            saver._thread.shutdown(wait=True)
+        assert saver.has_failed
+        assert saver.finished(wait=False) == []
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint of step 10"):
+            saver.finished(wait=True)
+
+
+def test_a_root_that_is_no_folder_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 5 .*Not a directory"):
+        save(tmp_path / "file" / "checkpoints", 5)
+
+
+def test_a_checkpoint_is_no_model_folder(tmp_path):
     folder = save(tmp_path, 5).folder
-    refuse_half_written(folder)
+    with pytest.raises(CheckpointError, match=r"no model folder.*headway export"):
+        refuse_half_written(folder)
     (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="half written"):
         refuse_half_written(folder)
@@ -113,20 +215,28 @@ def test_other_folders_are_not_checkpoints(tmp_path):
     refuse_half_written(tmp_path / "Qwen" / "Qwen3-VL")
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+@pytest.mark.parametrize(("version", "hint"), [(9, "this headway reads 2"), (1, "start a new run with model.path")])
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, version, hint):
     path = save(tmp_path, 5).folder / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 9'))
-    with pytest.raises(CheckpointError, match="has version 9"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": version}))
+    with pytest.raises(CheckpointError, match=f"has version {version}.*{hint}"):
         open_checkpoint(path.parent)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
+    save(tmp_path, 5)
+    with pytest.raises(CheckpointError, match=r"another model: embed.weight is \[4, 8\] there and \[4, 12\] here"):
+        restore(latest_checkpoint(tmp_path), *parts(width=12))
 
 
 def test_random_generators_go_on_where_they_were(tmp_path):
     def draw():
         return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002 - the state under test
 
+    model = parts()
     np.random.seed(3)  # noqa: NPY002 - the state under test
     draw()
-    save_checkpoint(tmp_path, 1, model=Saved("m"), processor=Saved("p"), state={"random": random_state()}, keep=1)
+    save(tmp_path, 1, model=model)
     expected = [draw() for _ in range(3)]
-    restore_random_state(latest_checkpoint(tmp_path).state()["random"])
+    restore_random_state(latest_checkpoint(tmp_path).random_state(rank=3))
     assert [draw() for _ in range(3)] == expected

@@ -134,7 +134,7 @@ def test_four_formats_mixed_by_epochs_are_read_to_the_end(tmp_path, reader, sour
         run(tmp_path, reader, [mix(sources, **epochs)], 1000, stream=stream, workers=1)
     steps = read_metrics(tmp_path / "run/metrics.jsonl")
     saved = latest_checkpoint(tmp_path / "run/checkpoints")
-    counted = saved.state()["data"]["report"]["samples"]
+    counted = saved.position()["report"]["samples"]
     assert {name: counted[name]["used"]["samples"] for name in NAMES} == dict(
         zip(NAMES, (100, 200, 50, 300), strict=True)
     )

@@ -135,5 +135,5 @@ def test_four_ranks_stop_and_two_go_on_to_the_end_of_the_data(raw, digits, tmp_p
     assert trained(steps) == trained(whole)
     times = Counter(name for step in steps for name, part in step["sources"].items() if part["tokens"])
     assert times == dict.fromkeys(names, 1)
-    counted = latest_checkpoint(folder / "checkpoints").state()["data"]["report"]["samples"]
+    counted = latest_checkpoint(folder / "checkpoints").position()["report"]["samples"]
     assert {name: counted[name]["used"]["samples"] for name in names} == dict.fromkeys(names, 1)

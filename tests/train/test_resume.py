@@ -35,15 +35,15 @@ EXACT = (
 KILL_WHILE_SAVING = """
 import os, signal
 from headway.cli.app import main
-from headway.train import checkpoint
+from headway.train.checkpoint import saver
 saved = []
-def seal_or_die(folder, step, seal=checkpoint._seal):
-    saved.append(step)
+def seal_or_die(folder, facts, files, seal=saver.seal):
+    saved.append(facts["step"])
     if len(saved) == 3:
-        (folder / "model.safetensors").write_bytes(b"half")
+        (folder / "__0_0.distcp").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
-    seal(folder, step)
-checkpoint._seal = seal_or_die
+    seal(folder, facts, files)
+saver.seal = seal_or_die
 main()
 """
 

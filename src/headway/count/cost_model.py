@@ -286,16 +286,31 @@ class CostModel:
         """
         parameters = list(self.parameters)
         for pattern in patterns:
-            hits = [i for i, p in enumerate(parameters) if _matches(p, pattern)]
-            if not hits:
-                known = ", ".join(sorted({p.component for p in parameters}))
-                raise UsageError(
-                    f"--freeze {pattern} matches no parameter of {self.name}. Give a component ({known}), the first "
-                    f"part of one, or a glob over parameter names such as {parameters[0].name!r}."
-                )
+            try:
+                hits = self.matching(pattern)
+            except UsageError as error:
+                raise UsageError(f"--freeze {error}") from error
             for i in hits:
                 parameters[i] = replace(parameters[i], trainable=False)
         return replace(self, parameters=tuple(parameters))
+
+    def matching(self, pattern: str) -> tuple[int, ...]:
+        """Find the parameters that a pattern names, by their place in `parameters`.
+
+        Args:
+            pattern: as in `freeze`.
+
+        Raises:
+            UsageError: it names none.
+        """
+        hits = tuple(i for i, p in enumerate(self.parameters) if _matches(p, pattern))
+        if not hits:
+            known = ", ".join(sorted({p.component for p in self.parameters}))
+            raise UsageError(
+                f"{pattern} matches no parameter of {self.name}. Give a component ({known}), the first part of one, or "
+                f"a glob over parameter names such as {self.parameters[0].name!r}."
+            )
+        return hits
 
     def lora(self, rank: int, targets: Sequence[str] | None = None) -> CostModel:
         """Return this model with low-rank adapters on its linear modules and everything else frozen.

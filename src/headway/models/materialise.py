@@ -72,6 +72,28 @@ def read_weights(
             module._buffers[buffer_name] = buffer.to(device)
 
 
+@torch.no_grad()
+def make_room(model: PreTrainedModel, device: torch.device | str, *, keep_on: torch.device | str | None = None) -> None:
+    """Give a model that was built on the meta device memory for weights that are read later, and what no file holds.
+
+    Args:
+        model: changed in place; its parameters and persistent buffers have no values yet, its other buffers theirs.
+        device: where buffers live.
+        keep_on: where parameters live, for those that are offloaded; `device` if not given.
+    """
+    model.to_empty(device=device if keep_on is None else keep_on)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
+    saved: set[Any] = set(model.state_dict(keep_vars=True).values())
+    for tensor in saved:
+        tensor._is_hf_initialized = True  # transformers' rules leave it alone then
+    model.initialize_weights()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    for tensor in saved:
+        del tensor._is_hf_initialized
+
+
 def _sorted_out(
     stored: dict[str, Any], model: PreTrainedModel, plan: LoadStateDictConfig
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -1,46 +1,46 @@
 """Build the parts of a run: devices and ranks, model, optimizer, meter, feed; and bring them to where they left off."""
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from headway.count import trace
 from headway.data import Encoder, read_samples
 from headway.data.feed import Feed
-from headway.data.vision import vision_geometry, vision_tower
+from headway.data.vision import vision_geometry
 from headway.devices import peak_for
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import ConfigError
 from headway.meter import StepMeter
-from headway.models.draw import draw_weights
-from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
-from headway.models.materialise import read_weights
-from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, own_classes, shard_model
-from headway.models.parallel.experts import spread_experts
+from headway.models.load import Processor, load_processor, rope_index
+from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
+from headway.plan.mesh_shape import MeshShape
+from headway.train.build import Trained, build_trained
 from headway.train.checkpoint import (
     Checkpoint,
-    latest_checkpoint,
+    CheckpointSaver,
+    Contents,
+    find_checkpoint,
     random_state,
-    refuse_half_written,
+    restore,
     restore_random_state,
-    save_checkpoint,
+    training_tensors,
 )
+from headway.train.checkpoint.export import Exports
 from headway.train.config import ParallelConfig, TrainConfig
 from headway.train.config.sections import changed
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import freeze, make_optimizer
+from headway.train.optim import Optimizer, WeightAverage, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
-from headway.train.record import CHECKPOINTS, RUN, describe_software, open_run_folder, write_json
-
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, has_run, open_run_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,32 @@ class Run:
     precision: Precision
     ranks: Ranks
     mesh: Mesh | None
-    model: PreTrainedModel
+    trained: Trained
     processor: Processor
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
+    ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
     router_load: RouterLoad
     eval_set: EvalSet | None
+    resumes: bool
     checkpoint: Checkpoint | None
-    keep: int
+    saver: CheckpointSaver
+    exports: Exports
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """What learns."""
+        return self.trained.model
+
+    def weights_to_judge(self) -> AbstractContextManager[None]:
+        """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
+        return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
+
+    @property
+    def sequence_group(self) -> ProcessGroup | None:
+        """The processes that compute each of this one's packs with it; None where it computes them alone."""
+        return _sequence_group(self.mesh)
 
     def describe(self) -> list[str]:
         """A few lines on what is about to happen."""
@@ -69,15 +86,23 @@ class Run:
             f"trained, {self.precision.name} on {self.device}",
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
+        lines += self.trained.notes
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
+    def write_model(self, folder: Path) -> None:
+        """Write what a model folder holds besides weights."""
+        self.model.config.save_pretrained(folder)
+        if self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
 
-def prepare(config: TrainConfig, *, resume: bool) -> Run:
+
+def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:
         config: everything there is to say.
-        resume: whether the run folder holds a run that goes on.
+        resume: whether the run folder holds a run that goes on; None to look.
 
     Raises:
         HeadwayError: as in `train`.
@@ -86,15 +111,14 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     precision = choose_precision(config.run, device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    ranks = join_ranks(device, config.parallel.sequence)
+    ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     mesh = make_mesh(config.parallel, ranks, device)
+    if resume is None:  # before anything is written there, and the same on all ranks
+        resume = ranks.gather(has_run(config.run.folder))[0]
     if ranks.is_first:
         open_run_folder(config, resume=resume)
-    checkpoint = latest_checkpoint(config.run.folder / CHECKPOINTS) if resume and ranks.is_first else None
     ranks.wait()
-    if resume and not ranks.is_first:
-        checkpoint = latest_checkpoint(config.run.folder / CHECKPOINTS)
-
+    checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
     if checkpoint is not None and checkpoint.step >= config.optim.steps:
         raise ConfigError(
             f"the run in {config.run.folder} has taken all of its {config.optim.steps} steps, so there is nothing to "
@@ -105,44 +129,62 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)  # noqa: NPY002 - the global state is what other libraries draw from
     torch.manual_seed(config.run.seed)
-    model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
+    trained = build_trained(config, mesh, checkpoint, precision, device)
+    model, cost_model = trained.model, trained.cost_model
     processor = load_processor(config.model.path)
-    cost_model = freeze(model, trace(model), config.model.freeze)
-    meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
-    if mesh is not None:
-        distribute(model, mesh, config, checkpoint, precision, device)
-    optimizer = make_optimizer(model, config.optim)
+    meter = StepMeter(
+        cost_model, peak_for(device, precision.peak_dtype), recompute=trained.recompute, world_size=ranks.size
+    )
+    optimizer = make_optimizer(model, config.optim, cost_model)
+    ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     encoder = Encoder(processor, rope_index(model))
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = None
     if config.data.eval is not None:
         samples = read_samples(config.data.eval)[: config.eval.max_samples]
-        eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model))
+        eval_set = EvalSet(
+            samples, encoder, budget_of(config.data), ranks, vision_geometry(model), _sequence_group(mesh)
+        )
 
     if checkpoint is not None:
-        state = checkpoint.state()
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_WHOLE)
-        feed.load_state_dict(state["data"])
-        restore_random_state(state["random"])
+        restore(checkpoint, model, optimizer, ema)
+        feed.load_state_dict(checkpoint.position())
+        restore_random_state(checkpoint.random_state(ranks.rank))
+    saving = config.checkpoint
+    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep)
+    saver = CheckpointSaver(
+        config.run.folder / CHECKPOINTS,
+        ranks,
+        keep=saving.keep,
+        asynchronous=saving.asynchronous,
+        export=exports.make if saving.export == "every" else None,
+    )
     run = Run(
         device,
         precision,
         ranks,
         mesh,
-        model,
+        trained,
         processor,
         optimizer,
+        ema,
         meter,
         feed,
         RouterLoad(model, device),
         eval_set,
+        resume,
         checkpoint,
-        config.checkpoint.keep,
+        saver,
+        exports,
     )
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
     return run
+
+
+def _sequence_group(mesh: Mesh | None) -> ProcessGroup | None:
+    return None if mesh is None or mesh.sequence is None else mesh.sequence.get_group()
 
 
 def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> Mesh | None:
@@ -169,93 +211,16 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
-def build_model(
-    config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """The configured model: with a checkpoint's weights, with saved ones, or at random.
-
-    Args:
-        config: everything there is to say.
-        checkpoint: where the run left off.
-        dtype: the parameters' floating-point type.
-        device: where the model lives; on the meta device it has no weights yet, see `distribute`.
+def save(run: Run, step: int) -> None:
+    """Begin to save everything after a step, all ranks together.
 
     Raises:
-        CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
+        CheckpointError: the checkpoint before could not be written, or this one.
     """
-    refuse_half_written(Path(config.model.path))
-    if checkpoint is not None:
-        _refuse_another_model(config, checkpoint)
-    random_init = (config.model.random_init and checkpoint is None) or device.type == "meta"
-    return load_model(_weights(config, checkpoint), dtype=dtype, device=device, random_init=random_init)
-
-
-def distribute(
-    model: PreTrainedModel,
-    mesh: Mesh,
-    config: TrainConfig,
-    checkpoint: Checkpoint | None,
-    precision: Precision,
-    device: torch.device,
-) -> None:
-    """Shard a model that has no weights yet, and give every process its slices of them.
-
-    Raises:
-        CheckpointError: the weights are not whole, or of another model.
-    """
-    parallel = config.parallel
-    if mesh.expert is not None:
-        spread_experts(model, mesh.expert)
-    shard_model(
-        model,
-        mesh,
-        compute_dtype=precision.compute,
-        reduce_dtype=getattr(torch, parallel.reduce_dtype),
-        reshard=parallel.reshard,
-        offload=parallel.offload,
-        vision=vision_tower(model),
-    )
-    keep_on = torch.device("cpu") if parallel.offload else device
-    if config.model.random_init and checkpoint is None:
-        draw_weights(model, device, keep_on=keep_on)
-    else:
-        read_weights(model, _weights(config, checkpoint), device, keep_on=keep_on)
-
-
-def _weights(config: TrainConfig, checkpoint: Checkpoint | None) -> str:
-    """Where the weights are, or the configuration of random ones."""
-    return config.model.path if checkpoint is None else str(checkpoint.folder)
-
-
-def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
-    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.folder))
-    if wanted != found:
-        keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
-            f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
-        )
-
-
-def save(run: Run, root: Path, step: int) -> Checkpoint:
-    """Save everything after a step; the first rank writes, the others wait."""
-    folder = root / f"step-{step:06d}"
-    data = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
-    weights, optimizer = get_state_dict(run.model, run.optimizer, options=_WHOLE)  # every rank takes part
-    if run.ranks.is_first:
-        state = {"optimizer": optimizer, "data": data, "random": random_state()}
-        with own_classes(run.model):
-            save_checkpoint(
-                root,
-                step,
-                model=run.model,
-                weights=weights if run.mesh else None,
-                processor=run.processor,
-                state=state,
-                keep=run.keep,
-            )
-    run.ranks.wait()
-    return Checkpoint(folder, step)
+    position = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
+    tensors = training_tensors(run.model, run.optimizer, run.ema)
+    shape = MeshShape() if run.mesh is None else run.mesh.shape
+    run.saver.save(step, Contents(tensors, random_state(), position, asdict(shape), run.write_model))
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -271,16 +236,3 @@ def _facts(run: Run) -> dict[str, Any]:
         "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
     }
-
-
-def _architecture(path: str) -> dict[str, Any]:
-    """A model's configuration without what saving adds to it."""
-    volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
-
-    def clean(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: clean(value) for key, value in node.items() if key not in volatile}
-        return node
-
-    cleaned: dict[str, Any] = clean(load_config(path).to_dict())
-    return cleaned

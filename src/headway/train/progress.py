@@ -1,5 +1,6 @@
 """What a run shows while it goes: a line per logged step, and on a terminal a bar below them. All of it on stderr."""
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,6 +48,11 @@ class Progress:
         if step % self._log_every == 0 or step in (1, self._steps):
             self.note(step_line(record, self._steps))
 
+    def recompiled(self, step: int, guards: Iterable[str]) -> None:
+        """Warn of guards that failed in a step, so that a block was compiled again."""
+        for guard in guards:
+            self.note(f"warning: compiled again in step {step}, as a guard failed: {guard}")
+
     def __enter__(self) -> Self:
         self._bar.start()
         return self
@@ -60,11 +66,12 @@ class Progress:
 def step_line(record: dict[str, Any], steps: int) -> str:
     """Render a step's record as one line."""
     width = len(str(steps))
+    skipped = record["loss"] is None
     fields = (
         f"step {record['step']:>{width}}/{steps}",
-        f"loss {record['loss']:.4f}",
+        "not finite, update left out" if skipped else f"loss {record['loss']:.4f}",
         f"lr {record['lr']:.2e}",
-        f"grad {record['grad_norm']:.2f}",
+        *([] if skipped else [f"grad {record['grad_norm']:.2f}"]),
         f"{format_count(round(record['tokens_per_s']))} tokens/s",
         f"{format_duration(record['step_s'])}",
         f"wait {format_share(record['data_wait_share'])}",

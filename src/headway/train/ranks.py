@@ -5,6 +5,7 @@ A run that torchrun did not start is one process, and every sum is the number it
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -47,11 +48,15 @@ class Ranks:
 
         Exchanged between hosts, so that no device is waited for.
         """
+        return self.gather_all(value)[:: self.sequence]
+
+    def gather_all(self, value: T) -> list[T]:
+        """What every process gives, in order, exchanged between hosts."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
-        return values[:: self.sequence]
+        return values
 
     def sum_(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
@@ -64,16 +69,18 @@ class Ranks:
             dist.barrier()
 
 
-def join_ranks(device: torch.device, sequence: int = 1) -> Ranks:
+def join_ranks(device: torch.device, sequence: int = 1, *, watchdog_s: float | None = None) -> Ranks:
     """Join the process group that torchrun prepared, if it started this process; a lone process is a group of one.
 
     Args:
         device: where this process computes.
         sequence: processes that share each pack; checked with the rest of the mesh.
+        watchdog_s: a rank that stands still so long ends itself; exchanges give up later than that [s].
     """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Two backends at once: numbers on the host are exchanged there and never wait for the device.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        timeout = timedelta(seconds=2.0 * watchdog_s) if watchdog_s is not None else None
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     if not dist.is_initialized():
         return Ranks(0, 1)
     return Ranks(dist.get_rank(), dist.get_world_size(), sequence)

@@ -4,16 +4,15 @@ config.yaml     the configuration as it was resolved
 run.json        versions, device, git commit, peak and convention
 metrics.jsonl   one record per step and per evaluation
 summary.json    the run in one object, written at the end
-checkpoints/    see `checkpoint.py`
+checkpoints/    see `checkpoint/`
+export/         model folders made of checkpoints, one for each exported step
 """
 
 import json
-import math
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -24,23 +23,27 @@ import yaml
 
 import headway
 from headway.errors import ConfigError, TrainingError
-from headway.meter import Goodput, StepUtilisation
+from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
-from headway.models.router import RouterSummary
+from headway.meter.surroundings import Compilation
 from headway.train.config import TrainConfig, parse_config
-from headway.train.share import StepShare
 
-CONFIG, RUN, METRICS, SUMMARY, CHECKPOINTS = "config.yaml", "run.json", "metrics.jsonl", "summary.json", "checkpoints"
+CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
+CHECKPOINTS, EXPORTS = "checkpoints", "export"
 # What may change between a run and its continuation: it does not touch the sequence of losses.
 _FREE_ON_RESUME = (
     "eval",
     "checkpoint",
+    "parallel",
+    "plan",
+    "optim.accumulation",  # other processes, the same packs in a step
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
     "run.folder",
     "run.device",
     "run.log_every",
+    "run.watchdog_s",
 )
 
 
@@ -162,10 +165,14 @@ class RunLedger:
         path: the ledger's file; None keeps none, as on all ranks but the first.
         since_ns: reading of the monotonic clock at which the process began to set up [ns].
         resumed_from: step that a resumed run goes on from; None if it is a new one.
+        compiles: whether torch.compile is used; its time is told apart then.
     """
 
-    def __init__(self, path: Path | None, *, since_ns: int, resumed_from: int | None) -> None:
+    def __init__(self, path: Path | None, *, since_ns: int, resumed_from: int | None, compiles: bool) -> None:
         self._ledger = None if path is None else Goodput(path, since_ns=since_ns)
+        self._compilation = Compilation()
+        if self._ledger is not None and compiles:
+            self._compilation.charge(self._ledger)
         if self._ledger is not None and resumed_from is not None:
             self._ledger.resumed(resumed_from)
 
@@ -185,116 +192,9 @@ class RunLedger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._compilation.let_go()
         if self._ledger is not None:
             self._ledger.close()
-
-
-class HostCopy:
-    """A few numbers on their way from the device, read when they have arrived: no step waits for its own log line.
-
-    Args:
-        values_K: numbers on the device, shape (K,).
-    """
-
-    def __init__(self, values_K: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if values_K.device.type == "cuda":
-            self._values_K = torch.empty(values_K.shape, dtype=values_K.dtype, pin_memory=True)
-            self._values_K.copy_(values_K, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._event.record()
-        else:
-            self._values_K = values_K
-
-    def read(self) -> list[float]:
-        """Wait for the numbers, if they are not there yet."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._values_K.tolist()
-        return numbers
-
-
-class StepRecorder:
-    """Turns finished steps into records: into metrics.jsonl, onto the screen, and an error where a loss is not finite.
-
-    A step's numbers are read back when the next one has been launched, so no step waits for its own record.
-
-    Args:
-        log: the run's metrics.jsonl.
-        show: called with each record.
-        device: whose memory is recorded.
-        sources: names of the sources; where there are several, each has its loss and tokens recorded.
-    """
-
-    def __init__(
-        self, log: MetricsLog, show: Callable[[dict[str, Any]], None], device: torch.device, sources: Sequence[str]
-    ) -> None:
-        self._log = log
-        self._show = show
-        self._device = device
-        self._sources = sources
-        self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation] | None = None
-
-    def add(
-        self, step: int, lr: float, numbers_K: torch.Tensor, share: StepShare, utilisation: StepUtilisation
-    ) -> None:
-        """Take in a step that has been launched, and finish the record of the one before.
-
-        Args:
-            step: its number.
-            lr: its learning rate.
-            numbers_K: the summed losses of each source [nats], the gradient's norm and, where the model has experts,
-                the three numbers of a `RouterSummary`; on the device.
-            share: what all ranks computed.
-            utilisation: of the step.
-
-        Raises:
-            TrainingError: the step before had a loss or gradient that is not finite.
-        """
-        copy = HostCopy(numbers_K)
-        self.flush()
-        self._pending = step, lr, copy, share, utilisation
-
-    def flush(self) -> None:
-        """Finish the record of the last step.
-
-        Raises:
-            TrainingError: its loss or gradient is not finite.
-        """
-        if self._pending is None:
-            return
-        step, lr, copy, share, utilisation = self._pending
-        self._pending = None
-        read = copy.read()
-        losses, grad_norm, router = read[: len(self._sources)], read[len(self._sources)], read[len(self._sources) + 1 :]
-        loss = sum(losses) / max(1, share.num_supervised)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise TrainingError(
-                f"step {step} has loss {loss} and gradient norm {grad_norm}: training has diverged or met a sample that"
-                f" it cannot digest. The learning rate was {lr:.3g}; lower optim.lr or lengthen optim.warmup_steps. "
-                "The checkpoints written before are whole."
-            )
-        numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "memory_bytes": memory_bytes(self._device)}
-        record = {"kind": "step", "step": step, **numbers, **utilisation.as_record()}
-        if len(self._sources) > 1:
-            record["sources"] = self._by_source(losses, share)
-        if router:
-            record["router"] = RouterSummary(router[0], router[1], int(router[2]))._asdict()
-        self._log.write(record)
-        self._show(record)
-
-    def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
-        """Mean loss, tokens and targets of each source, and the share of its tokens that was cut or left out."""
-        parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
-        return {
-            name: {
-                "loss": loss / supervised if supervised else None,
-                "tokens": tokens,
-                "supervised": supervised,
-                "waste": lost / (tokens + lost) if tokens + lost else 0.0,
-            }
-            for name, loss, tokens, supervised, lost in parts
-        }
 
 
 def _records_until(path: Path, last_step: int) -> list[str]:

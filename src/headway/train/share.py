@@ -10,6 +10,29 @@ from headway.data.feed import Feed
 from headway.train.ranks import Ranks
 
 
+class Flags(NamedTuple):
+    """What may end the run, on one process or on all of them.
+
+    Attributes:
+        has_ended: whether no data are left; the packs are padding then.
+        stop_signal: number of the signal that makes this the last step; 0 for none.
+        save_failed: whether a checkpoint could not be written.
+    """
+
+    has_ended: bool
+    stop_signal: int
+    save_failed: bool
+
+    @classmethod
+    def total(cls, flags: Sequence["Flags"]) -> "Flags":
+        """All of them together: the data have ended once they have for all; of the rest, one process is enough."""
+        return cls(
+            all(one.has_ended for one in flags),
+            max(one.stop_signal for one in flags),
+            any(one.save_failed for one in flags),
+        )
+
+
 class StepShare(NamedTuple):
     """One rank's part of a step, or all of them together.
 
@@ -18,18 +41,16 @@ class StepShare(NamedTuple):
         tokens: of each source [tokens], shape (S,).
         supervised: targets of each source [tokens], shape (S,).
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
-        has_ended: whether no data are left; the packs are padding then.
-        stops: whether this is to be the last step.
         modalities: which towers each of the packs needs.
+        flags: what may end the run.
     """
 
     workload: Workload
     tokens: tuple[int, ...]
     supervised: tuple[int, ...]
     lost: tuple[int, ...]
-    has_ended: bool
-    stops: bool
     modalities: tuple[Modalities, ...]
+    flags: Flags
 
     @property
     def num_supervised(self) -> int:
@@ -37,7 +58,7 @@ class StepShare(NamedTuple):
         return sum(self.supervised)
 
     @classmethod
-    def of(cls, batches: Sequence[Batch], feed: Feed, *, has_ended: bool, stops: bool) -> "StepShare":
+    def of(cls, batches: Sequence[Batch], feed: Feed, flags: Flags) -> "StepShare":
         """One rank's part: the packs that its feed handed out last."""
         names = feed.names
         tokens, supervised = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -48,14 +69,12 @@ class StepShare(NamedTuple):
                 tokens[origin.source] += length
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
-        modalities = tuple(map(Modalities.of, batches))
-        return cls(
-            workload, tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens, has_ended, stops, modalities
-        )
+        counts = tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens
+        return cls(workload, *counts, tuple(map(Modalities.of, batches)), flags)
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
-        """All ranks' parts together: the data have ended once they have for all, and one wish to stop is enough."""
+        """All ranks' parts together."""
         columns = ([share.tokens for share in shares], [share.supervised for share in shares], [s.lost for s in shares])
         tokens, supervised, lost = (tuple(map(sum, zip(*column, strict=True))) for column in columns)
         return cls(
@@ -63,15 +82,12 @@ class StepShare(NamedTuple):
             tokens,
             supervised,
             lost,
-            all(share.has_ended for share in shares),
-            any(share.stops for share in shares),
             tuple(Modalities.union(packs) for packs in zip(*(share.modalities for share in shares), strict=True)),
+            Flags.total([share.flags for share in shares]),
         )
 
 
-def agree(
-    batches: list[Batch], feed: Feed, ranks: Ranks, *, has_ended: bool, stops: bool
-) -> tuple[list[Batch], StepShare]:
+def agree(batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags) -> tuple[list[Batch], StepShare]:
     """Tell the other ranks what this one is about to compute, and hear what they are.
 
     Where some rank's pack has an image or a video, the packs that the others compute meanwhile get a blank one.
@@ -80,15 +96,16 @@ def agree(
         batches: this rank's packs.
         feed: what handed them out.
         ranks: all of them.
-        has_ended: whether this rank has no data left.
-        stops: whether this rank wishes this to be the last step.
+        flags: what may end the run, as this process sees it.
 
     Returns:
         The packs to compute, and what all ranks compute together.
     """
-    shares = ranks.gather(StepShare.of(batches, feed, has_ended=has_ended, stops=stops))
-    whole = StepShare.total(shares)
+    everyone = ranks.gather_all(StepShare.of(batches, feed, flags))
+    flags = Flags.total([share.flags for share in everyone])  # a signal may reach any process
+    shares = everyone[:: ranks.sequence]
+    whole = StepShare.total(shares)._replace(flags=flags)
     if all(share.modalities == whole.modalities for share in shares):
         return batches, whole
     batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, whole.modalities, strict=True)]
-    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, has_ended=has_ended, stops=stops)))
+    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, flags)))

@@ -30,27 +30,33 @@ class RunSummary:
 
     Attributes:
         folder: the run folder.
-        checkpoint: the last checkpoint; `from_pretrained` opens it.
+        checkpoint: the last checkpoint, which a continuation starts from.
+        model: the folder that `from_pretrained` opens, made of the last checkpoint; None if there is to be none.
         steps: optimizer steps taken, those before a resume included [steps].
         planned_steps: optimizer steps that were asked for [steps].
         first_loss: loss of the run's first step [nats per supervised token].
+        skipped: updates that were left out because their numbers were not finite [steps].
         last_loss: mean loss of the last tenth of the steps, at most 100 of them [nats per supervised token].
         utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
         report: samples and packs read, those before a resume included.
         evaluation: the last evaluation, if there was one.
+        stopped_by: number of the signal that ended the run early; 0 for none.
         total_s: wall time of this process's run, everything included [s].
         memory_bytes: largest memory [bytes].
     """
 
     folder: Path
     checkpoint: Path
+    model: Path | None
     steps: int
     planned_steps: int
+    skipped: int
     first_loss: float
     last_loss: float
     utilisation: RunUtilisation
     report: FeedReport
     evaluation: Evaluation | None
+    stopped_by: int
     total_s: float
     memory_bytes: int
 
@@ -65,10 +71,12 @@ class RunSummary:
             "schema_version": SCHEMA_VERSION,
             "folder": str(self.folder),
             "checkpoint": str(self.checkpoint),
+            "model": str(self.model) if self.model else None,
             "complete": self.is_complete,
             "steps": self.steps,
             "planned_steps": self.planned_steps,
             "measured_steps": self.utilisation.num_steps,
+            "skipped_updates": self.skipped,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             "evaluation": self.evaluation.as_record() if self.evaluation else None,
@@ -84,6 +92,7 @@ class RunSummary:
         """Names and values for people."""
         use, flops, report = self.utilisation, self.utilisation.flops, self.report
         measured = "" if use.num_steps == self.steps else f", the last {use.num_steps} measured here"
+        skipped = f", {format_count(self.skipped)} updates left out" if self.skipped else ""
         exact = "not evaluated"
         if self.evaluation:
             exact = (
@@ -92,7 +101,7 @@ class RunSummary:
             )
         return render_pairs(
             [
-                ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}"),
+                ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}{skipped}"),
                 ("loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"),
                 ("exact match", exact),
                 ("tokens", f"{format_count(use.tokens)} real, {format_count(round(use.tokens_per_s))} per second"),
@@ -109,6 +118,7 @@ class RunSummary:
                 ("peak source", use.peak.source),
                 ("memory", format_bytes(self.memory_bytes)),
                 ("checkpoint", str(self.checkpoint)),
+                ("model folder", str(self.model or "none; make one with headway export")),
             ]
         )
 

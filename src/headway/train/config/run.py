@@ -14,13 +14,19 @@ class RunConfig(Section):
     folder: Path = Field(description="Run folder: config, versions, metrics.jsonl and checkpoints")
     seed: int = Field(default=0, ge=0, description="Seed of weights and of everything random besides the data order")
     device: str = Field(default="auto", description="'cpu', 'cuda', 'cuda:1', or 'auto' for CUDA where there is one")
-    dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params", "float8"] = Field(
         default="auto",
-        description="float32; bfloat16-autocast (fp32 weights) or bfloat16-params, both on CUDA only; "
-        "auto is bfloat16-autocast on CUDA and float32 on CPU",
+        description="float32; bfloat16-autocast (fp32 weights) or bfloat16-params, both on CUDA only; float8, which is "
+        "bfloat16-autocast with the blocks' linear layers in float8, on CUDA 8.9 or newer; auto is bfloat16-autocast "
+        "on CUDA and float32 on CPU",
     )
     threads: Positive | None = Field(default=None, description="CPU threads of PyTorch; null for its choice [threads]")
     log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")
+    watchdog_s: float | None = Field(
+        default=1800.0,
+        gt=0.0,
+        description="A rank without progress for so long writes where it stands and ends; null for no watch [s]",
+    )
 
 
 class CheckpointConfig(Section):
@@ -30,6 +36,13 @@ class CheckpointConfig(Section):
         default=None, description="Optimizer steps between checkpoints; the end of the run always has one [steps]"
     )
     keep: Positive = Field(default=2, description="Newest checkpoints that stay; older ones are deleted [checkpoints]")
+    asynchronous: bool = Field(
+        default=True, description="Write while training goes on, from a copy of the state in the host's memory"
+    )
+    export: Literal["never", "end", "every"] = Field(
+        default="end",
+        description="Which checkpoints become a folder that from_pretrained opens: none, the last, or every one",
+    )
 
 
 class EvalConfig(Section):

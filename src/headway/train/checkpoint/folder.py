@@ -1,0 +1,237 @@
+"""What a whole checkpoint is on disk: a folder named after its step, and a manifest of every file in it.
+
+A checkpoint is written to a hidden sibling folder, flushed to disk and renamed, so a folder named `step-...` is whole
+or absent. Its `manifest.json`, written last, lists every file with its size and checksum; opening checks them.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headway.errors import CheckpointError
+
+MANIFEST, POSITION, MODEL, INDEX = "manifest.json", "position.json", "model", ".metadata"
+SCHEMA_VERSION = 2
+_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+
+
+class Entry(NamedTuple):
+    """A file as it was written: its size [bytes] and checksum."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest has been read.
+
+    Attributes:
+        folder: where it is.
+        step: optimizer steps taken [steps].
+        world_size: processes that wrote it.
+        mesh: how they shared the work, by axis [processes].
+        architecture: digest of the names and shapes of the model's tensors.
+        files: every file, by its path in the folder.
+    """
+
+    folder: Path
+    step: int
+    world_size: int
+    mesh: dict[str, int]
+    architecture: str
+    files: dict[str, Entry]
+
+    @property
+    def model_folder(self) -> Path:
+        """Config, generation config and processor; no weights."""
+        return self.folder / MODEL
+
+    def position(self) -> dict[str, Any]:
+        """The place in the data, of all processes together."""
+        position: dict[str, Any] = json.loads((self.folder / POSITION).read_text(encoding="utf-8"))
+        return position
+
+    def random_state(self, rank: int) -> dict[str, Any]:
+        """The random generators of a process; those of another one where fewer wrote the checkpoint."""
+        path = self.folder / rank_file(rank % self.world_size)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
+    def check(self, rank: int = 0, world_size: int = 1) -> None:
+        """Check this process's share of the files against the manifest: all processes together check every file.
+
+        Raises:
+            CheckpointError: a file is missing, cut short or changed.
+        """
+        for name, entry in list(self.files.items())[rank::world_size]:
+            path = self.folder / name
+            if not path.is_file():
+                raise CheckpointError(f"the checkpoint {self.folder} is damaged: {name} is missing.")
+            if path.stat().st_size != entry.bytes:
+                raise CheckpointError(
+                    f"the checkpoint {self.folder} is damaged: {name} has {path.stat().st_size} of {entry.bytes} bytes."
+                )
+            if _sha256(path) != entry.sha256:
+                raise CheckpointError(f"the checkpoint {self.folder} is damaged: the contents of {name} have changed.")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return root / f"step-{step:06d}"
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file with a process's random generators."""
+    return f"rank-{rank:05d}.pt"
+
+
+def latest_checkpoint(root: Path) -> Checkpoint | None:
+    """The newest checkpoint of a run, its manifest read; None where there is none. Unfinished writes are cleared away.
+
+    Raises:
+        CheckpointError: the newest has no readable manifest; the message names the newest good one.
+    """
+    for unfinished in root.glob(".step-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    folders = step_folders(root)
+    if not folders:
+        return None
+    try:
+        return open_checkpoint(folders[-1])
+    except CheckpointError as error:
+        raise with_way_out(error, folders[-1]) from error
+
+
+def with_way_out(error: CheckpointError, damaged: Path) -> CheckpointError:
+    """What is wrong with the newest checkpoint, and which one before it is whole."""
+    folders = step_folders(damaged.parent)
+    for earlier in reversed(folders[: folders.index(damaged)]):
+        try:
+            open_checkpoint(earlier).check()
+        except CheckpointError:
+            continue
+        return CheckpointError(
+            f"{error} The newest whole checkpoint before it is {earlier}; delete {damaged} to resume from there."
+        )
+    return CheckpointError(f"{error} There is no whole checkpoint before it; start the run anew.")
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint's manifest; `check` then compares the files with it.
+
+    Raises:
+        CheckpointError: no manifest, one that cannot be read, or one of another version.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise CheckpointError(
+                f"the checkpoint {folder} has version {version}; this headway reads {SCHEMA_VERSION}. "
+                + ("Its folder is a model folder: start a new run with model.path set to it." if version == 1 else "")
+            )
+        return Checkpoint(
+            folder,
+            int(manifest["step"]),
+            int(manifest["world_size"]),
+            dict(manifest["mesh"]),
+            str(manifest["architecture"]),
+            {str(name): Entry(**entry) for name, entry in manifest["files"].items()},
+        )
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} is half written or copied in part: it has no {MANIFEST}."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: its {MANIFEST} cannot be read.") from error
+
+
+def refuse_half_written(folder: Path) -> None:
+    """Refuse a model folder that is a checkpoint of ours, whole or not; other folders pass.
+
+    Raises:
+        CheckpointError: the folder is named or made like a checkpoint.
+    """
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    if (folder / MANIFEST).exists() or _STEP_FOLDER.fullmatch(folder.name.removeprefix(".").removesuffix(".writing")):
+        open_checkpoint(folder)
+        raise CheckpointError(
+            f"{folder} is a checkpoint in pieces, no model folder. Make one of it with "
+            f"`headway export {folder} FOLDER`, or continue its run with --resume."
+        )
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make the hidden folder that a checkpoint is written to, empty."""
+    temporary = root / f".{step_folder(root, step).name}.writing"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def entries(folder: Path, paths: Iterable[Path]) -> dict[str, Entry]:
+    """Flush files to disk, and say how large they are and what they hold."""
+    found = {}
+    for path in sorted(paths):
+        found[path.relative_to(folder).as_posix()] = Entry(path.stat().st_size, _sha256(path))
+        sync(path)
+    return found
+
+
+def seal(temporary: Path, facts: dict[str, Any], files: dict[str, Entry]) -> None:
+    """Write the manifest, last of all."""
+    listed = {name: entry._asdict() for name, entry in sorted(files.items())}
+    manifest = {"schema_version": SCHEMA_VERSION, **facts, "files": listed}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    sync(temporary / MANIFEST)
+    for folder in {temporary, *((temporary / name).parent for name in files)}:
+        sync(folder)
+
+
+def publish(temporary: Path, folder: Path, keep: int) -> None:
+    """Give a sealed checkpoint its name, then delete the oldest beyond `keep`."""
+    root = folder.parent
+    if folder.exists():  # left by a run that was resumed from before it
+        remove(folder)
+    temporary.rename(folder)
+    sync(root)
+    for old in step_folders(root)[:-keep]:
+        remove(old)
+
+
+def step_folders(root: Path) -> list[Path]:
+    """The folders of whole checkpoints, oldest first."""
+    found = [path for path in root.glob("step-*") if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint without ever leaving half of it under its own name."""
+    doomed = folder.with_name(f".{folder.name}.deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,141 @@
+"""Bring a model, an optimizer and random generators back to a checkpoint, on any number of processes."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from headway.errors import CheckpointError
+from headway.train.checkpoint.folder import Checkpoint, latest_checkpoint, with_way_out
+from headway.train.checkpoint.state import (
+    OPTIMIZER,
+    WEIGHTS,
+    Average,
+    architecture,
+    make_optimizer_state,
+    model_tensors,
+    training_tensors,
+)
+from headway.train.ranks import Ranks
+
+T = TypeVar("T")
+
+
+def find_checkpoint(root: Path, ranks: Ranks) -> Checkpoint | None:
+    """The newest checkpoint of a run, the same on all processes, with every file checked by one of them.
+
+    Args:
+        root: folder of all checkpoints of the run.
+        ranks: the processes; the first one looks, and clears away what was left unfinished.
+
+    Returns:
+        None where there is none.
+
+    Raises:
+        CheckpointError: the newest is damaged; the message names the newest good one. The same on all processes.
+    """
+    checkpoint = ranks.gather_all(_outcome(lambda: latest_checkpoint(root)) if ranks.is_first else None)[0]
+    if isinstance(checkpoint, CheckpointError):
+        raise checkpoint
+    if checkpoint is None:
+        return None
+    for damage in ranks.gather_all(_outcome(lambda: checkpoint.check(ranks.rank, ranks.size))):
+        if damage is not None:
+            raise with_way_out(damage, checkpoint.folder)
+    return checkpoint
+
+
+def _outcome(look: Callable[[], T]) -> T | CheckpointError:
+    """What a look at the disk gave, or the error of it, for the other processes to hear of."""
+    try:
+        return look()
+    except CheckpointError as error:
+        return error
+
+
+def restore(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    average: Average | None = None,
+) -> None:
+    """Read a checkpoint into a model and its optimizer, each process what it holds of them.
+
+    Args:
+        checkpoint: found by `find_checkpoint`.
+        model: of the same architecture, spread over any number of processes.
+        optimizer: of this model.
+        average: of the weights.
+
+    Raises:
+        CheckpointError: the checkpoint is of another architecture.
+    """
+    saved = saved_tensors(checkpoint.folder)
+    check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
+    if optimizer is not None:
+        kept = [name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in saved if name.startswith(OPTIMIZER)]
+        make_optimizer_state(model, optimizer, set(kept))
+    read_tensors(checkpoint.folder, training_tensors(model, optimizer, average))
+
+
+def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], model: nn.Module) -> None:
+    """Check that a checkpoint has the tensors of a model, by name and whole shape.
+
+    Raises:
+        CheckpointError: it has others; the message names the first that differ.
+    """
+    ours = {WEIGHTS + name: tensor.shape for name, tensor in model_tensors(model)}
+    if architecture(ours) == checkpoint.architecture:
+        return
+    theirs = {name: shape for name, shape in saved.items() if name.startswith(WEIGHTS)}
+    differing = [
+        f"{name.removeprefix(WEIGHTS)} is {_shape(theirs.get(name))} there and {_shape(ours.get(name))} here"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    raise CheckpointError(
+        f"the checkpoint {checkpoint.folder} holds another model: {'; '.join(differing[:3])}"
+        f"{f'; and {len(differing) - 3} more' if len(differing) > 3 else ''}. "
+        "Put model.path and its settings back as they were, or start a new run in another run.folder."
+    )
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in a checkpoint by name, with its whole shape and dtype and without its numbers (on "meta")."""
+    listed = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in listed.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_tensors(folder: Path, targets: dict[str, torch.Tensor]) -> None:
+    """Read tensors by name, in place, each process its own parts of them.
+
+    Every process finds what it needs in the index by itself, so nothing is exchanged.
+
+    Raises:
+        CheckpointError: one is missing or of another shape.
+    """
+    state: dict[str, Any] = dict(targets)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+    try:
+        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    except CheckpointException as error:
+        _, (inner, _) = sorted(error.failures.items())[0]
+        raise CheckpointError(
+            f"the checkpoint {folder} cannot be read: {inner}. It lacks what this configuration keeps; set optim back "
+            "as it was, or start a new run from its exported weights."
+        ) from inner
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else str(list(shape))

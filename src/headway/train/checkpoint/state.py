@@ -1,0 +1,125 @@
+"""What a checkpoint holds: the tensors that training changes, by name, and the random generators.
+
+Names are the model's own: `model.NAME` for a parameter or buffer, `optimizer.NAME.exp_avg` for what the optimizer keeps
+of a parameter, `average.NAME` for its moving average. A tensor that is spread over processes stays so (a DTensor): each
+process writes its own part, and any other number of them reads the parts that it needs.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+WEIGHTS, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
+
+
+class Average(Protocol):
+    """A moving average of the weights."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The averages themselves, by the parameters' names."""
+
+
+def training_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, average: Average | None = None
+) -> dict[str, torch.Tensor]:
+    """Every tensor that training changes, the live ones and by name; tied weights once.
+
+    Args:
+        model: its parameters and persistent buffers.
+        optimizer: what it keeps of each parameter that has had a gradient.
+        average: of the weights.
+    """
+    found = {WEIGHTS + name: tensor for name, tensor in model_tensors(model)}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    raise TypeError(f"the optimizer keeps a {type(value).__name__} as {key} of {name}, not a tensor")
+                found[f"{OPTIMIZER}{name}.{key}"] = value
+    if average is not None:
+        found |= {AVERAGE + name: value for name, value in average.state_dict().items()}
+    return found
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and persistent buffers of a model, each once, by the first of its names."""
+    seen = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+
+def architecture(shapes: Mapping[str, torch.Size]) -> str:
+    """Digest of a model's tensors: their names and whole shapes, whatever they are spread over."""
+    listed = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in the host's memory, spread as the originals are; training may change these from now on."""
+    return {name: _copied(tensor) for name, tensor in tensors.items()}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    # The part on the host, under a description that still names the device's mesh: nothing is sent around by it.
+    local = tensor.to_local().detach().to("cpu", copy=True)
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # as torch leaves it
+
+
+def make_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> None:
+    """Let the optimizer make its state of some parameters, and of no others, without changing a weight.
+
+    It takes a step of learning rate zero on gradients of zero, and only for the parameters asked for; so the state has
+    the optimizer's own types, devices and spread.
+
+    Args:
+        model: whose parameters are optimised.
+        optimizer: fresh, or with state that is to be replaced.
+        names: of the parameters that are to have state.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for name, parameter in model.named_parameters():
+        optimizer.state.pop(parameter, None)
+        parameter.grad = torch.zeros_like(parameter) if name in names else None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random generator: Python's, NumPy's, PyTorch's on CPU and this process's CUDA device."""
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - the global state is what other libraries draw from
+    assert isinstance(numpy_state, dict)
+    inner = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in numpy_state["state"].items()
+    }
+    return {
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": inner},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put every random generator back to where `random_state` found it."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    inner = {**state["numpy"]["state"], "key": np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)}
+    np.random.set_state({**state["numpy"], "state": inner})  # noqa: NPY002 - as in random_state
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,136 @@
+"""What is said when memory runs out: what held it, which pack asked for more, and what would need less."""
+
+import re
+import resource
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from headway.errors import ConfigError
+from headway.models.blocks import blocks
+from headway.report import format_bytes, format_count
+from headway.train.config import TrainConfig
+from headway.train.prepare import Run
+from headway.train.watch import Place
+
+_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_WORTH = 0.01  # of what is held; a setting that saves less is not named
+
+
+def explain(error: BaseException, run: Run, config: TrainConfig, place: Place) -> str:
+    """Say why memory ran out, in one paragraph.
+
+    Args:
+        error: as raised, with what it holds still held.
+        run: its model, optimizer and device.
+        config: its settings.
+        place: where it stood.
+    """
+    held = held_bytes(run)
+    asked = asked_bytes(error)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
+    pack = ""
+    if place.batch is not None:
+        load = place.batch.workload
+        pack = (
+            f" The pack had {format_count(load.tokens)} tokens in {format_count(load.num_segments)} segments"
+            f" ({format_count(load.slots)} slots) and {format_count(load.patches)} vision patches."
+        )
+    savings = sorted(possible_savings(held, run, config, place), key=lambda saving: -saving[1])
+    total = sum(held.values())
+    ways = "; ".join(
+        f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > _WORTH * total
+    )
+    return (
+        f"out of memory on {run.device} (rank {run.ranks.rank}) in {place}"
+        f"{f', when {format_bytes(asked)} more were asked for' if asked else ''}. Held were {format_bytes(total)}: "
+        f"{parts}.{pack} What would need less, by estimate: {ways or 'a smaller model or a larger device'}. "
+        "The last checkpoint is whole; change the setting and go on with --resume where it may be changed."
+    )
+
+
+def held_bytes(run: Run) -> dict[str, int]:
+    """What memory this process holds, by part; what no part explains is held by activations and kernels [bytes]."""
+    parameters = list(run.model.parameters())
+    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    averages = [] if run.ema is None else list(run.ema.state_dict().values())
+    device = run.device
+    parts = {
+        "weights": local_bytes([*parameters, *run.model.buffers()], device),
+        "gradients": local_bytes((p.grad for p in parameters if p.grad is not None), device),
+        "optimizer": local_bytes((value for value in states if isinstance(value, torch.Tensor)), device),
+        "average": local_bytes(averages, device),
+    }
+    used = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
+    rest = "activations and temporaries" if device.type == "cuda" else "activations, temporaries and the program"
+    held = {**parts, rest: max(0, used - sum(parts.values()))}
+    return {name: size for name, size in held.items() if size}
+
+
+def possible_savings(held: dict[str, int], run: Run, config: TrainConfig, place: Place) -> Iterable[tuple[str, int]]:
+    """Settings that need less memory, each with its estimated effect on this process [bytes].
+
+    Activations are taken to grow with a pack's slots; with recompute, a block's input stays of each block, and all of
+    one block; sharded and offloaded are weights, gradients, moments and averages alike.
+    """
+    *_, (rest, activations) = held.items()
+    state = sum(size for name, size in held.items() if name != rest)
+    moments = held.get("optimizer", 0)
+    budget = config.data.tokens_per_pack
+    yield f"data.tokens_per_pack={budget // 2} (from {budget})", activations // 2
+    num_blocks = _num_blocks(run.model)
+    if place.batch is not None and num_blocks:
+        hidden: int = run.model.config.get_text_config().hidden_size
+        kept = place.batch.workload.slots * hidden * run.precision.compute.itemsize * num_blocks
+        yield "speed.recompute=full", max(0, activations - activations // num_blocks - kept)
+    yield f"twice the processes that share the weights ({run.ranks.size} train now)", state // 2
+    if config.optim.state in ("auto", "float32"):
+        yield "optim.state=bfloat16", moments // 2
+        yield "optim.state=8bit", moments * 3 // 4
+    elif config.optim.state == "bfloat16":
+        yield "optim.state=8bit", moments // 2
+    if run.ema is not None:
+        yield "no optim.ema", held.get("average", 0)
+
+
+def local_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    """Memory of this process's parts of tensors on a device; what two of them share counts once [bytes]."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.device.type == device.type:
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """How much was asked for when there was no more, if the error says so [bytes].
+
+    >>> asked_bytes(RuntimeError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."))
+    1610612736
+    """
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+
+
+def _num_blocks(model: PreTrainedModel) -> int:
+    """Layers that can be recomputed; 0 for a model that has none."""
+    try:
+        return len(blocks(model))
+    except ConfigError:
+        return 0
+
+
+def _resident_bytes() -> int:
+    """Memory that this process has in use now, or the most that it had where the system does not tell [bytes]."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,88 @@
+"""Which parameters are updated together: by which rule, how fast, and with which decay."""
+
+from typing import Any, Literal
+
+from torch import nn
+
+from headway.count import CostModel
+from headway.errors import ConfigError, UsageError
+from headway.train.config import OptimConfig
+from headway.train.config.optim import factor_of
+
+Rule = Literal["adamw", "muon"]
+
+# The hidden linear layers of the ledger. Embeddings, the head, the router (a head over experts) and what embeds patches
+# stay with AdamW: Muon is for matrices between hidden activations. Source: Jordan et al. 2024, "Muon: An optimizer for
+# hidden layers in neural networks", https://kellerjordan.github.io/posts/muon/; Liu et al. 2025, arXiv:2502.16982.
+_HIDDEN = frozenset({"projections", "mlp", "experts", "merger", "mtp"})
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> list[dict[str, Any]]:
+    """Sort the parameters that learn into the groups of an optimizer.
+
+    Matrices decay, vectors (norms, biases, scalars) do not.
+
+    Args:
+        model: its parameters with `requires_grad`.
+        optim: rules, learning rates and decay.
+        cost_model: of this model, for the parts that `optim.lr_of` names.
+
+    Returns:
+        Groups with `params`, `rule`, `lr_factor` (of `optim.lr`) and `weight_decay`.
+
+    Raises:
+        ConfigError: a pattern of `optim.lr_of` matches nothing, nothing that learns, or nothing that no later pattern
+            matches; or Muon finds no matrix.
+    """
+    components = {entry.name: entry.component for entry in cost_model.parameters}
+    rates = _rates(model, optim, cost_model)
+    groups: dict[tuple[Rule, float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        rule: Rule = "muon" if optim.name == "muon" and _is_hidden(components[name], parameter.ndim) else "adamw"
+        own = optim.muon.lr if rule == "muon" else None
+        rate = rates.get(name)
+        factor = 1.0 if own is None else own / optim.lr
+        if rate is not None:
+            factor = factor_of(rate, optim.lr) * (factor if isinstance(rate, str) else 1.0)
+        decay = optim.weight_decay if parameter.ndim >= 2 else 0.0
+        groups.setdefault((rule, factor, decay), []).append(parameter)
+    if optim.name == "muon" and not any(rule == "muon" for rule, _, _ in groups):
+        raise ConfigError(
+            f"optim.name is 'muon', but no matrix of a hidden layer of {cost_model.name} learns; use 'adamw'."
+        )
+    return [
+        {"params": params, "rule": rule, "lr_factor": factor, "weight_decay": decay}
+        for (rule, factor, decay), params in groups.items()
+    ]
+
+
+def _rates(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> dict[str, float | str]:
+    """The learning rate that `optim.lr_of` gives each parameter it names; of several patterns the last one holds."""
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    last: dict[str, str] = {}
+    for pattern in optim.lr_of:
+        try:
+            named = {cost_model.parameters[i].name for i in cost_model.matching(pattern)}
+        except UsageError as error:
+            raise ConfigError(f"optim.lr_of: {error}") from error
+        if not named & learning:
+            raise ConfigError(
+                f"optim.lr_of: {pattern} matches {len(named)} parameters of {cost_model.name}, and none of them "
+                "learns. Take it out, or take them out of model.freeze."
+            )
+        last |= dict.fromkeys(named & learning, pattern)
+    for pattern in optim.lr_of:
+        if pattern not in last.values():
+            raise ConfigError(
+                f"optim.lr_of: {pattern} has no effect, since later patterns match all that it does and the last one "
+                "holds. Put it after them, or take it out."
+            )
+    return {name: optim.lr_of[pattern] for name, pattern in last.items()}
+
+
+def _is_hidden(component: str, ndim: int) -> bool:
+    """Whether a parameter is a matrix of a hidden layer, or a stack of the matrices of experts."""
+    part = component.rpartition(".")[2]
+    return part in _HIDDEN and (ndim == 2 or (ndim == 3 and part == "experts"))
