@@ -117,6 +117,18 @@ def test_a_recompilation_is_counted_and_named_once(compiled):
     assert watch.since() == (False, (), ())
 
 
+def test_where_there_are_two_kinds_of_layers_the_guards_of_both_are_named():
+    model, watch = model_of("gpt_oss_sinks"), CompileWatch()
+    compile_blocks(model, watch, backend="eager")
+    gradients(model, pack([20, 13]))
+    assert not watch.since().guards
+    gradients(model.double(), pack([20, 13]))
+    guards = watch.since().guards
+    assert len(guards) == 2
+    assert all("dtype mismatch. expected Float, actual Double" in guard for guard in guards)
+    assert any(" and " in guard for guard in guards)
+
+
 def test_a_recompilation_is_an_error_where_it_is_said_to_be(compiled):
     model, watch = compiled(is_strict=True)
     watch.since()
