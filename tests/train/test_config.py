@@ -52,14 +52,14 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.momentum=1", "unknown key 'optim.momentum', allowed here: steps, lr"),
+        ("optim.momentum=1", "unknown key 'optim.momentum', allowed here: name, steps, lr"),
         ("optim.warmup=1", "unknown key 'optim.warmup', did you mean 'warmup_steps'?"),
         ("data.train.0.epoch=1", "unknown key 'data.train.0.epoch', did you mean 'epochs'?"),
         ("modle.path=x", "unknown key 'modle', did you mean 'model'?"),
         ("optim.lr=fast", "optim.lr = 'fast': input should be a valid number"),
         ("optim.lr=-1", "optim.lr = -1: input should be greater than 0"),
         ("optim.steps=0", "optim.steps = 0: input should be greater than or equal to 1"),
-        ("optim.schedule=linear", "optim.schedule = 'linear': input should be 'cosine' or 'constant'"),
+        ("optim.schedule=triangle", "optim.schedule = 'triangle': input should be 'cosine', 'constant', 'linear'"),
         ("optim.warmup_steps=100", "warmup_steps 100 leaves nothing of the 100 steps"),
         ("optim.betas=[0.9, 1.0]", "both must be below 1"),
         ("data.train=[{path: a}, {path: b}]", "stage 0 needs 'epochs'"),
@@ -169,6 +169,14 @@ def test_wrong_settings_of_data_are_one_clear_error(minimal, override, message):
     with pytest.raises(ConfigError) as caught:
         load_config(minimal, (override,))
     assert message in str(caught.value)
+
+
+def test_a_chunk_of_the_loss_beside_kernels_that_choose_their_own_is_refused(minimal):
+    with pytest.raises(ConfigError, match="loss_chunk has no effect with kernels 'liger'"):
+        load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=512"))
+    config = load_config(minimal, ("speed.kernels=liger",))
+    assert parse_config(config.as_dict()) == config
+    assert load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=null")).speed.loss_chunk is None
 
 
 def test_a_file_changes_and_adds_to_the_one_that_it_extends(minimal):

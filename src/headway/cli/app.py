@@ -18,6 +18,7 @@ from headway.cli import (
     compare,
     demo,
     devices,
+    export,
     flops,
     goodput,
     import_config,
@@ -55,6 +56,7 @@ app.command("index", short_help="Measure the lengths of all samples, without pix
 app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
 app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
+app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
 
 

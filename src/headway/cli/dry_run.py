@@ -152,8 +152,8 @@ def _packs_pairs(config: "TrainConfig", planned: "DryRun", packs: "Packs") -> st
             f"{report.balance:.4f}: mean over heaviest FLOPs of the {ranks:,} ranks that have packs of their own",
         ),
     ]
-    if packs.patches:
-        pairs.append(("patches", f"at most {packs.patches:,} in a pack"))
+    if packs.most_patches:
+        pairs.append(("patches", f"at most {packs.most_patches:,} in a pack"))
     if left:
         pairs.append(("over-long", f"{', '.join(left)} of {counts.read:,} samples"))
     return render_pairs(pairs)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,13 @@ ResumeOption = Annotated[
     bool,
     typer.Option(
         "--resume", help="Continue the run in run.folder from its newest checkpoint, exactly as if never stopped."
+    ),
+]
+ResumeIfAnyOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume-if-any",
+        help="As --resume if run.folder holds a run, or else start one: for torchrun --max-restarts and requeued jobs.",
     ),
 ]
 
@@ -65,6 +73,7 @@ def train(
     config: ConfigArgument,
     settings: SetOption = None,
     resume: ResumeOption = False,
+    resume_if_any: ResumeIfAnyOption = False,
     dry_run: DryRunOption = False,
     devices: DevicesOption = None,
     device: DeviceOption = None,
@@ -74,14 +83,22 @@ def train(
     """Train a model on packed data; progress goes to stderr, the summary to stdout.
 
     Paths in CONFIG start from the working directory. The run folder gets the resolved configuration, a record per step
-    (metrics.jsonl), checkpoints that transformers' from_pretrained opens, and summary.json. Ctrl-C finishes the step,
-    saves a checkpoint and ends with exit code 130.
+    (metrics.jsonl), checkpoints, a model folder that transformers' from_pretrained opens, and summary.json. Ctrl-C and
+    SIGTERM finish the step, save a checkpoint and end with exit code 130 and 0.
     """
+    if resume and resume_if_any:
+        raise UsageError("--resume and --resume-if-any contradict each other where there is no run; give one of them.")
     from headway.train.config import load_config
 
-    resolved = load_config(config, tuple(settings or ()))  # a typo is told before torch is loaded
+    overrides: tuple[str, ...] = tuple(settings or ())
+    later: tuple[str, ...] = ()
+    if scale_down:  # what says what is shrunk goes before, the rest on top
+        overrides, later = _split(overrides)
+    resolved = load_config(config, overrides)  # a typo is told before torch is loaded
 
     if dry_run:
+        if scale_down or resume or resume_if_any:
+            raise UsageError("--dry-run trains nothing; leave out --scale-down, --resume and --resume-if-any.")
         print_dry_run(resolved, devices=devices, device=device, as_json=as_json)
         return
     if devices is not None or device is not None:
@@ -92,21 +109,29 @@ def train(
     with needs_extra("training"):
         from headway.train.loop import train as run
 
+    goes_on = None if resume_if_any else resume
     if scale_down:
-        resolved = _scaled_down(resolved, tuple(settings or ()), resume=resume)
-    print_summary(run(resolved, resume=resume), as_json=as_json)
+        resolved = _scaled_down(resolved, later, resume=goes_on)
+    print_summary(run(resolved, resume=goes_on), as_json=as_json)
 
 
-def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: bool) -> "TrainConfig":
+def _split(overrides: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Assignments that a recipe is shrunk with, and those that are made afterwards."""
+    first = tuple(one for one in overrides if one.startswith(("model.path=", "run.folder=", "run.device=", "plan.")))
+    return first, tuple(one for one in overrides if one not in first)
+
+
+def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: bool | None) -> "TrainConfig":
     """Shrink a recipe and write what it trains on; a run that goes on has both already."""
     import torch
 
+    from headway.train.record import has_run
     from headway.train.scale_down import scale_down, write_small
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     cuda = config.run.device != "cpu" and torch.cuda.is_available()
     small = scale_down(config, world_size=world_size, cuda=cuda, overrides=overrides)
-    if not resume:
+    if not (has_run(small.config.run.folder) if resume is None else resume):
         write_small(small)
     return small.config
 
@@ -119,9 +144,9 @@ def print_summary(summary: "RunSummary", *, as_json: bool) -> None:
         as_json: one JSON object instead of a table.
 
     Raises:
-        typer.Exit: the run was stopped before its end.
+        typer.Exit: Ctrl-C stopped the run before its end.
     """
     print(json.dumps(summary.as_json()) if as_json else summary.as_table())
     sys.stdout.flush()
-    if not summary.is_complete:
+    if not summary.is_complete and summary.stopped_by == signal.SIGINT:  # who sends SIGTERM expects 0
         raise typer.Exit(INTERRUPTED)

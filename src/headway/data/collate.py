@@ -214,7 +214,7 @@ class Collator:
             ids.append(padding_S)
             labels.append(torch.full_like(padding_S, IGNORED))
             positions.append(torch.arange(len(padding_S)).expand(rows.pop(), -1))
-            types.append(self._types(padding_S))
+            types.append(self.types(padding_S))
         segments_N = torch.tensor([len(each) for each in ids])
         vision: dict[str, Any] = {}
         if self.geometry is not None:
@@ -277,8 +277,8 @@ class Collator:
     def _source_ids(self, samples: Sequence[EncodedSample]) -> list[int]:
         return [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
 
-    def _types(self, ids_S: torch.Tensor) -> torch.Tensor:
-        """Token types of the padding's own placeholders."""
+    def types(self, ids_S: torch.Tensor) -> torch.Tensor:
+        """Token types of the placeholders among a padding segment's tokens, shape (S,)."""
         if self.geometry is None:
             return torch.zeros_like(ids_S, dtype=torch.int32)
         return (ids_S == self.geometry.image_token).int() + 2 * (ids_S == self.geometry.video_token).int()

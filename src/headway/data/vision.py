@@ -33,6 +33,7 @@ class VisionGeometry:
         image_token: id of the placeholder of an image's tokens.
         video_token: id of the placeholder of a video's tokens.
         patch_size: side of a patch [pixels].
+        patch_values: numbers that the tower reads of a patch.
         window_size: side of the attention windows [pixels]; None without windows.
         table_side: side of the learnt position table that is resampled to each grid; None without one.
         interpolation: how it is resampled.
@@ -43,6 +44,7 @@ class VisionGeometry:
     image_token: int
     video_token: int
     patch_size: int
+    patch_values: int
     window_size: int | None = None
     table_side: int | None = None
     interpolation: str = "bilinear"
@@ -87,20 +89,30 @@ class VisionGeometry:
         return torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
 
 
-def vision_geometry(model: PreTrainedModel) -> VisionGeometry | None:
-    """The geometry of a model's vision tower; None where it has none, or one that takes nothing ready-made."""
+def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A model's vision tower; None where it has none, or one that takes nothing ready-made."""
     for tower in model.modules():
         config: Any = getattr(tower, "config", None)
         if isinstance(tower, PreTrainedModel) and getattr(config, "model_type", None) in _KNOWN:
-            whole: Any = model.config
-            return VisionGeometry(
-                merge_size=config.spatial_merge_size,
-                image_token=whole.image_token_id,
-                video_token=whole.video_token_id,
-                patch_size=config.patch_size,
-                window_size=getattr(tower, "window_size", None),
-                table_side=getattr(tower, "num_grid_per_side", None),
-                interpolation=getattr(tower, "interpolation_mode", "bilinear"),
-                align_corners=getattr(tower, "interpolation_align_corners", True),
-            )
+            return tower
     return None
+
+
+def vision_geometry(model: PreTrainedModel) -> VisionGeometry | None:
+    """The geometry of a model's vision tower; None where `vision_tower` finds none."""
+    tower = vision_tower(model)
+    if tower is None:
+        return None
+    config: Any = tower.config
+    whole: Any = model.config
+    return VisionGeometry(
+        merge_size=config.spatial_merge_size,
+        image_token=whole.image_token_id,
+        video_token=whole.video_token_id,
+        patch_size=config.patch_size,
+        patch_values=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+        window_size=getattr(tower, "window_size", None),
+        table_side=getattr(tower, "num_grid_per_side", None),
+        interpolation=getattr(tower, "interpolation_mode", "bilinear"),
+        align_corners=getattr(tower, "interpolation_align_corners", True),
+    )

@@ -20,13 +20,18 @@ from headway.plan.mixes import Mix
 WORDS = tuple(f"{first}{rest}" for first in "bdfgklmnprst" for rest in ("al", "en", "ir", "om", "ut"))
 _RULE = 0.9  # share of the words that follow from the one before
 _OVERHEAD = 16  # tokens that a chat's turns take beside its words
-_FRAME = (2, 2)  # height and width of a video's frames [tokens]
+_FRAME = (2, 4)  # height and width of a video's frames [tokens]
+_TIMESTAMP = 12  # tokens that a model which writes times takes beside each pair of frames, at most
 VIDEO_FPS = 2  # as many as the model reads of a second
 
 
 def vocabulary_texts() -> list[str]:
-    """What a small tokenizer is to learn: the words, with their spaces, and the turns of a chat."""
-    return [*(f" {word}" for word in WORDS for _ in range(8)), *["user\n", "assistant\n"] * 8, *WORDS]
+    """What a small tokenizer is to learn: the words, with their spaces, the turns of a chat and times in a video."""
+    return [
+        *(f" {word}" for word in WORDS for _ in range(8)),
+        *["user\n", "assistant\n", "<0.5 seconds>", "<12.5 seconds>"] * 8,
+        *WORDS,
+    ]
 
 
 def write_small_data(
@@ -92,10 +97,11 @@ def _write_media(
 ) -> tuple[dict[str, Any], int]:
     """Write an image or a video of about so many tokens; returns the part of a message, and what it takes [tokens]."""
     if mix.kind == "videos":
-        pairs = max(2, round(tokens / (_FRAME[0] * _FRAME[1])))
+        each = _FRAME[0] * _FRAME[1] + _TIMESTAMP
+        pairs = max(2, tokens // each)
         path = f"media/{name}.mp4"
         _write_video(folder / path, 2 * pairs, _FRAME[0] * side, _FRAME[1] * side, rng)
-        return {"type": "video", "video": path}, pairs * (_FRAME[0] * _FRAME[1] + _OVERHEAD // 2)
+        return {"type": "video", "video": path}, pairs * each
     _, height, width = square_grid(tokens, 1)
     pixels = _shades(height * side, width * side, rng)
     path = f"media/{name}.png"

@@ -96,7 +96,8 @@ def small_config(config: PreTrainedConfig, vocabulary: int) -> PreTrainedConfig:
     old_vision = getattr(config, "vision_config", None)
     if old_vision is not None:
         _shrink_vision(small.vision_config, old_vision, text.hidden_size)
-    return small
+    shrunk: PreTrainedConfig = small
+    return shrunk
 
 
 def _shrink_text(small: Any, old: Any, vocabulary: int) -> None:

@@ -1,7 +1,8 @@
 """Open a model's config, weights and processor by folder, config.json or Hub id, with errors a user can act on."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.models.attention import register, use_attention
+from headway.models.draw import draw_weights
+from headway.models.experts import use_experts
 from headway.models.video import video_processor
 
 Spec = str | Path | PreTrainedConfig
@@ -79,7 +82,8 @@ def load_model(
     Args:
         spec: a model folder, a config.json, a Hub name, or a configuration object.
         dtype: the parameters' floating-point type.
-        device: where the parameters live.
+        device: where the parameters live; "meta" for a random initialisation that `draw_weights` or `read_weights` will
+            complete, once the model is sharded.
         attention: name of the attention backend; "headway_flash" for packed data, "eager" or "sdpa" for reference.
         random_init: initialise from the configuration alone, drawing from torch's global generator.
 
@@ -92,8 +96,10 @@ def load_model(
     config = spec if isinstance(spec, PreTrainedConfig) else load_config(spec)
     model_class = _model_class(config)
     if random_init:
-        with torch.device(device):
+        with torch.device("meta"):
             model: PreTrainedModel = model_class.from_config(config, dtype=dtype, attn_implementation="eager")
+        if torch.device(device).type != "meta":
+            draw_weights(model, device)
     else:
         if isinstance(spec, PreTrainedConfig) or Path(spec).is_file():
             raise ConfigError(
@@ -105,6 +111,7 @@ def load_model(
         model = _with_weights(model_class, str(spec), config, dtype)
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
     use_attention(model, attention)
+    use_experts(model)
     return model
 
 
@@ -154,8 +161,11 @@ def rope_index(model: PreTrainedModel) -> RopeIndex | None:
     return None
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> list[Path]:
     """Check that a folder's safetensors files are all there and whole, without reading their tensors.
+
+    Returns:
+        The files.
 
     Raises:
         CheckpointError: no weights, a shard of the index missing, or a file cut short.
@@ -189,13 +199,36 @@ def check_weights(folder: Path) -> None:
                 f"The weight file {file} ({file.stat().st_size} bytes) is cut short or damaged: {_first_line(error)} "
                 "Writing or copying it was interrupted; fetch it again or resume from an earlier checkpoint."
             ) from error
+    return files
 
 
 def _with_weights(model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    try:
+    with weights_of(name) as missing:
         model, info = model_class.from_pretrained(
             name, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True
         )
+        missing.update(info["missing_keys"])
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+@contextmanager
+def weights_of(name: str) -> Iterator[set[str]]:
+    """Turn what fails while weights are read into errors that a user can act on.
+
+    Args:
+        name: a model folder or Hub name.
+
+    Yields:
+        A set to put the names of parameters into that the files lack.
+
+    Raises:
+        UnknownModelError: nothing of that name, on this machine or on the Hub.
+        CheckpointError: the weights do not fit the configuration, or some are missing.
+    """
+    missing: set[str] = set()
+    try:
+        yield missing
     except RuntimeError as error:  # transformers' report of weights of other shapes
         raise CheckpointError(
             f"The weights in {name} do not fit its config.json: {_first_line(error)} One of the two is of another "
@@ -203,14 +236,11 @@ def _with_weights(model_class: Any, name: str, config: PreTrainedConfig, dtype: 
         ) from error
     except (OSError, SafetensorError) as error:
         raise _unreachable(name, error) from error
-    missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
-            f"The weights in {name} lack {len(missing)} of the model's parameters, such as {missing[0]}. The "
+            f"The weights in {name} lack {len(missing)} of the model's parameters, such as {min(missing)}. The "
             "files were only half written, or are of another model; fetch them again."
         )
-    loaded: PreTrainedModel = model
-    return loaded
 
 
 def _model_class(config: PreTrainedConfig) -> Any:

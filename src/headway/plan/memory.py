@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from headway.count.recompute import run_again
 from headway.count.saved import bytes_of
+from headway.plan.recompute import block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -265,19 +266,11 @@ def _activations(
     trained = sum(1 << i for i, p in enumerate(cost_model.parameters) if p.trainable)
     again = run_again(cost_model.rows, trained, state.recompute, cost_model.name)
     recomputed = {cost_model.rows[i].block for i in again}
-    alive = {row.block for row in cost_model.rows if any(g.needs & trained for g in row.gradients)}
-    kept = largest = 0
-    for name, block in saved.blocks.items():
-        if name and name not in alive:
-            continue
-        whole = bytes_of(block.fused if state.fused and name else block.plain, pack)
-        if name in recomputed:
-            entry = bytes_of(block.entry, pack)
-            kept += entry
-            largest = max(largest, whole - entry)
-        else:
-            kept += whole
-    return -(-kept // sequence), -(-largest // sequence)
+    blocks = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sequence)
+    outside = bytes_of(saved.blocks[""].plain, pack)
+    kept = sum(block.entry if name in recomputed else block.whole for name, block in blocks.items())
+    largest = max((block.whole - block.entry for name, block in blocks.items() if name in recomputed), default=0)
+    return kept - (-outside // sequence), largest
 
 
 def _head(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> int:

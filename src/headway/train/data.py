@@ -1,5 +1,6 @@
 """From the configuration's data section to a feed of packs."""
 
+import math
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -52,12 +53,12 @@ def open_feed(
         pixel_scale=encoder.pixel_scale,
         position_rows=1 if encoder.rope_index is None else 3,
         sources=tuple(source.name for source in sources),
-        bucket_tokens=data.bucket_tokens,
+        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # those who share a pack have equally many
         bucket_patches=data.bucket_patches,
     )
     maker = PackMaker(sources, encoder, collator, bad.skips)
     accumulation = config.optim.accumulation
-    share = Share(ranks.rank, ranks.size, accumulation, data.workers, data.prefetch_bytes, pin_memory)
+    share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
     if data.stream is not None:
         streaming = Streaming(
             maker,
@@ -79,7 +80,7 @@ def open_feed(
         items,
         order,
         budget_of(data),
-        ranks.size * accumulation,
+        ranks.num_data_ranks * accumulation,
         strategy=data.strategy,
         seed=data.seed,
         window=data.window,

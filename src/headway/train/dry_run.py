@@ -13,7 +13,7 @@ import numpy as np
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.cost_model import ParamCount
 from headway.count.saved import SavedActivations
-from headway.data.plan import Budget, Items, Order, OverlongCounts, Plan, PlannedStep, PlanReport
+from headway.data.plan import Budget, Items, Order, OverlongCounts, Plan, PlanReport
 from headway.data.plan.costs import square_grid
 from headway.data.plan.lengths import LengthTable, read_lengths
 from headway.data.plan.measure import report_on
@@ -22,6 +22,7 @@ from headway.errors import ConfigError
 from headway.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Sharing, State, plan_memory
 from headway.plan.mesh_shape import MeshShape
 from headway.plan.mixes import MIXES
+from headway.plan.recompute import block_bytes, fewest_recomputed
 from headway.train.config import TrainConfig
 
 SCHEMA_VERSION = 1
@@ -43,7 +44,8 @@ class Packs:
         report: fill, balance and mixing.
         counts: what became of over-long samples.
         samples_per_pack: mean number of segments in a pack.
-        patches: of the pack with the most [patches].
+        most_tokens: of the fullest pack [tokens].
+        most_patches: of the pack with the most [patches].
         flops: of a mean step, all devices together, by component.
     """
 
@@ -51,12 +53,18 @@ class Packs:
     report: PlanReport
     counts: OverlongCounts
     samples_per_pack: float
-    patches: int
+    most_tokens: int
+    most_patches: int
     flops: FlopCount
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        one = {"lengths": self.lengths, "samples_per_pack": self.samples_per_pack, "most_patches": self.patches}
+        one = {
+            "lengths": self.lengths,
+            "samples_per_pack": self.samples_per_pack,
+            "most_tokens": self.most_tokens,
+            "most_patches": self.most_patches,
+        }
         return {**one, **self.report.to_dict(), "overlong": self.counts.to_dict()}
 
 
@@ -139,18 +147,23 @@ def dry_run(
         learning = learning.lora(config.model.lora.rank, config.model.lora.targets)
     precision = precision_of(config, devices)
     notes = []
-    packs = _plan_packs(config, learning, shape)
+    recompute = _recompute(config, learning, saved[precision], shape)
+    packs = _plan_packs(config, learning, shape, recompute)
     if packs is None:
         notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
-    budget = config.data.tokens_per_pack
-    if packs is not None:
-        patches = packs.patches
+        tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
     else:
-        patches = config.data.patches_per_pack or 0
+        tokens, patches = packs.most_tokens, packs.most_patches
     if learning.has_vision and not patches:
         notes.append("no pictures are in the lengths, so the vision tower holds no activations")
-    pack = Workload([budget], images=_one_picture(patches, learning), slots=_slots(config))
-    memory = plan_memory(learning, saved[precision], pack, _state(config, precision), _sharing(config, shape))
+    if config.speed.kernels == "liger" and not config.speed.compile:
+        notes.append("activations are those of fused kernels, which Liger has for most elementwise operations, not all")
+    dtype: str = config.run.dtype
+    if dtype == "float8":
+        notes.append("float8 copies of weights and activations are not counted")
+    pack = Workload([tokens], images=_one_picture(patches, learning), slots=_slots(tokens, config))
+    state = _state(config, precision, recompute)
+    memory = plan_memory(learning, saved[precision], pack, state, _sharing(config, shape))
     if saved[precision].left_out:
         notes.append(f"activations of {', '.join(saved[precision].left_out[:3])} are not explained, and missing")
     return DryRun(cost_model.name, shape, device, learning.params, memory, packs, tuple(notes))
@@ -174,7 +187,25 @@ def _mesh_settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _state(config: TrainConfig, precision: Precision) -> State:
+def _recompute(config: TrainConfig, cost_model: CostModel, saved: SavedActivations, shape: MeshShape) -> str:
+    """Which blocks are recomputed, as `CostModel.count` takes it; a size chooses them as training does."""
+    size = config.speed.recompute_bytes
+    if size is None:
+        return config.speed.recompute
+    patches = _most_patches(config, cost_model)
+    pack = Workload([config.data.tokens_per_pack], images=_one_picture(patches, cost_model))
+    kept = block_bytes(cost_model, saved, pack, fused=config.speed.compile, sequence=shape.sequence)
+    return ",".join(fewest_recomputed(kept, size)) or "none"
+
+
+def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
+    """The patches that a pack may hold: its budget, or as many as its tokens can stand for."""
+    if not cost_model.has_vision:
+        return 0
+    return config.data.patches_per_pack or config.data.tokens_per_pack * cost_model.merge_group
+
+
+def _state(config: TrainConfig, precision: Precision, recompute: str) -> State:
     """What is kept per parameter, and how forward computes."""
     weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
     moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
@@ -185,7 +216,7 @@ def _state(config: TrainConfig, precision: Precision) -> State:
         muon=config.optim.name == "muon",
         averaged=config.optim.ema is not None,
         accumulates=config.optim.accumulation > 1,
-        recompute=config.speed.recompute,
+        recompute=recompute,
         fused=config.speed.compile or config.speed.kernels == "liger",
         chunk=config.speed.loss_chunk,
     )
@@ -205,7 +236,7 @@ def _sharing(config: TrainConfig, shape: MeshShape) -> Sharing:
     )
 
 
-def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape) -> Packs | None:
+def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, recompute: str) -> Packs | None:
     """Plan a few steps over typical lengths."""
     data, accumulation = config.data, config.optim.accumulation
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
@@ -232,15 +263,15 @@ def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape) ->
     chosen = np.concatenate([pack for step in whole for pack in step.packs])
     rows = items.locate(chosen).row
     assert table.grids is not None
+    assert table.grid_rows is not None
     grids = table.grids[np.isin(table.grid_rows, rows)]
     work = Workload(items.tokens[chosen], images=grids, packs=len(whole) * ranks * accumulation)
-    count = cost_model.count(work, recompute=config.speed.recompute).split(len(whole))[0]
+    count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
     segments = len(chosen) / sum(len(step.packs) for step in whole)
-    return Packs(name, report, counts["planned"], segments, _most_patches(whole, items), count)
-
-
-def _most_patches(steps: list[PlannedStep], items: Items) -> int:
-    return max(int(items.patches[pack].sum()) for step in steps for pack in step.packs)
+    most = [
+        max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
+    ]
+    return Packs(name, report, counts["planned"], segments, most[0], most[1], count)
 
 
 def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
@@ -263,9 +294,9 @@ def _one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, in
     return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []
 
 
-def _slots(config: TrainConfig) -> int:
+def _slots(tokens: int, config: TrainConfig) -> int:
     bucket = config.data.bucket_tokens or 1
-    return -(-config.data.tokens_per_pack // bucket) * bucket
+    return -(-tokens // bucket) * bucket
 
 
 def _flops_json(count: FlopCount) -> dict[str, Any]:

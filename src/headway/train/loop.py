@@ -1,7 +1,8 @@
 """The training loop, whole.
 
 `train` reads from top to bottom: for each optimizer step, fetch the packs, run them forward and backward, update,
-record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, V the vocabulary.
+record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, L those of them that
+this process computes, S the sources.
 
 The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
 by their number; so neither the packing nor the number of ranks changes it. The head runs on every token of a pack,
@@ -12,13 +13,16 @@ import math
 import time
 
 import torch
-import torch.nn.functional as F
 import transformers
 
 from headway.data.feed import FeedReport
 from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
+from headway.models.parallel import clip_, reduce_gradients
+from headway.models.parallel.sequence import local_slots
 from headway.train.config import TrainConfig
+from headway.train.memory_error import explain
+from headway.train.nonfinite import take_step
 from headway.train.optim import learning_rate, set_learning_rate
 from headway.train.prepare import prepare, save
 from headway.train.progress import Progress, evaluation_line
@@ -27,57 +31,76 @@ from headway.train.record import (
     SUMMARY,
     MetricsLog,
     RunLedger,
-    StepRecorder,
     memory_bytes,
     read_metrics,
     write_json,
 )
-from headway.train.share import StepShare
+from headway.train.recorder import Launched, StepRecorder
+from headway.train.share import Flags, agree
 from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
+from headway.train.watch import Place, Watchdog, told
 
 
-def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: C901, PLR0915 - the loop stays whole
+def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  # noqa: PLR0915 - stays whole
     """Train a model.
 
     Args:
         config: everything there is to say.
-        resume: go on from the newest checkpoint of the run folder, exactly as if the run had not been interrupted.
+        resume: go on from the newest checkpoint of the run folder, exactly as if the run had not been interrupted;
+            None to do so if there is a run, and to begin one if there is none.
 
     Returns:
-        What the run did; incomplete if Ctrl-C stopped it, which saves a checkpoint first.
+        What the run did; incomplete if Ctrl-C or SIGTERM stopped it, which save a checkpoint first.
 
     Raises:
         ConfigError: a setting that cannot take effect here.
         DataError: a sample that cannot be used.
         CheckpointError: a checkpoint that is not whole or not of this model.
-        TrainingError: a loss that is not finite, or data that ended early.
+        TrainingError: a loss that is not finite, data that ended early, or no memory left.
+        RankLostError: another process of the run ended.
     """
     start_s, start_ns = time.perf_counter(), time.monotonic_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     run = prepare(config, resume=resume)
-    model, optimizer, meter = run.model, run.optimizer, run.meter
+    trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
     ranks, device = run.ranks, run.device
     optim, saver = config.optim, run.saver
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
     steps = iter(run.feed)
-    evaluation, stopped_by = None, 0
+    evaluation, stopped_by, place = None, 0, Place(step)
     progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
     log = MetricsLog(config.run.folder / METRICS if ranks.is_first else None, last_step=step)
 
     ledger = RunLedger(
         config.run.folder / GOODPUT if ranks.is_first else None,
         since_ns=start_ns,
-        resumed_from=step if resume else None,
+        resumed_from=step if run.resumes else None,
         compiles=config.speed.compile,
     )
 
-    with progress, log, ledger, run.feed, saver, stop_requests() as stop_signal:
+    with (
+        progress,
+        log,
+        ledger,
+        run.feed,
+        saver,
+        stop_requests() as stop_signal,
+        Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{ranks.rank}.txt", ranks.rank),
+        told(place, lambda error: explain(error, run, config, place)),
+    ):
         for line in run.describe():
             progress.note(line)
-        recorder = StepRecorder(log, progress.step, device, run.feed.names)
+        recorder = StepRecorder(
+            log,
+            progress.step,
+            device,
+            run.feed.names,
+            may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
+            bad_samples=config.run.folder / f"not-finite-rank-{ranks.rank}.json",
+        )
         model.train()
 
         while step < optim.steps and not stopped_by:
@@ -89,49 +112,52 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             # tokens normalise the loss, and the meter counts the step as a whole.
             meter.start_step()
             ledger.spend("data wait")
+            place.at("data wait", step=step)
             wait_start_s = time.perf_counter()
             batches = next(steps, [])
             meter.data_wait(time.perf_counter() - wait_start_s)
             ledger.spend("step")
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
-            mine = StepShare.of(
-                batches, run.feed, has_ended=has_ended, stop_signal=stop_signal(), save_failed=saver.has_failed
-            )
-            whole = StepShare.total(ranks.gather(mine))
-            for checkpoint in saver.finished(wait=whole.save_failed):
+            place.at("exchange of what each rank computes")
+            flags = Flags(has_ended, stop_signal(), saver.has_failed)
+            batches, whole = agree(batches, run.feed, ranks, flags)
+            for checkpoint in saver.finished(wait=whole.flags.save_failed):
                 ledger.checkpoint_saved(checkpoint.step)
-            if whole.has_ended:
+            if whole.flags.has_ended:
                 recorder.flush()
                 ledger.spend("checkpoint")
                 save(run, step - 1)
                 ledger.checkpoint_saved(saver.wait().step)
                 raise TrainingError(_data_ended(config, step - 1))
-            stopped_by = whole.stop_signal
+            stopped_by = whole.flags.stop_signal
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
-            for batch in (batch.to(device) for batch in batches):
+            for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
+                place.at("forward and backward", batch=batch)
+                reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
+                local = local_slots(batch.slots, run.sequence_group)
+                labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
-                    logits_TV = model(**batch.model_inputs()).logits[0]
-                loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
-                torch.autograd.backward(loss_T.sum() / max(1, whole.num_supervised))
-                loss_S.index_add_(0, batch.source_of_slots(), loss_T.detach())
+                    pack = trained.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
+                torch.autograd.backward(pack.total)
+                loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
             meter.add(whole.workload)
 
             # Update.
-            compilations = run.compile_watch.since()
+            place.at("update")
+            compilations = trained.compile_watch.since()
             sums = torch.cat([loss_S, torch.full((1,), len(compilations.guards), device=device)])
             ranks.sum_(sums)
-            ranks.sum_gradients(parameters)
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
-            optimizer.step()
+            grad_norm = clip_(parameters, max_norm)
+            numbers_K = torch.cat([sums, grad_norm.to(sums)[None], run.router_load.take(ranks.sum_)])
+            take_step(optimizer, numbers_K, skips=optim.on_nonfinite == "skip")
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
             utilisation = meter.end_step(compiled=compilations.happened)
-            numbers = torch.cat([sums, grad_norm.to(sums)[None]])
-            recorder.add(step, lr, numbers, whole, utilisation, compilations)
+            recorder.add(Launched(step, lr, whole, utilisation, batches, compilations), numbers_K)
             progress.recompiled(step, compilations.news)
 
             # Now and then, and at the end.
@@ -139,14 +165,16 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
             if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
                 recorder.flush()
                 ledger.spend("evaluation")
+                place.at("evaluation")
                 with run.weights_to_judge():
-                    evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
+                    evaluation = run.eval_set.evaluate(trained.head, device, run.precision.autocast)
                 record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
                 log.write(record)
                 progress.note(evaluation_line(record))
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
                 recorder.flush()
                 ledger.spend("checkpoint")
+                place.at("checkpoint")
                 save(run, step)
         ledger.spend("checkpoint")
         last = saver.wait()
@@ -157,14 +185,16 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         for warning in meter.summary().warnings:
             progress.note(f"warning: {warning}")
 
-    losses = [r["loss"] for r in read_metrics(config.run.folder / METRICS) if r["kind"] == "step"]
+    taken = [r for r in read_metrics(config.run.folder / METRICS) if r["kind"] == "step"]
+    losses = [r["loss"] for r in taken if r["loss"] is not None]
     summary = RunSummary(
         folder=config.run.folder,
         checkpoint=last.folder,
-        model=run.exports.folder(last) if config.checkpoint.export != "never" else None,
+        model=run.exports.folder(last),
         stopped_by=stopped_by,
         steps=step,
         planned_steps=optim.steps,
+        skipped=len(taken) - len(losses),
         first_loss=losses[0],
         last_loss=mean_of_last(losses),
         utilisation=meter.summary(),
@@ -174,8 +204,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> RunSummary:  # noqa: 
         memory_bytes=memory_bytes(device),
     )
     if ranks.is_first:
-        if summary.model is not None:
-            run.exports.make(last)
+        run.exports.make(last)
         write_json(config.run.folder / SUMMARY, summary.as_json())
     return summary
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.report import format_bytes, format_count
 from headway.train.config import TrainConfig
@@ -29,7 +31,7 @@ def explain(error: BaseException, run: Run, config: TrainConfig, place: Place) -
         config: its settings.
         place: where it stood.
     """
-    held = held_bytes(run, place)
+    held = held_bytes(run)
     asked = asked_bytes(error)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
     pack = ""
@@ -52,13 +54,8 @@ def explain(error: BaseException, run: Run, config: TrainConfig, place: Place) -
     )
 
 
-def held_bytes(run: Run, place: Place) -> dict[str, int]:
-    """What memory this process holds, by part; what no part explains are activations and what kernels work with [bytes].
-
-    Args:
-        run: its model, optimizer and device.
-        place: with the pack that is computed.
-    """
+def held_bytes(run: Run) -> dict[str, int]:
+    """What memory this process holds, by part; what no part explains is held by activations and kernels [bytes]."""
     parameters = list(run.model.parameters())
     states = [value for state in run.optimizer.state.values() for value in state.values()]
     averages = [] if run.ema is None else list(run.ema.state_dict().values())
@@ -86,14 +83,12 @@ def possible_savings(held: dict[str, int], run: Run, config: TrainConfig, place:
     moments = held.get("optimizer", 0)
     budget = config.data.tokens_per_pack
     yield f"data.tokens_per_pack={budget // 2} (from {budget})", activations // 2
-    num_blocks = len(blocks(run.model))
+    num_blocks = _num_blocks(run.model)
     if place.batch is not None and num_blocks:
         hidden: int = run.model.config.get_text_config().hidden_size
         kept = place.batch.workload.slots * hidden * run.precision.compute.itemsize * num_blocks
         yield "speed.recompute=full", max(0, activations - activations // num_blocks - kept)
     yield f"twice the processes that share the weights ({run.ranks.size} train now)", state // 2
-    if run.device.type == "cuda" and not config.parallel.offload:
-        yield "parallel.offload=true", held.get("weights", 0) + moments + held.get("average", 0)
     if config.optim.state in ("auto", "float32"):
         yield "optim.state=bfloat16", moments // 2
         yield "optim.state=8bit", moments * 3 // 4
@@ -122,6 +117,14 @@ def asked_bytes(error: BaseException) -> int | None:
     """
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+
+
+def _num_blocks(model: PreTrainedModel) -> int:
+    """Layers that can be recomputed; 0 for a model that has none."""
+    try:
+        return len(blocks(model))
+    except ConfigError:
+        return 0
 
 
 def _resident_bytes() -> int:

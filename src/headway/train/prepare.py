@@ -2,43 +2,45 @@
 
 import random
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from headway.count import trace
 from headway.data import Encoder, read_samples
 from headway.data.feed import Feed
+from headway.data.vision import vision_geometry
 from headway.devices import peak_for
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import ConfigError
 from headway.meter import StepMeter
-from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
-from headway.models.recompute import recompute_blocks
+from headway.models.load import Processor, load_processor, rope_index
+from headway.models.parallel import Mesh, build_mesh, model_name
+from headway.models.router import RouterLoad
+from headway.plan.mesh_shape import MeshShape
+from headway.train.build import Trained, build_trained
 from headway.train.checkpoint import (
     Checkpoint,
     CheckpointSaver,
     Contents,
     find_checkpoint,
     random_state,
-    refuse_half_written,
     restore,
     restore_random_state,
     training_tensors,
 )
 from headway.train.checkpoint.export import Exports
-from headway.train.config import TrainConfig
+from headway.train.config import ParallelConfig, TrainConfig
+from headway.train.config.sections import changed
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import WeightAverage, freeze, make_optimizer
+from headway.train.optim import Optimizer, WeightAverage, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
-from headway.train.recompute import chosen_recompute
-from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, open_run_folder, write_json
+from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, has_run, open_run_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -48,46 +50,59 @@ class Run:
     device: torch.device
     precision: Precision
     ranks: Ranks
-    model: PreTrainedModel
+    mesh: Mesh | None
+    trained: Trained
     processor: Processor
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     ema: WeightAverage | None
     meter: StepMeter
-    compile_watch: CompileWatch
     feed: Feed
+    router_load: RouterLoad
     eval_set: EvalSet | None
+    resumes: bool
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
     exports: Exports
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """What learns."""
+        return self.trained.model
 
     def weights_to_judge(self) -> AbstractContextManager[None]:
         """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
         return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
 
+    @property
+    def sequence_group(self) -> ProcessGroup | None:
+        """The processes that compute each of this one's packs with it; None where it computes them alone."""
+        return _sequence_group(self.mesh)
+
     def describe(self) -> list[str]:
         """A few lines on what is about to happen."""
         params, peak = self.meter.cost_model.params, self.meter.peak
         lines = [
-            f"{type(self.model).__name__}: {params.total / 1e6:.2f} M parameters, {params.trainable / 1e6:.2f} M "
+            f"{model_name(self.model)}: {params.total / 1e6:.2f} M parameters, {params.trainable / 1e6:.2f} M "
             f"trained, {self.precision.name} on {self.device}",
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
+        lines += self.trained.notes
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
     def write_model(self, folder: Path) -> None:
         """Write what a model folder holds besides weights."""
         self.model.config.save_pretrained(folder)
-        if self.model.can_generate() and self.model.generation_config is not None:
+        if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
         self.processor.save_pretrained(folder)
 
 
-def prepare(config: TrainConfig, *, resume: bool) -> Run:
+def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:
         config: everything there is to say.
-        resume: whether the run folder holds a run that goes on.
+        resume: whether the run folder holds a run that goes on; None to look.
 
     Raises:
         HeadwayError: as in `train`.
@@ -96,7 +111,10 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     precision = choose_precision(config.run, device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    ranks = join_ranks(device)
+    ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
+    mesh = make_mesh(config.parallel, ranks, device)
+    if resume is None:  # before anything is written there, and the same on all ranks
+        resume = ranks.gather(has_run(config.run.folder))[0]
     if ranks.is_first:
         open_run_folder(config, resume=resume)
     ranks.wait()
@@ -111,24 +129,23 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)  # noqa: NPY002 - the global state is what other libraries draw from
     torch.manual_seed(config.run.seed)
-    model = build_model(config, checkpoint, precision.params, device)
+    trained = build_trained(config, mesh, checkpoint, precision, device)
+    model, cost_model = trained.model, trained.cost_model
     processor = load_processor(config.model.path)
-    cost_model = freeze(model, trace(model), config.model.freeze)
-    recompute = chosen_recompute(config, model, cost_model, precision)
-    recompute_blocks(model, recompute)
-    compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
-    if config.speed.compile:
-        compile_blocks(model, compile_watch)
-    meter = StepMeter(cost_model, peak_for(device, precision.compute), recompute=recompute, world_size=ranks.size)
+    meter = StepMeter(
+        cost_model, peak_for(device, precision.peak_dtype), recompute=trained.recompute, world_size=ranks.size
+    )
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     encoder = Encoder(processor, rope_index(model))
-    budget = budget_of(config.data)
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = None
     if config.data.eval is not None:
-        eval_set = EvalSet(read_samples(config.data.eval)[: config.eval.max_samples], encoder, budget, ranks)
+        samples = read_samples(config.data.eval)[: config.eval.max_samples]
+        eval_set = EvalSet(
+            samples, encoder, budget_of(config.data), ranks, vision_geometry(model), _sequence_group(mesh)
+        )
 
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
@@ -147,14 +164,16 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
         device,
         precision,
         ranks,
-        model,
+        mesh,
+        trained,
         processor,
         optimizer,
         ema,
         meter,
-        compile_watch,
         feed,
+        RouterLoad(model, device),
         eval_set,
+        resume,
         checkpoint,
         saver,
         exports,
@@ -164,25 +183,32 @@ def prepare(config: TrainConfig, *, resume: bool) -> Run:
     return run
 
 
-def build_model(
-    config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """The configured model: with saved weights or at random; what a checkpoint is read into, if there is one.
+def _sequence_group(mesh: Mesh | None) -> ProcessGroup | None:
+    return None if mesh is None or mesh.sequence is None else mesh.sequence.get_group()
+
+
+def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> Mesh | None:
+    """The mesh of a run's processes; None for a lone one, which trains a plain model.
 
     Raises:
-        CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
+        ConfigError: the processes do not fit the mesh, or a setting has no effect with as many as there are.
     """
-    refuse_half_written(Path(config.model.path))
-    if checkpoint is None:
-        return load_model(config.model.path, dtype=dtype, device=device, random_init=config.model.random_init)
-    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.model_folder))
-    if wanted != found:
-        keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
-            f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
+    shape = MeshShape.of(
+        ranks.size,
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        sequence=parallel.sequence,
+        expert=parallel.expert,
+    )
+    idle = sorted(changed(parallel) & {"reshard", "reduce", "reduce_dtype", "offload"})
+    if ranks.size == 1 and idle:
+        raise ConfigError(
+            f"parallel.{idle[0]} has no effect on one process, which keeps its model whole. Take it out, or start more "
+            "with torchrun --nproc-per-node N -m headway train ..."
         )
-    return load_model(config.model.path, dtype=dtype, device=device, random_init=True)  # the weights come later
+    if parallel.offload and device.type == "cpu":
+        raise ConfigError("parallel.offload has no effect on a CPU, whose memory is the host's. Take it out.")
+    return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
 def save(run: Run, step: int) -> None:
@@ -193,7 +219,8 @@ def save(run: Run, step: int) -> None:
     """
     position = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
     tensors = training_tensors(run.model, run.optimizer, run.ema)
-    run.saver.save(step, Contents(tensors, random_state(), position, {"data": run.ranks.size}, run.write_model))
+    shape = MeshShape() if run.mesh is None else run.mesh.shape
+    run.saver.save(step, Contents(tensors, random_state(), position, asdict(shape), run.write_model))
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -203,21 +230,9 @@ def _facts(run: Run) -> dict[str, Any]:
         "software": describe_software(),
         "device": {"name": peak.name, "kind": str(run.device), "threads": torch.get_num_threads()},
         "ranks": run.ranks.size,
+        "mesh": None if run.mesh is None else asdict(run.mesh.shape),
         "precision": run.precision.name,
         "peak": {"flops_per_s": peak.flops_per_s, "dtype": peak.dtype, "kind": peak.kind, "source": peak.source},
-        "model": {"class": type(run.model).__name__, "parameters": params.total, "trainable": params.trainable},
+        "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
     }
-
-
-def _architecture(path: str) -> dict[str, Any]:
-    """A model's configuration without what saving adds to it."""
-    volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
-
-    def clean(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: clean(value) for key, value in node.items() if key not in volatile}
-        return node
-
-    cleaned: dict[str, Any] = clean(load_config(path).to_dict())
-    return cleaned

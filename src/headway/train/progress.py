@@ -66,11 +66,12 @@ class Progress:
 def step_line(record: dict[str, Any], steps: int) -> str:
     """Render a step's record as one line."""
     width = len(str(steps))
+    skipped = record["loss"] is None
     fields = (
         f"step {record['step']:>{width}}/{steps}",
-        f"loss {record['loss']:.4f}",
+        "not finite, update left out" if skipped else f"loss {record['loss']:.4f}",
         f"lr {record['lr']:.2e}",
-        f"grad {record['grad_norm']:.2f}",
+        *([] if skipped else [f"grad {record['grad_norm']:.2f}"]),
         f"{format_count(round(record['tokens_per_s']))} tokens/s",
         f"{format_duration(record['step_s'])}",
         f"wait {format_share(record['data_wait_share'])}",

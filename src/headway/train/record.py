@@ -9,12 +9,10 @@ export/         model folders made of checkpoints, one for each exported step
 """
 
 import json
-import math
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +23,10 @@ import yaml
 
 import headway
 from headway.errors import ConfigError, TrainingError
-from headway.meter import Goodput, StepUtilisation
+from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
 from headway.meter.surroundings import Compilation
-from headway.models.compiling import Compilations
 from headway.train.config import TrainConfig, parse_config
-from headway.train.share import StepShare
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
 CHECKPOINTS, EXPORTS = "checkpoints", "export"
@@ -40,6 +36,7 @@ _FREE_ON_RESUME = (
     "checkpoint",
     "parallel",
     "plan",
+    "optim.accumulation",  # other processes, the same packs in a step
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
@@ -198,121 +195,6 @@ class RunLedger:
         self._compilation.let_go()
         if self._ledger is not None:
             self._ledger.close()
-
-
-class HostCopy:
-    """A few numbers on their way from the device, read when they have arrived: no step waits for its own log line.
-
-    Args:
-        values_K: numbers on the device, shape (K,).
-    """
-
-    def __init__(self, values_K: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if values_K.device.type == "cuda":
-            self._values_K = torch.empty(values_K.shape, dtype=values_K.dtype, pin_memory=True)
-            self._values_K.copy_(values_K, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._event.record()
-        else:
-            self._values_K = values_K
-
-    def read(self) -> list[float]:
-        """Wait for the numbers, if they are not there yet."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._values_K.tolist()
-        return numbers
-
-
-class StepRecorder:
-    """Turns finished steps into records: into metrics.jsonl, onto the screen, and an error where a loss is not finite.
-
-    A step's numbers are read back when the next one has been launched, so no step waits for its own record.
-
-    Args:
-        log: the run's metrics.jsonl.
-        show: called with each record.
-        device: whose memory is recorded.
-        sources: names of the sources; where there are several, each has its loss and tokens recorded.
-    """
-
-    def __init__(
-        self, log: MetricsLog, show: Callable[[dict[str, Any]], None], device: torch.device, sources: Sequence[str]
-    ) -> None:
-        self._log = log
-        self._show = show
-        self._device = device
-        self._sources = sources
-        self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation, Compilations] | None = None
-
-    def add(
-        self,
-        step: int,
-        lr: float,
-        sums_and_norm: torch.Tensor,
-        share: StepShare,
-        utilisation: StepUtilisation,
-        compilations: Compilations,
-    ) -> None:
-        """Take in a step that has been launched, and finish the record of the one before.
-
-        Args:
-            step: its number.
-            lr: its learning rate.
-            sums_and_norm: over all ranks, the summed losses of each source [nats] and the recompilations; and the
-                gradient's norm, shape (S + 2,).
-            share: what all ranks computed.
-            utilisation: of the step.
-            compilations: of this rank.
-
-        Raises:
-            TrainingError: the step before had a loss or gradient that is not finite.
-        """
-        copy = HostCopy(sums_and_norm)
-        self.flush()
-        self._pending = step, lr, copy, share, utilisation, compilations
-
-    def flush(self) -> None:
-        """Finish the record of the last step.
-
-        Raises:
-            TrainingError: its loss or gradient is not finite.
-        """
-        if self._pending is None:
-            return
-        step, lr, copy, share, utilisation, compilations = self._pending
-        self._pending = None
-        *losses, recompiles, grad_norm = copy.read()
-        loss = sum(losses) / max(1, share.num_supervised)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise TrainingError(
-                f"step {step} has loss {loss} and gradient norm {grad_norm}: training has diverged or met a sample that"
-                f" it cannot digest. The learning rate was {lr:.3g}; lower optim.lr or lengthen optim.warmup_steps. "
-                "The checkpoints written before are whole."
-            )
-        numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "memory_bytes": memory_bytes(self._device)}
-        compiling = {"compiled": compilations.happened, "recompiles": round(recompiles)}
-        record = {"kind": "step", "step": step, **numbers, **compiling, **utilisation.as_record()}
-        if compilations.guards:
-            record["recompile_guards"] = list(compilations.guards)
-        if len(self._sources) > 1:
-            record["sources"] = self._by_source(losses, share)
-        self._log.write(record)
-        self._show(record)
-
-    def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
-        """Mean loss, tokens and targets of each source, and the share of its tokens that was cut or left out."""
-        parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
-        return {
-            name: {
-                "loss": loss / supervised if supervised else None,
-                "tokens": tokens,
-                "supervised": supervised,
-                "waste": lost / (tokens + lost) if tokens + lost else 0.0,
-            }
-            for name, loss, tokens, supervised, lost in parts
-        }
 
 
 def _records_until(path: Path, last_step: int) -> list[str]:

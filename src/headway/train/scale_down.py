@@ -26,7 +26,7 @@ from headway.train.record import refuse_existing_run
 
 STEPS = 30
 LR = 3e-3  # small models learn at higher rates
-_LEAST_TOKENS, _MOST_TOKENS, _SHARE = 512, 2048, 16  # a small pack: a sixteenth of the real one, within these
+_LEAST_TOKENS, _MOST_TOKENS, _SHARE = 512, 1024, 16  # a small pack: a sixteenth of the real one, within these
 _PACKS = 6  # packs' worth of samples that are written; they play again and again
 _MAX_SAMPLES = 512
 _IMAGE_TOKENS = 256  # larger images are shrunk to so many tokens
@@ -63,7 +63,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
         config: the recipe.
         world_size: processes that train.
         cuda: whether they have CUDA devices.
-        overrides: assignments `a.b=value` that go on top of what was shrunk; all but `run.folder`.
+        overrides: assignments `a.b=value` that go on top of what was shrunk.
 
     Raises:
         ConfigError: an override that is not allowed.
@@ -97,9 +97,8 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
         raw["parallel"] |= {"reduce_dtype": "float32", "offload": False}
         raw["speed"] |= {"kernels": "torch"}
         raw["run"] |= {"dtype": "auto"}
-    kept = tuple(override for override in overrides if not override.startswith("run.folder="))
     mix = config.plan.mix or ("images" if vision is not None else "chats")
-    return Small(with_overrides(raw, kept), mix, pixels, scale, source)
+    return Small(with_overrides(raw, overrides), mix, pixels, scale, source)
 
 
 def write_small(small: Small) -> None:

@@ -5,7 +5,32 @@ from typing import NamedTuple
 
 from headway.count import Workload
 from headway.data import Batch
+from headway.data.blank import Modalities
 from headway.data.feed import Feed
+from headway.train.ranks import Ranks
+
+
+class Flags(NamedTuple):
+    """What may end the run, on one process or on all of them.
+
+    Attributes:
+        has_ended: whether no data are left; the packs are padding then.
+        stop_signal: number of the signal that makes this the last step; 0 for none.
+        save_failed: whether a checkpoint could not be written.
+    """
+
+    has_ended: bool
+    stop_signal: int
+    save_failed: bool
+
+    @classmethod
+    def total(cls, flags: Sequence["Flags"]) -> "Flags":
+        """All of them together: the data have ended once they have for all; of the rest, one process is enough."""
+        return cls(
+            all(one.has_ended for one in flags),
+            max(one.stop_signal for one in flags),
+            any(one.save_failed for one in flags),
+        )
 
 
 class StepShare(NamedTuple):
@@ -16,18 +41,16 @@ class StepShare(NamedTuple):
         tokens: of each source [tokens], shape (S,).
         supervised: targets of each source [tokens], shape (S,).
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
-        has_ended: whether no data are left; the packs are padding then.
-        stop_signal: number of the signal that makes this the last step; 0 for none.
-        save_failed: whether a checkpoint could not be written.
+        modalities: which towers each of the packs needs.
+        flags: what may end the run.
     """
 
     workload: Workload
     tokens: tuple[int, ...]
     supervised: tuple[int, ...]
     lost: tuple[int, ...]
-    has_ended: bool
-    stop_signal: int
-    save_failed: bool
+    modalities: tuple[Modalities, ...]
+    flags: Flags
 
     @property
     def num_supervised(self) -> int:
@@ -35,9 +58,7 @@ class StepShare(NamedTuple):
         return sum(self.supervised)
 
     @classmethod
-    def of(
-        cls, batches: Sequence[Batch], feed: Feed, *, has_ended: bool, stop_signal: int, save_failed: bool
-    ) -> "StepShare":
+    def of(cls, batches: Sequence[Batch], feed: Feed, flags: Flags) -> "StepShare":
         """One rank's part: the packs that its feed handed out last."""
         names = feed.names
         tokens, supervised = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -49,11 +70,11 @@ class StepShare(NamedTuple):
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
         counts = tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens
-        return cls(workload, *counts, has_ended, stop_signal, save_failed)
+        return cls(workload, *counts, tuple(map(Modalities.of, batches)), flags)
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
-        """All ranks' parts together: the data have ended once they have for all, and one wish to stop is enough."""
+        """All ranks' parts together."""
         columns = ([share.tokens for share in shares], [share.supervised for share in shares], [s.lost for s in shares])
         tokens, supervised, lost = (tuple(map(sum, zip(*column, strict=True))) for column in columns)
         return cls(
@@ -61,7 +82,30 @@ class StepShare(NamedTuple):
             tokens,
             supervised,
             lost,
-            all(share.has_ended for share in shares),
-            max(share.stop_signal for share in shares),
-            any(share.save_failed for share in shares),
+            tuple(Modalities.union(packs) for packs in zip(*(share.modalities for share in shares), strict=True)),
+            Flags.total([share.flags for share in shares]),
         )
+
+
+def agree(batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags) -> tuple[list[Batch], StepShare]:
+    """Tell the other ranks what this one is about to compute, and hear what they are.
+
+    Where some rank's pack has an image or a video, the packs that the others compute meanwhile get a blank one.
+
+    Args:
+        batches: this rank's packs.
+        feed: what handed them out.
+        ranks: all of them.
+        flags: what may end the run, as this process sees it.
+
+    Returns:
+        The packs to compute, and what all ranks compute together.
+    """
+    everyone = ranks.gather_all(StepShare.of(batches, feed, flags))
+    flags = Flags.total([share.flags for share in everyone])  # a signal may reach any process
+    shares = everyone[:: ranks.sequence]
+    whole = StepShare.total(shares)._replace(flags=flags)
+    if all(share.modalities == whole.modalities for share in shares):
+        return batches, whole
+    batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, whole.modalities, strict=True)]
+    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, flags)))

@@ -35,6 +35,7 @@ class RunSummary:
         steps: optimizer steps taken, those before a resume included [steps].
         planned_steps: optimizer steps that were asked for [steps].
         first_loss: loss of the run's first step [nats per supervised token].
+        skipped: updates that were left out because their numbers were not finite [steps].
         last_loss: mean loss of the last tenth of the steps, at most 100 of them [nats per supervised token].
         utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
         report: samples and packs read, those before a resume included.
@@ -49,6 +50,7 @@ class RunSummary:
     model: Path | None
     steps: int
     planned_steps: int
+    skipped: int
     first_loss: float
     last_loss: float
     utilisation: RunUtilisation
@@ -74,6 +76,7 @@ class RunSummary:
             "steps": self.steps,
             "planned_steps": self.planned_steps,
             "measured_steps": self.utilisation.num_steps,
+            "skipped_updates": self.skipped,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             "evaluation": self.evaluation.as_record() if self.evaluation else None,
@@ -89,6 +92,7 @@ class RunSummary:
         """Names and values for people."""
         use, flops, report = self.utilisation, self.utilisation.flops, self.report
         measured = "" if use.num_steps == self.steps else f", the last {use.num_steps} measured here"
+        skipped = f", {format_count(self.skipped)} updates left out" if self.skipped else ""
         exact = "not evaluated"
         if self.evaluation:
             exact = (
@@ -97,7 +101,7 @@ class RunSummary:
             )
         return render_pairs(
             [
-                ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}"),
+                ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}{skipped}"),
                 ("loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"),
                 ("exact match", exact),
                 ("tokens", f"{format_count(use.tokens)} real, {format_count(round(use.tokens_per_s))} per second"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from headway.data.blank import Modalities, with_blanks
 from headway.data.collate import Batch
 from headway.data.feed.make import Made, PackMaker
 from headway.data.feed.pool import Pool
@@ -185,6 +186,11 @@ class Feed(ABC):
     def padding(self) -> Batch:
         """A pack without a sample, for a rank whose data have ended before the others'."""
         return self._maker([]).batch
+
+    def with_blanks(self, batch: Batch, wanted: Modalities) -> Batch:
+        """A pack of this feed with a blank image or video where other ranks' packs have one and it has none."""
+        padded = with_blanks(batch, wanted, self._maker.collator)
+        return padded.pin_memory() if self.share.pin_memory else padded
 
     @property
     def lost_tokens(self) -> tuple[int, ...]:

@@ -45,14 +45,14 @@ class Exports:
     dtype: torch.dtype | None = None
     average: bool = False
 
-    def folder(self, checkpoint: Checkpoint) -> Path:
-        """Where a checkpoint's model folder is."""
-        return self.root / checkpoint.folder.name
+    def folder(self, checkpoint: Checkpoint) -> Path | None:
+        """Where a checkpoint's model folder is; None if there is to be none."""
+        return None if self.when == "never" else self.root / checkpoint.folder.name
 
     def make(self, checkpoint: Checkpoint) -> None:
         """Export a checkpoint and delete the oldest folders beyond `keep`; one that is there already stays."""
         folder = self.folder(checkpoint)
-        if not folder.exists():
+        if folder is not None and not folder.exists():
             export(checkpoint, folder, dtype=self.dtype, average=self.average)
         for old in step_folders(self.root)[: -self.keep]:
             shutil.rmtree(old)

@@ -41,12 +41,12 @@ def find_checkpoint(root: Path, ranks: Ranks) -> Checkpoint | None:
     Raises:
         CheckpointError: the newest is damaged; the message names the newest good one. The same on all processes.
     """
-    checkpoint = ranks.gather(_outcome(lambda: latest_checkpoint(root)) if ranks.is_first else None)[0]
+    checkpoint = ranks.gather_all(_outcome(lambda: latest_checkpoint(root)) if ranks.is_first else None)[0]
     if isinstance(checkpoint, CheckpointError):
         raise checkpoint
     if checkpoint is None:
         return None
-    for damage in ranks.gather(_outcome(lambda: checkpoint.check(ranks.rank, ranks.size))):
+    for damage in ranks.gather_all(_outcome(lambda: checkpoint.check(ranks.rank, ranks.size))):
         if damage is not None:
             raise with_way_out(damage, checkpoint.folder)
     return checkpoint

@@ -174,8 +174,9 @@ class CheckpointSaver:
                 "Make room or give another run.folder; earlier checkpoints are untouched."
             ) from error
         checkpoint = open_checkpoint(folder)
-        if self._export is not None and self._ranks.is_first:
-            self._export(checkpoint)
+        export = self._export
+        if export is not None:
+            self._agree(lambda: export(checkpoint) if self._ranks.is_first else None)
         return checkpoint
 
     def _write_tensors(self, temporary: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -123,6 +123,13 @@ class OptimConfig(Section):
         default=None,
         description="Step from which inverse_sqrt falls as sqrt(timescale / step); null for warmup_steps [steps]",
     )
+    on_nonfinite: Literal["error", "skip"] = Field(
+        default="error",
+        description="What a loss or gradient that is not finite does: end the run, or leave the update out, counted",
+    )
+    nonfinite_limit: Positive = Field(
+        default=10, description="Updates in a row that 'skip' may leave out; one more ends the run [steps]"
+    )
     ema: EmaConfig | None = Field(default=None, description="Moving average of the weights; null for none")
     clip: float | None = Field(default=1.0, gt=0.0, description="Largest global gradient norm; null for no clipping")
     accumulation: Positive = Field(default=1, description="Packs per optimizer step and rank [packs]")
@@ -157,6 +164,10 @@ class OptimConfig(Section):
             raise ValueError("schedule 'inverse_sqrt' needs warmup_steps or a timescale to fall from")
         if self.name != "muon" and self.muon != MuonConfig():
             raise ValueError(f"optim.muon has no effect with optimizer {self.name!r}; remove it or use name 'muon'")
+        if self.on_nonfinite == "error" and "nonfinite_limit" in changed(self):
+            raise ValueError("nonfinite_limit has no effect with on_nonfinite 'error'; remove it or use 'skip'")
+        if self.on_nonfinite == "skip" and self.nonfinite_limit >= self.steps:
+            raise ValueError(f"nonfinite_limit {self.nonfinite_limit} is never reached in {self.steps} steps; lower it")
         if self.ema is not None and self.ema.every > self.steps:
             raise ValueError(f"ema.every {self.ema.every} is never reached in {self.steps} steps")
         return self

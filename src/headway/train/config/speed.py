@@ -26,9 +26,20 @@ class SpeedConfig(Section):
         "of the largest pack keep fits SIZE on each device",
     )
 
+    kernels: Literal["torch", "liger"] = Field(
+        default="torch",
+        description="Whose kernels compute norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger "
+        "Kernel's on CUDA",
+    )
+    attention: Literal["auto", "torch", "flash-attn"] = Field(
+        default="auto",
+        description="Kernel of attention within segments on CUDA: PyTorch's (also with auto) or that of the flash-attn "
+        "package",
+    )
     loss_chunk: Positive | None = Field(
-        default=1024,
-        description="Slots whose logits are in memory at a time; null for the logits of a whole pack [slots]",
+        default=2048,
+        description="Slots whose logits are in memory at a time, Liger's own choice with its kernels; null for the "
+        "logits of a whole pack [slots]",
     )
 
     @field_validator("recompute")
@@ -46,6 +57,12 @@ class SpeedConfig(Section):
     def _recompiles_are_of_something_compiled(self) -> Self:
         if not self.compile and "recompiles" in changed(self):
             raise ValueError("recompiles has no effect without compile: true")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_are_ours(self) -> Self:
+        if self.kernels == "liger" and self.loss_chunk is not None and "loss_chunk" in changed(self):
+            raise ValueError("loss_chunk has no effect with kernels 'liger', which choose their own; leave it out")
         return self
 
     @property

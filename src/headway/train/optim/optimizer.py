@@ -45,6 +45,9 @@ class Optimizer(torch.optim.Optimizer):
         held: Held | None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.found_inf: torch.Tensor | None = (
+            None  # 1.0 makes PyTorch's fused kernel leave a step out, as in GradScaler
+        )
         self._muon = muon
         self._held = held
         self._noise: dict[torch.device, torch.Generator] = {}
@@ -100,6 +103,7 @@ class Optimizer(torch.optim.Optimizer):
             [self.state[p]["step"] for p in parameters],
             fused=True,
             amsgrad=False,
+            found_inf=self.found_inf,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],

@@ -1,0 +1,61 @@
+"""`headway export`: make a folder that transformers' from_pretrained opens of a checkpoint."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cli.extras import needs_extra
+from headway.cli.options import JsonOption
+
+SCHEMA_VERSION = 1
+
+
+class Dtype(StrEnum):
+    """What weights can be exported as."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_OR_CHECKPOINT", help="A run folder, for its newest checkpoint, or one folder of its checkpoints/."
+    ),
+]
+FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model goes; must not exist.")]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(help="Floating-point type of the weights; that of training if not given.")
+]
+EmaOption = Annotated[bool, typer.Option("--ema", help="The weights' moving average instead of the last weights.")]
+
+
+def export(
+    source: SourceArgument,
+    folder: FolderArgument,
+    dtype: DtypeOption = None,
+    ema: EmaOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a Hugging Face folder of a checkpoint: weights, config, generation config and processor.
+
+    The checkpoint may have been written by any number of processes; one process reads it, layer by layer, so memory for
+    one weight file (5 GB) and one layer is enough. Every file of the checkpoint is checked first.
+    """
+    with needs_extra("exporting"):
+        import torch
+
+        from headway.train.checkpoint.export import export as write
+        from headway.train.checkpoint.export import find_checkpoint_in
+
+    checkpoint = find_checkpoint_in(source)
+    write(checkpoint, folder, dtype=None if dtype is None else getattr(torch, dtype.value), average=ema)
+    if as_json:
+        content = {"schema_version": SCHEMA_VERSION, "folder": str(folder), "step": checkpoint.step}
+        print(json.dumps(content))
+    else:
+        print(f"{folder}: the model after step {checkpoint.step}")

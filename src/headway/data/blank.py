@@ -1,0 +1,104 @@
+"""Blank images and videos for packs that have none, so that a vision tower runs on every process or on none.
+
+Processes that share their weights gather them together, tower by tower: one whose pack has no image must not sit the
+tower out. A blank stands in the padding segment, which nothing attends to and which has no targets, so its gradients
+are exactly zero. It is counted as slots, never as work.
+
+Tensor letters as in `collate`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from headway.count import Workload
+from headway.data.collate import PADDING_TOKEN, Batch, Collator
+from headway.data.encoded import IGNORED
+
+
+class Modalities(NamedTuple):
+    """Which towers a pack needs.
+
+    Attributes:
+        images: whether it has an image.
+        videos: whether it has a video.
+    """
+
+    images: bool
+    videos: bool
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Modalities":
+        """What a pack has, blanks included."""
+        return cls(batch.grids_M3 is not None, batch.video_grids_M3 is not None)
+
+    @classmethod
+    def union(cls, packs: Sequence["Modalities"]) -> "Modalities":
+        """What some pack has."""
+        return cls(any(pack.images for pack in packs), any(pack.videos for pack in packs))
+
+
+def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
+    """A pack with a blank image or video where others have one and it has none.
+
+    Args:
+        batch: on the CPU.
+        wanted: what the others have.
+        collator: what made the pack; one without a vision geometry leaves it as it is.
+    """
+    geometry, has = collator.geometry, Modalities.of(batch)
+    lacking = Modalities(wanted.images and not has.images, wanted.videos and not has.videos)
+    if geometry is None or not any(lacking):
+        return batch
+    patches = collator.bucket_patches or geometry.merge_size**2
+    grids_M3 = geometry.padding_grids(patches)
+    pixels_PD = torch.zeros(patches, geometry.patch_values)
+    vision, ids = dict(batch.vision), []
+    if lacking.images:
+        vision |= geometry.inputs(grids_M3, "image_")
+        ids.append(geometry.image_token)
+    if lacking.videos:
+        vision |= geometry.inputs(grids_M3, "video_")
+        ids.append(geometry.video_token)
+    tokens_S = torch.tensor(ids).repeat_interleave(patches // geometry.merge_size**2)
+    padded = _with_tokens(batch, tokens_S, collator)
+    return replace(
+        padded,
+        pixels_PD=pixels_PD if lacking.images else batch.pixels_PD,
+        grids_M3=grids_M3 if lacking.images else batch.grids_M3,
+        video_pixels_PD=pixels_PD if lacking.videos else batch.video_pixels_PD,
+        video_grids_M3=grids_M3 if lacking.videos else batch.video_grids_M3,
+        vision=vision,
+    )
+
+
+def _with_tokens(batch: Batch, tokens_S: torch.Tensor, collator: Collator) -> Batch:
+    """A pack with placeholders in its padding segment, which grows by whole buckets where they find no room."""
+    start = int(batch.workload.tokens)
+    tail_S = batch.input_ids_1T[0, start:]
+    bucket = collator.bucket_tokens or 1
+    missing = max(0, len(tokens_S) - int((tail_S == PADDING_TOKEN).sum()))
+    tail_S = torch.cat([tail_S, torch.full((-(-missing // bucket) * bucket,), PADDING_TOKEN)])
+    free = (tail_S == PADDING_TOKEN).nonzero()[: len(tokens_S), 0]
+    tail_S[free] = tokens_S
+    more = start + len(tail_S) - batch.slots
+
+    boundaries_N = [*batch.cu_seqlens_N.tolist()[: batch.num_segments + 1], start + len(tail_S)]
+    positions_R1T = torch.arange(len(tail_S)).expand(batch.position_ids_R1T.shape[0], 1, -1)
+    types_1T = batch.token_types_1T
+    if types_1T is not None:
+        types_1T = torch.cat([types_1T[:, :start], collator.types(tail_S)[None]], dim=1)
+    return replace(
+        batch,
+        input_ids_1T=torch.cat([batch.input_ids_1T[:, :start], tail_S[None]], dim=1),
+        labels_1T=pad(batch.labels_1T, (0, more), value=IGNORED),
+        position_ids_R1T=torch.cat([batch.position_ids_R1T[..., :start], positions_R1T], dim=2),
+        cu_seqlens_N=torch.tensor(boundaries_N, dtype=torch.int32),
+        max_seqlen=max(batch.max_seqlen, len(tail_S)),
+        token_types_1T=types_1T,
+        source_ids_N=pad(batch.source_ids_N[: batch.num_segments], (0, 1)),
+        workload=batch.workload + Workload(slots=more),
+    )

@@ -1,0 +1,153 @@
+"""Random weights, drawn module by module in transformers' own order, also where a process keeps slices of them only.
+
+Every process draws each whole parameter in turn from its generator, keeps its slice and forgets the rest. So the same
+seed gives the same weights, bit for bit, on one process and on many, and no process ever holds more than one module's
+parameters in full.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from headway.errors import ConfigError
+
+Home = tuple[nn.Module, str]
+"""A module and the name of one of its own parameters."""
+
+
+@torch.no_grad()
+def draw_weights(
+    model: PreTrainedModel, device: torch.device | str, *, keep_on: torch.device | str | None = None
+) -> None:
+    """Give a model that was built on the meta device random weights.
+
+    Args:
+        model: sharded or not; changed in place.
+        device: where weights are drawn, from torch's global generator there, and where buffers stay.
+        keep_on: where parameters stay, for those that are offloaded; `device` if not given.
+
+    Raises:
+        ConfigError: transformers has no rule for a parameter of this model.
+    """
+    model.to_empty(device=device if keep_on is None else keep_on)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
+    with init.guard_torch_init_functions():
+        _walk(model, model, torch.device(device), "", set())
+
+
+def _walk(module: nn.Module, owner: Any, device: torch.device, path: str, done: set[nn.Parameter]) -> None:
+    """Children first, each by the rule of the innermost model around it, as transformers goes."""
+    for name, child in module.named_children():
+        _walk(child, child if isinstance(child, PreTrainedModel) else owner, device, f"{path}{name}.", done)
+    own = dict(module.named_parameters(recurse=False))
+    tied = [parameter for parameter in own.values() if parameter in done]
+    for parameter in tied:
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' rules leave it alone then
+    fresh = [(module, name) for name, parameter in own.items() if parameter not in done]
+    _fill(module, owner, device, path, fresh)
+    for parameter in tied:
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
+    done.update(own.values())
+
+
+def _fill(module: nn.Module, owner: Any, device: torch.device, path: str, fresh: Sequence[Home]) -> None:
+    """Have a model's rule fill a module's parameters; those kept as slices are whole meanwhile."""
+    whole: dict[Home, torch.Tensor] = {}
+    for home, name in fresh:
+        parameter: Any = home._parameters[name]
+        if isinstance(parameter, DTensor):
+            whole[home, name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        value = whole.get((home, name), parameter)
+        if value is not None and value.is_floating_point():
+            value.fill_(torch.nan)
+    before = _generator_state(device)
+    while True:
+        try:
+            with _standing_in(whole), _SlicesAreTouched():
+                owner._init_weights(module)
+                for home, name in fresh:
+                    _without_rule(home._parameters[name], owner, f"{path}{name}")
+            return
+        except _Touched as touched:  # some rules fill the parameters of a module's children anew
+            _set_generator_state(device, before)
+            whole[_home(module, touched.parameter)] = touched.parameter.full_tensor().to(device)
+
+
+def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None:
+    """Draw a matrix that transformers forgets (the routers of Qwen3-Next) as it draws those of linear layers.
+
+    Raises:
+        ConfigError: it is no matrix, so what it should be is anyone's guess.
+    """
+    if parameter is None or not parameter.is_floating_point() or not bool(parameter.isnan().any()):
+        return
+    if not name.endswith("weight") or parameter.ndim < 2:
+        raise ConfigError(
+            f"{type(owner).__name__} does not say how {name} is initialised, so this model cannot start from random "
+            "weights. Give model.path a folder that holds weights, without model.random_init."
+        )
+    init.normal_(parameter, std=owner.config.get_text_config().initializer_range)
+
+
+@contextmanager
+def _standing_in(whole: Mapping[Home, torch.Tensor]) -> Iterator[None]:
+    """Have whole values stand in for slices; afterwards the slices are those of what the values became."""
+    slices: dict[Home, Any] = {(module, name): module._parameters[name] for module, name in whole}
+    try:
+        for (module, name), values in whole.items():
+            module._parameters[name] = nn.Parameter(values, requires_grad=False)
+        yield
+        for home, values in whole.items():
+            parameter = slices[home]
+            cut = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(cut.to_local())
+    finally:
+        for (module, name), parameter in slices.items():
+            module._parameters[name] = parameter
+
+
+class _Touched(Exception):  # noqa: N818 - no error: it says what to make whole
+    def __init__(self, parameter: DTensor) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+
+class _SlicesAreTouched(TorchFunctionMode):
+    """Stops before anything is done to slices: a draw of them would not be that of the whole."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, DTensor):
+                    raise _Touched(value)
+        return func(*args, **(kwargs or {}))
+
+
+def _home(module: nn.Module, parameter: Any) -> Home:
+    for part in module.modules():
+        for name, own in part.named_parameters(recurse=False):
+            if own is parameter:
+                return part, name
+    raise AssertionError(f"{type(module).__name__} fills a parameter that is not below it")
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,225 @@
+"""Low-rank adapters by peft, inside a model that stays what it was.
+
+The model keeps its class, its forward and its names, but for the modules that take an adapter: `q_proj.weight` becomes
+`q_proj.base_layer.weight`, beside `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`.
+"""
+
+import math
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from headway.count import CostModel
+from headway.count.adapters import targets_of
+from headway.errors import ConfigError, UsageError
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = "default"  # peft's name for an adapter that is alone
+_BASE = ".base_layer."
+
+
+def adapter_modules(model: PreTrainedModel, cost_model: CostModel, targets: Sequence[str] | None) -> list[str]:
+    """Find the linear modules that take adapters, by the rule of `headway flops --lora`.
+
+    Args:
+        model: without adapters.
+        cost_model: traced from it, with what is frozen on purpose; modules with a frozen weight take no adapter.
+        targets: last parts of module names, or globs over names; None for all linear modules but the head.
+
+    Raises:
+        ConfigError: a target matches no linear module, or only frozen ones.
+    """
+    learning = {entry.name for entry in cost_model.parameters if entry.trainable}
+    found: set[str] = set()
+    for target in [None] if targets is None else targets:
+        try:
+            named = targets_of(cost_model, None if target is None else [target])
+        except UsageError as error:
+            raise ConfigError(f"model.lora.targets: {str(error).removeprefix('--lora ')}") from error
+        hits = {
+            name
+            for name in named
+            if f"{name}.weight" in learning and isinstance(model.get_submodule(name), nn.Linear | Conv1D)
+        }
+        if not hits:
+            raise ConfigError(
+                f"model.lora.targets: of the {len(named)} modules that {target or 'all linear modules'} names, none "
+                "can take an adapter: model.freeze holds them all, or they are no plain linear layers. Name others, or "
+                "take them out of model.freeze."
+            )
+        found |= hits
+    return sorted(found)
+
+
+def add_adapters(
+    model: PreTrainedModel, modules: Sequence[str], *, rank: int, alpha: float, dropout: float, base: str
+) -> None:
+    """Put adapters into a model, in place and on the meta device; everything else stops learning.
+
+    Args:
+        model: with weights, or on the meta device.
+        modules: full names of linear modules.
+        rank: inner dimension.
+        alpha: an adapter's output is scaled by alpha / rank.
+        dropout: share of an adapter's inputs that are zeroed in training.
+        base: path or Hub name of the model, which a folder of adapters refers to.
+
+    Raises:
+        ConfigError: peft is not installed.
+
+    Source: Hu et al. 2021 (arXiv:2106.09685), equation 3.
+    """
+    peft = _peft()
+    _inject(
+        model,
+        peft.LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            target_modules=list(modules),
+            base_model_name_or_path=base,
+            task_type="CAUSAL_LM",
+            fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in modules),
+        ),
+    )
+
+
+def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Put the adapters that a folder's adapter_config.json describes into a model, on the meta device.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    _inject(model, _peft().LoraConfig.from_pretrained(str(folder)))
+
+
+def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write adapter_config.json, if the model has adapters."""
+    if has_adapters(model):
+        model.peft_config[_NAME].save_pretrained(str(folder))
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str) -> None:
+    """Give adapters their first weights: A at random and B zero, so that the model starts as it was.
+
+    The numbers depend on the seed and the module's name alone, not on how many processes hold them.
+
+    Args:
+        model: with adapters on the meta device, or with memory of their own, sharded or not.
+        seed: of the run.
+        device: where adapters go that are on the meta device.
+
+    Source: peft's default, `nn.init.kaiming_uniform_(A, a=sqrt(5))`.
+    """
+    for name, layer in _layers(model):
+        down, up = layer.lora_A[_NAME], layer.lora_B[_NAME]
+        for part in (down, up):
+            if part.weight.is_meta:
+                part.to_empty(device=device)
+        whole = torch.empty(down.weight.shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        _assign(down.weight, whole)
+        up.weight.zero_()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """The name that a tensor of a model with adapters has, or belongs to, in the model without.
+
+    >>> base_name("layers.0.q_proj.base_layer.weight"), base_name("layers.0.q_proj.lora_A.default.weight")
+    ('layers.0.q_proj.weight', 'layers.0.q_proj.weight')
+    """
+    return name.replace(_BASE, ".").replace(f".lora_A.{_NAME}", "").replace(f".lora_B.{_NAME}", "")
+
+
+def merged(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Add adapters into the weights that they belong to: W + alpha / rank B A, computed in float32.
+
+    Args:
+        model: its structure; it may be on the meta device.
+        tensors: some of its tensors by name, of every module all or none.
+
+    Returns:
+        The tensors of the model without adapters, under its names.
+    """
+    whole = {base_name(name): tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    for name, layer in _layers(model):
+        if f"{name}{_BASE}weight" not in tensors:
+            continue
+        down, up = (tensors[f"{name}.lora_{letter}.{_NAME}.weight"].float() for letter in "AB")
+        added = up @ down * layer.scaling[_NAME]
+        weight = tensors[f"{name}{_BASE}weight"]
+        added = added.T if isinstance(layer.base_layer, Conv1D) else added
+        whole[f"{name}.weight"] = (weight.float() + added).to(weight.dtype)
+    return whole
+
+
+def adapters_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapters among a model's tensors, under the names of peft's files."""
+    return {
+        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor
+        for name, tensor in tensors.items()
+        if is_adapter(name)
+    }
+
+
+def _inject(model: PreTrainedModel, config: Any) -> None:
+    with warnings.catch_warnings():
+        # peft asks transformers for a name that is going away; nobody but peft can change that
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        _peft().inject_adapter_in_model(config, model, _NAME, low_cpu_mem_usage=True)
+    model._hf_peft_config_loaded = True  # transformers' own mark of a model with adapters
+    for _, layer in _layers(model):
+        for part in (layer.lora_A, layer.lora_B):
+            part.to(layer.base_layer.weight.dtype)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules with an adapter, by the names that they have in the model without."""
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+            yield name, module
+
+
+def _assign(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        own = parameter.to_local()
+        cut = distribute_tensor(
+            whole.to(parameter.device_mesh.device_type),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,  # every process has the whole and keeps its part
+        )
+        own.copy_(cut.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "model.lora needs peft, which is not installed. Install it with pip install 'peft>=0.17', or take "
+            "model.lora out."
+        ) from error
+    return peft

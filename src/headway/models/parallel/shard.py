@@ -1,0 +1,140 @@
+"""FSDP2 over a model: every process keeps a slice of the weights and gathers one block at a time.
+
+The units that are gathered together are: each block of the language model and of a vision tower, the rest of that tower
+(patch embedding, mergers), the input embedding, the head, and the root with all that is left. What does not run on
+every pack, such as an audio tower, stays with the root, whose weights every process gathers whether it needs them or
+not; so no process waits for another that has no use for a unit.
+
+Gradients are summed over the processes, never averaged: the loss is divided by the targets of all of them beforehand.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from headway.models.blocks import Block, blocks
+from headway.models.parallel.mesh import Mesh
+
+
+def shard_model(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard: bool = True,
+    offload: bool = False,
+    vision: nn.Module | None = None,
+) -> None:
+    """Lay a model's parameters over a mesh, in place; on the meta device too, before there are weights.
+
+    Args:
+        model: frozen and trained parameters may mix; experts that are spread are DTensors on `mesh.expert`.
+        mesh: the groups of this process.
+        compute_dtype: dtype that weights are gathered in; the parameters' own, or a smaller one with the parameters as
+            master weights.
+        reduce_dtype: dtype that gradients are summed in.
+        reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
+        offload: whether weights, gradients and optimizer state stay in the host's memory, for devices other than CPUs.
+        vision: the tower that runs on every pack of every process or on none; other towers join the root.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=False,  # rotary angles and normalised pixels keep their precision, as on one device
+    )
+    policy = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda") if offload else OffloadPolicy()
+
+    def shard(module: nn.Module, over: DeviceMesh = mesh.fsdp, *, again: bool = reshard) -> None:
+        fully_shard(module, mesh=over, mp_policy=precision, reshard_after_forward=again, offload_policy=policy)
+
+    units = _regular_blocks(model, vision)
+    for block in units:
+        for part in _spread_parts(block.module, mesh):
+            assert mesh.expert_fsdp is not None
+            shard(part, mesh.expert_fsdp)
+        shard(block.module)
+    if vision is not None:
+        shard(vision)
+    whole: Any = model  # transformers leaves these untyped
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        shard(embedding)
+        shard(head, again=False)  # its backward follows at once
+    shard(model, again=False)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(enable=True)
+    # What the root holds of towers that this process's pack has no use for counts as zero.
+    model.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]  # FSDPModule's by now
+    _prefetch(units)
+
+
+def reduce_gradients(model: nn.Module, now: bool) -> None:
+    """Say whether the next backward sums the gradients over the processes, or leaves them to a later one.
+
+    Args:
+        model: one that was sharded; for another this does nothing.
+        now: False where packs of the same step follow and whole gradients fit in memory.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give sharded modules their own classes back meanwhile, for what goes by names: sharding makes classes of its own.
+
+    transformers finds the rules by which it renames weights by the classes of a model and its parts.
+    """
+    sharded = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    for module, kind in sharded.items():
+        module.__class__ = kind.__mro__[kind._orig_cls_mro_index]
+    try:
+        yield
+    finally:
+        for module, kind in sharded.items():
+            module.__class__ = kind
+
+
+def model_name(model: nn.Module) -> str:
+    """The name of a model's own class."""
+    with own_classes(model):
+        return type(model).__name__
+
+
+def _regular_blocks(model: PreTrainedModel, vision: nn.Module | None) -> list[Block]:
+    """The blocks that run on every pack, in order."""
+    whole: Any = model
+    towers = [whole.get_decoder(), *([vision] if vision is not None else [])]
+    regular = {module for tower in towers for module in tower.modules()}
+    return [block for block in blocks(model) if block.module in regular]
+
+
+def _spread_parts(block: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    """The modules of a block whose own parameters are spread over the expert mesh."""
+
+    def is_spread(module: nn.Module) -> bool:
+        own = module.parameters(recurse=False)
+        return any(isinstance(parameter, DTensor) and parameter.device_mesh == mesh.expert for parameter in own)
+
+    return [module for module in block.modules() if is_spread(module)]
+
+
+def _prefetch(units: Sequence[Block]) -> None:
+    """Have each block ask for the next one's weights before it computes, also where the host is not ahead."""
+    for block, following in pairwise(units):
+        if block.tower == following.tower:
+            assert isinstance(block.module, FSDPModule)
+            assert isinstance(following.module, FSDPModule)
+            block.module.set_modules_to_forward_prefetch([following.module])

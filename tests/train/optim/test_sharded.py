@@ -1,0 +1,26 @@
+"""Optimizers on sharded parameters, in real processes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import run_processes
+
+SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_muon_on_matrices_cut_in_any_way_is_muon_on_whole_ones(count, tmp_path):
+    run_processes([sys.executable, SCRIPT, "muon", tmp_path], count)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("held", ["float32", "bfloat16", "8bit"])
+def test_a_checkpoint_of_optimizer_and_average_goes_on_with_another_number_of_processes(held, tmp_path):
+    run_processes([sys.executable, SCRIPT, "save", tmp_path, held], 2)
+    for count in (1, 3):
+        run_processes([sys.executable, SCRIPT, "resume", tmp_path, held], count)
