@@ -225,12 +225,10 @@ def test_a_list_of_datasets_in_a_file_of_its_own_is_read(write, tmp_path):
         "trainer_args": {"num_train_epochs": 2},
     }
     one = {"path": "a.jsonl", "root": "media"}
-    with pytest.raises(ConfigError, match="lacks trainer_args.max_steps"):
+    with pytest.raises(ConfigError, match=r"lacks trainer_args\.max_steps"):
         import_config(write(config), {"model.path": "m"})
     imported = import_config(write(config), {"model.path": "m", "optim.steps": 7})
     assert imported.recipe["data"]["train"] == [one]  # the steps end the run
-    config["dataset_config"]["datasets"] = [one]
-    assert import_config(write(config), {"model.path": "m", "optim.steps": 7}).recipe["data"]["train"] == [one]
 
 
 def test_without_packing_a_batch_is_so_many_samples(write):
