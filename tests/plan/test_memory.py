@@ -145,7 +145,8 @@ _SHARE = """
 import json, sys, torch
 from torch.distributed.tensor import DTensor
 from headway.models.load import load_model
-from headway.models.parallel import MeshShape, build_mesh, shard_model
+from headway.plan.mesh_shape import MeshShape
+from headway.models.parallel import build_mesh, shard_model
 from headway.train.ranks import join_ranks
 from tiny_models import tiny_config
 join_ranks(torch.device("cpu"))

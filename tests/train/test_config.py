@@ -167,6 +167,14 @@ def test_wrong_settings_of_data_are_one_clear_error(minimal, override, message):
     assert message in str(caught.value)
 
 
+def test_a_chunk_of_the_loss_beside_kernels_that_choose_their_own_is_refused(minimal):
+    with pytest.raises(ConfigError, match="loss_chunk has no effect with kernels 'liger'"):
+        load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=512"))
+    config = load_config(minimal, ("speed.kernels=liger",))
+    assert parse_config(config.as_dict()) == config
+    assert load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=null")).speed.loss_chunk is None
+
+
 def test_a_file_changes_and_adds_to_the_one_that_it_extends(minimal):
     (minimal.parent / "more").mkdir()
     second = minimal.parent / "more" / "second.yaml"

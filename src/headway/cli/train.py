@@ -90,7 +90,8 @@ def train(
         raise UsageError("--resume and --resume-if-any contradict each other where there is no run; give one of them.")
     from headway.train.config import load_config
 
-    overrides, later = tuple(settings or ()), tuple[str, ...]()
+    overrides: tuple[str, ...] = tuple(settings or ())
+    later: tuple[str, ...] = ()
     if scale_down:  # what says what is shrunk goes before, the rest on top
         overrides, later = _split(overrides)
     resolved = load_config(config, overrides)  # a typo is told before torch is loaded

@@ -1,5 +1,6 @@
 """From the configuration's data section to a feed of packs."""
 
+import math
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -52,7 +53,7 @@ def open_feed(
         pixel_scale=encoder.pixel_scale,
         position_rows=1 if encoder.rope_index is None else 3,
         sources=tuple(source.name for source in sources),
-        bucket_tokens=data.bucket_tokens,
+        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # those who share a pack have equally many
         bucket_patches=data.bucket_patches,
     )
     maker = PackMaker(sources, encoder, collator, bad.skips)

@@ -1,7 +1,8 @@
 """The training loop, whole.
 
 `train` reads from top to bottom: for each optimizer step, fetch the packs, run them forward and backward, update,
-record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, V the vocabulary.
+record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, L those of them that
+this process computes, S the sources.
 
 The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
 by their number; so neither the packing nor the number of ranks changes it. The head runs on every token of a pack,
@@ -12,13 +13,13 @@ import math
 import time
 
 import torch
-import torch.nn.functional as F
 import transformers
 
 from headway.data.feed import FeedReport
 from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel import clip_, reduce_gradients
+from headway.models.parallel.sequence import local_slots
 from headway.train.config import TrainConfig
 from headway.train.memory_error import explain
 from headway.train.nonfinite import take_step
@@ -30,18 +31,18 @@ from headway.train.record import (
     SUMMARY,
     MetricsLog,
     RunLedger,
-    StepRecorder,
     memory_bytes,
     read_metrics,
     write_json,
 )
+from headway.train.recorder import Launched, StepRecorder
 from headway.train.share import Flags, agree
 from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
 from headway.train.watch import Place, Watchdog, told
 
 
-def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  # noqa: PLR0915 - the loop stays whole
+def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  # noqa: PLR0915 - stays whole
     """Train a model.
 
     Args:
@@ -62,7 +63,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     start_s, start_ns = time.perf_counter(), time.monotonic_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     run = prepare(config, resume=resume)
-    model, optimizer, meter = run.model, run.optimizer, run.meter
+    trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
     ranks, device = run.ranks, run.device
     optim, saver = config.optim, run.saver
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -77,6 +78,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         config.run.folder / GOODPUT if ranks.is_first else None,
         since_ns=start_ns,
         resumed_from=step if run.resumes else None,
+        compiles=config.speed.compile,
     )
 
     with (
@@ -117,6 +119,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             ledger.spend("step")
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
+            place.at("exchange of what each rank computes")
             flags = Flags(has_ended, stop_signal(), saver.has_failed)
             batches, whole = agree(batches, run.feed, ranks, flags)
             for checkpoint in saver.finished(wait=whole.flags.save_failed):
@@ -134,23 +137,28 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
                 place.at("forward and backward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
+                local = local_slots(batch.slots, run.sequence_group)
+                labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
-                    logits_TV = model(**batch.model_inputs()).logits[0]
-                loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
-                torch.autograd.backward(loss_T.sum() / max(1, whole.num_supervised))
-                loss_S.index_add_(0, batch.source_of_slots(), loss_T.detach())
+                    pack = trained.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
+                torch.autograd.backward(pack.total)
+                loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
             meter.add(whole.workload)
 
             # Update.
             place.at("update")
-            ranks.sum_(loss_S)
+            compilations = trained.compile_watch.since()
+            sums = torch.cat([loss_S, torch.full((1,), len(compilations.guards), device=device)])
+            ranks.sum_(sums)
             grad_norm = clip_(parameters, max_norm)
-            numbers_S1 = torch.cat([loss_S, grad_norm.to(loss_S)[None]])
-            take_step(optimizer, numbers_S1, skips=optim.on_nonfinite == "skip")
+            numbers_K = torch.cat([sums, grad_norm.to(sums)[None], run.router_load.take(ranks.sum_)])
+            take_step(optimizer, numbers_K, skips=optim.on_nonfinite == "skip")
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(step, lr, numbers_S1, whole, meter.end_step(), batches)
+            utilisation = meter.end_step(compiled=compilations.happened)
+            recorder.add(Launched(step, lr, whole, utilisation, batches, compilations), numbers_K)
+            progress.recompiled(step, compilations.news)
 
             # Now and then, and at the end.
             is_last = step == optim.steps
@@ -159,7 +167,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
                 ledger.spend("evaluation")
                 place.at("evaluation")
                 with run.weights_to_judge():
-                    evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
+                    evaluation = run.eval_set.evaluate(trained.head, device, run.precision.autocast)
                 record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
                 log.write(record)
                 progress.note(evaluation_line(record))
