@@ -117,6 +117,8 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
 
     raw = _sections(path)
     filled = {name: {**DEFAULTS.get(name, {}), **raw[name]} for name in (*SECTIONS, "")}
+    if "optim.steps" in given:
+        filled["trainer_args"]["max_steps"] = given["optim.steps"]
     context = Context(filled, path.parent)
     fates = []
     for section, values in filled.items():
