@@ -19,6 +19,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
 from headway.models.draw import draw_weights
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
+from headway.models.lora import write_adapter_config
 from headway.models.materialise import make_room, read_weights
 from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
 from headway.train.checkpoint import (
@@ -82,6 +83,7 @@ class Run:
         self.model.config.save_pretrained(folder)
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
+        write_adapter_config(self.model, folder)
         self.processor.save_pretrained(folder)
 
 
