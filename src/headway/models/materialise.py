@@ -90,7 +90,8 @@ def make_room(model: PreTrainedModel, device: torch.device | str, *, keep_on: to
     saved: set[Any] = set(model.state_dict(keep_vars=True).values())
     for tensor in saved:
         tensor._is_hf_initialized = True  # transformers' rules leave it alone then
-    model.initialize_weights()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    with own_classes(model):
+        model.initialize_weights()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     for tensor in saved:
         del tensor._is_hf_initialized
 

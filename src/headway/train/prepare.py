@@ -18,6 +18,7 @@ from headway.devices import peak_for
 from headway.errors import ConfigError
 from headway.meter import StepMeter
 from headway.models.load import Processor, load_processor, rope_index
+from headway.models.lora import write_adapter_config
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
 from headway.plan.mesh_shape import MeshShape
@@ -94,6 +95,7 @@ class Run:
         self.model.config.save_pretrained(folder)
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
+        write_adapter_config(self.model, folder)
         self.processor.save_pretrained(folder)
 
 
