@@ -32,6 +32,10 @@ DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Floating-point type of the weights; that of training if not given.")
 ]
 EmaOption = Annotated[bool, typer.Option("--ema", help="The weights' moving average instead of the last weights.")]
+MergeOption = Annotated[
+    bool,
+    typer.Option("--merge-lora", help="Add adapters into the weights, for a whole model instead of adapters alone."),
+]
 
 
 def export(
@@ -39,6 +43,7 @@ def export(
     folder: FolderArgument,
     dtype: DtypeOption = None,
     ema: EmaOption = False,
+    merge_lora: MergeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint: weights, config, generation config and processor.
@@ -53,7 +58,13 @@ def export(
         from headway.train.checkpoint.export import find_checkpoint_in
 
     checkpoint = find_checkpoint_in(source)
-    write(checkpoint, folder, dtype=None if dtype is None else getattr(torch, dtype.value), average=ema)
+    write(
+        checkpoint,
+        folder,
+        dtype=None if dtype is None else getattr(torch, dtype.value),
+        average=ema,
+        merges_lora=merge_lora,
+    )
     if as_json:
         content = {"schema_version": SCHEMA_VERSION, "folder": str(folder), "step": checkpoint.step}
         print(json.dumps(content))

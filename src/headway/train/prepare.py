@@ -19,6 +19,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.meter import StepMeter
 from headway.models.draw import draw_weights
 from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
+from headway.models.lora import initialise_adapters, without_adapters, write_adapter_config
 from headway.models.materialise import make_room, read_weights
 from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
 from headway.train.checkpoint import (
@@ -38,7 +39,7 @@ from headway.train.config.sections import changed
 from headway.train.data import budget_of, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import Optimizer, WeightAverage, freeze, make_optimizer
+from headway.train.optim import Optimizer, WeightAverage, adapt, freeze, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, has_run, open_run_folder, write_json
 
@@ -83,6 +84,7 @@ class Run:
         if self.model.can_generate() and self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
         self.processor.save_pretrained(folder)
+        write_adapter_config(self.model, folder)
 
 
 def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
@@ -119,10 +121,11 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     torch.manual_seed(config.run.seed)
     model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
     processor = load_processor(config.model.path)
-    cost_model = freeze(model, trace(model), config.model.freeze)
+    cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
     meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
+    initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
@@ -138,7 +141,8 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         feed.load_state_dict(checkpoint.position())
         restore_random_state(checkpoint.random_state(ranks.rank))
     saving = config.checkpoint
-    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep)
+    # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
+    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep, merges_lora=config.model.random_init)
     saver = CheckpointSaver(
         config.run.folder / CHECKPOINTS,
         ranks,
@@ -238,12 +242,13 @@ def distribute(
         vision=vision_tower(model),
     )
     keep_on = torch.device("cpu") if parallel.offload else device
-    if checkpoint is not None:
-        make_room(model, device, keep_on=keep_on)
-    elif config.model.random_init:
-        draw_weights(model, device, keep_on=keep_on)
-    else:
-        read_weights(model, config.model.path, device, keep_on=keep_on)
+    with without_adapters(model):  # which have weights of their own later
+        if checkpoint is not None:
+            make_room(model, device, keep_on=keep_on)
+        elif config.model.random_init:
+            draw_weights(model, device, keep_on=keep_on)
+        else:
+            read_weights(model, config.model.path, device, keep_on=keep_on)
 
 
 def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:

@@ -19,6 +19,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from headway.errors import CheckpointError, UsageError
 from headway.models.load import load_model
+from headway.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapters_alone,
+    add_saved_adapters,
+    base_name,
+    has_adapters,
+    is_adapter,
+    merged,
+)
 from headway.train.checkpoint.folder import MANIFEST, Checkpoint, latest_checkpoint, open_checkpoint, step_folders
 from headway.train.checkpoint.restore import check_architecture, read_tensors, saved_tensors
 from headway.train.checkpoint.state import AVERAGE, WEIGHTS
@@ -37,6 +47,7 @@ class Exports:
         keep: newest folders that stay.
         dtype: of the weights; None for that of training.
         average: whether the weights' moving average is exported in their place.
+        merges_lora: whether adapters are added into the weights, or exported alone.
     """
 
     root: Path
@@ -44,6 +55,7 @@ class Exports:
     keep: int
     dtype: torch.dtype | None = None
     average: bool = False
+    merges_lora: bool = False
 
     def folder(self, checkpoint: Checkpoint) -> Path | None:
         """Where a checkpoint's model folder is; None if there is to be none."""
@@ -53,7 +65,8 @@ class Exports:
         """Export a checkpoint and delete the oldest folders beyond `keep`; one that is there already stays."""
         folder = self.folder(checkpoint)
         if folder is not None and not folder.exists():
-            export(checkpoint, folder, dtype=self.dtype, average=self.average)
+            merges_lora = self.merges_lora and holds_adapters(checkpoint)
+            export(checkpoint, folder, dtype=self.dtype, average=self.average, merges_lora=merges_lora)
         for old in step_folders(self.root)[: -self.keep]:
             shutil.rmtree(old)
 
@@ -64,19 +77,21 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     average: bool = False,
+    merges_lora: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a folder that `from_pretrained` opens, whole or not at all.
+    """Write a folder that `from_pretrained` opens, whole or not at all; of a model with adapters, these alone.
 
     Args:
         checkpoint: of any layout, checked or not; what is read of it is compared with the model's shapes.
         folder: must not exist.
         dtype: of the floating-point weights; None for that of training.
         average: whether the weights' moving average is exported in their place.
+        merges_lora: whether adapters are added into the weights, so that the folder holds a whole model.
         max_file_bytes: largest weight file; a single larger tensor has a file of its own [bytes].
 
     Raises:
-        UsageError: the folder exists, or there is no moving average.
+        UsageError: the folder exists, or there is no moving average or no adapter.
         CheckpointError: the checkpoint cannot be read, or the disk refuses.
     """
     if folder.exists():
@@ -87,25 +102,41 @@ def export(
             f"the checkpoint {checkpoint.folder} holds no moving average of the weights; train with optim.ema, or "
             "export the weights themselves."
         )
+    if merges_lora and not holds_adapters(checkpoint):
+        raise UsageError(f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave --merge-lora out.")
     model = load_model(checkpoint.model_folder, random_init=True, device="meta")
+    if holds_adapters(checkpoint):
+        add_saved_adapters(model, checkpoint.model_folder)
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
     temporary = folder.with_name(f".{folder.name}.writing")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         kind = dtype or next(t.dtype for name, t in saved.items() if name.startswith(WEIGHTS) and t.is_floating_point())
-        _write_described(checkpoint.model_folder, temporary, model, kind)
+        is_alone = has_adapters(model) and not merges_lora
+        _write_described(checkpoint.model_folder, temporary, model, kind, adapters_alone=is_alone)
+        if is_alone:  # peft reads one file
+            saved = {name: tensor for name, tensor in saved.items() if is_adapter(name)}
+            max_file_bytes = sum(tensor.nbytes for tensor in saved.values())
         files = _WeightFiles(temporary, max_file_bytes)
         for part in _parts(checkpoint, saved, model, average=average):
-            cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in part.items()}
-            files.add(revert_weight_conversion(model, cast))
+            named = adapters_alone(part) if is_alone else merged(model, part)
+            cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in named.items()}
+            files.add(cast if is_alone else revert_weight_conversion(model, cast))
         files.close()
+        if is_alone:
+            (temporary / "model.safetensors").rename(temporary / ADAPTER_WEIGHTS)
         temporary.rename(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"cannot write the model folder {folder}: {error.strerror or error}. Make room or give another folder."
         ) from error
+
+
+def holds_adapters(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of a model with adapters."""
+    return (checkpoint.model_folder / ADAPTER_CONFIG).is_file()
 
 
 def find_checkpoint_in(path: Path) -> Checkpoint:
@@ -134,7 +165,7 @@ def _parts(
     for name in (name.removeprefix(WEIGHTS) for name in saved if name.startswith(WEIGHTS)):
         if name not in left_out:
             layer = _LAYER.match(name)
-            groups.setdefault(layer[1] if layer else name, []).append(name)
+            groups.setdefault(layer[1] if layer else base_name(name), []).append(name)
     for names in groups.values():
         sources = {
             name: AVERAGE + name if average and AVERAGE + name in saved else WEIGHTS + name for name in sorted(names)
@@ -144,13 +175,18 @@ def _parts(
         yield {name: read[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
 
 
-def _write_described(source: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+def _write_described(
+    source: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters_alone: bool
+) -> None:
     """Config, generation config and processor, the first with the class and dtype of what lies beside it."""
+    left_out = "config.json" if adapters_alone else ADAPTER_CONFIG
     for path in source.iterdir():
         if path.is_dir():
             shutil.copytree(path, folder / path.name)
-        elif path.name != "config.json":
+        elif path.name not in ("config.json", left_out):
             shutil.copyfile(path, folder / path.name)
+    if adapters_alone:  # they refer to a folder that has one
+        return
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
