@@ -33,8 +33,7 @@ DtypeOption = Annotated[
 ]
 EmaOption = Annotated[bool, typer.Option("--ema", help="The weights' moving average instead of the last weights.")]
 MergeOption = Annotated[
-    bool,
-    typer.Option("--merge-lora", help="Add adapters into the weights, for a whole model instead of adapters alone."),
+    bool, typer.Option("--merge-lora", help="Low-rank adapters added into the weights, instead of a folder of them.")
 ]
 
 
@@ -58,13 +57,8 @@ def export(
         from headway.train.checkpoint.export import find_checkpoint_in
 
     checkpoint = find_checkpoint_in(source)
-    write(
-        checkpoint,
-        folder,
-        dtype=None if dtype is None else getattr(torch, dtype.value),
-        average=ema,
-        merges_lora=merge_lora,
-    )
+    chosen = None if dtype is None else getattr(torch, dtype.value)
+    write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
     if as_json:
         content = {"schema_version": SCHEMA_VERSION, "folder": str(folder), "step": checkpoint.step}
         print(json.dumps(content))

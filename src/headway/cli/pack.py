@@ -123,7 +123,6 @@ def pack(
     chosen["balance"] = BALANCE if balance is None else balance
     plans = [Plan(planned, order, budget, ranks * accumulation, strategy=each, **chosen) for each in wanted]
     measured = [measure(plan, ranks) for plan in plans]
-    reports = [report for report, _ in measured]
     if plot is not None:
         draw(plot, planned.tokens, {report.strategy: fill for report, fill in measured}, budget)
     settings = {
@@ -136,12 +135,22 @@ def pack(
         **chosen,
         "overlong": policy,
     }
-    if as_json:
-        rows = {source: count.to_dict() for source, count in counts.items()}
-        strategies = {report.strategy: report.to_dict() for report in reports}
-        print(json.dumps({"schema_version": SCHEMA_VERSION, **settings, "sources": rows, "strategies": strategies}))
-    else:
+    _print(settings, counts, [report for report, _ in measured], as_json=as_json)
+
+
+def _print(
+    settings: dict[str, Any],
+    counts: "Mapping[str, OverlongCounts]",
+    reports: "Sequence[PlanReport]",
+    *,
+    as_json: bool,
+) -> None:
+    if not as_json:
         print(_render(settings, counts, reports))
+        return
+    rows = {source: count.to_dict() for source, count in counts.items()}
+    strategies = {report.strategy: report.to_dict() for report in reports}
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **settings, "sources": rows, "strategies": strategies}))
 
 
 def _indices(data: list[str], model: str | None) -> "Mapping[str, LengthIndex]":

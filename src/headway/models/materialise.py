@@ -1,7 +1,8 @@
 """Weights for a model that was built and sharded on the meta device: each process reads its own slices.
 
 transformers' loader renames keys and merges experts; where a parameter is a DTensor it reads, of each tensor in the
-safetensors files, the rows that this process keeps. So no process ever holds the whole model.
+safetensors files, the rows that this process keeps. What is made of several tensors in another way, such as a fused
+projection, is made whole, kept in slices and forgotten, one after the other. So no process ever holds the whole model.
 """
 
 from contextlib import ExitStack
@@ -11,12 +12,22 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
 from transformers.modeling_utils import LoadStateDictConfig
 
-from headway.models.load import check_weights, weights_of
+from headway.models.load import check_weights, load_model, weights_of
+from headway.models.parallel import own_classes
 
 
 def read_weights(
@@ -34,21 +45,28 @@ def read_weights(
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: files are missing, cut short, or of another model.
     """
+    place = torch.device(device if keep_on is None else keep_on)
+    model.to_empty(device=place)
+    model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
     with weights_of(str(name)) as missing, ExitStack() as opened:
         folder = Path(name) if Path(name).is_dir() else _fetched(str(name))
-        slices: dict[str, Any] = {}
+        stored: dict[str, Any] = {}
         for file in check_weights(folder):
             reader = opened.enter_context(safe_open(str(file), framework="pt"))
-            slices.update({key: reader.get_slice(key) for key in reader.keys()})  # noqa: SIM118 - no mapping
+            stored.update({key: reader.get_slice(key) for key in reader.keys()})  # noqa: SIM118 - no mapping
+        with own_classes(model):
+            rules = cast(Any, get_model_conversion_mapping(model))
         plan = LoadStateDictConfig(
-            pretrained_model_name_or_path=str(name),
-            device_map={"": torch.device(device if keep_on is None else keep_on)},
-            dtype=model.dtype,
-            weight_mapping=cast(Any, get_model_conversion_mapping(model)),
+            pretrained_model_name_or_path=str(name), device_map={"": place}, dtype=model.dtype, weight_mapping=rules
         )
-        info, _ = convert_and_load_state_dict_in_model(model, slices, plan)
+        sliced, whole = _sorted_out(stored, model, plan)
+        done = _read_whole(whole, model, plan)
+        info, _ = convert_and_load_state_dict_in_model(model, sliced, plan)
+        for key in done:
+            model.get_parameter(key)._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark
+        info.missing_keys -= done
         info = model._finalize_model_loading(model, plan, info)
-        missing.update(info.missing_keys)
+        missing.update(info.missing_keys - model.all_tied_weights_keys.keys())
     for module in model.modules():
         for buffer_name, buffer in module.named_buffers(recurse=False):
             module._buffers[buffer_name] = buffer.to(device)
@@ -71,9 +89,71 @@ def make_room(model: PreTrainedModel, device: torch.device | str, *, keep_on: to
     saved: set[Any] = set(model.state_dict(keep_vars=True).values())
     for tensor in saved:
         tensor._is_hf_initialized = True  # transformers' rules leave it alone then
-    model.initialize_weights()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    with own_classes(model):
+        model.initialize_weights()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     for tensor in saved:
         del tensor._is_hf_initialized
+
+
+def _sorted_out(
+    stored: dict[str, Any], model: PreTrainedModel, plan: LoadStateDictConfig
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Tensors of the files that are read in slices, and those, by the parameter they make, that must be read whole.
+
+    A parameter that is made of several tensors, or of a changed one, is not in general made of their slices; merging
+    experts is, as long as a process has some.
+    """
+    rules = plan.weight_mapping or []
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    names: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    sliced: dict[str, Any] = {}
+    whole: dict[str, dict[str, Any]] = {}
+    for key, rows in stored.items():
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        parameter = names.get(target)
+        if pattern is None or not isinstance(parameter, DTensor) or _cuts_alike(by_pattern[pattern], parameter):
+            sliced[key] = rows
+        else:
+            whole.setdefault(target, {})[key] = rows
+    return sliced, whole
+
+
+def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
+    """Whether rows of what a rule makes are made of the same rows of what it takes."""
+    merges = all(
+        (isinstance(op, MergeModulelist) and op.dim == 0) or (isinstance(op, Concatenate) and op.dim > 0)
+        for op in rule.operations
+    )
+    by_rows = all(place.is_replicate() or place.is_shard(0) for place in parameter.placements)
+    return merges and by_rows and parameter.to_local().numel() > 0
+
+
+@torch.no_grad()
+def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: LoadStateDictConfig) -> set[str]:
+    """Make parameters whole, one group after the other, and keep this process's slices.
+
+    Returns:
+        The parameters' names.
+    """
+    if not whole:
+        return set()
+    twin = load_model(model.config, dtype=model.dtype, device="meta", random_init=True)
+    names: set[str] = set()
+    for rows in whole.values():
+        convert_and_load_state_dict_in_model(twin, rows, plan)
+        made = {name: value for name, value in twin.named_parameters() if not value.is_meta}
+        for name, value in made.items():
+            parameter: Any = model.get_parameter(name)
+            if value.shape != parameter.shape:
+                raise RuntimeError(f"{name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}.")
+            cut = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(cut.to_local())
+            home, _, own = name.rpartition(".")
+            twin.get_submodule(home)._parameters[own] = nn.Parameter(value.to("meta"), requires_grad=False)
+        names |= made.keys()
+    return names
 
 
 def _fetched(name: str) -> Path:

@@ -117,6 +117,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             ledger.spend("step")
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
+            place.at("exchange of what each rank computes")
             flags = Flags(has_ended, stop_signal(), saver.has_failed)
             batches, whole = agree(batches, run.feed, ranks, flags)
             for checkpoint in saver.finished(wait=whole.flags.save_failed):

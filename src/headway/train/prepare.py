@@ -81,10 +81,10 @@ class Run:
     def write_model(self, folder: Path) -> None:
         """Write what a model folder holds besides weights."""
         self.model.config.save_pretrained(folder)
-        if self.model.can_generate() and self.model.generation_config is not None:
+        if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
-        self.processor.save_pretrained(folder)
         write_adapter_config(self.model, folder)
+        self.processor.save_pretrained(folder)
 
 
 def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
@@ -142,7 +142,7 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         restore_random_state(checkpoint.random_state(ranks.rank))
     saving = config.checkpoint
     # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
-    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep, merges_lora=config.model.random_init)
+    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep, merge_adapters=config.model.random_init)
     saver = CheckpointSaver(
         config.run.folder / CHECKPOINTS,
         ranks,

@@ -38,6 +38,7 @@ _FREE_ON_RESUME = (
     "eval",
     "checkpoint",
     "parallel",
+    "optim.accumulation",  # other processes, the same packs in a step
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",

@@ -91,7 +91,7 @@ def test_the_file_holds_no_floats_and_is_compressed(file):
     assert groups.row_group(0).column(0).compression == "ZSTD"
 
 
-def test_costs_are_those_of_the_whole_row():
+def test_costs_are_those_of_the_whole_row(tmp_path):
     model = load_cost_model("qwen2.5-vl-7b")
     rng = np.random.default_rng(0)
     rows = []
@@ -102,19 +102,19 @@ def test_costs_are_those_of_the_whole_row():
         tokens = patches // 4 + int(rng.integers(10, 500))
         rows.append(Lengths(tokens, 3, 7, tokens - 5 if patches else 0, images, videos))
 
-    costs = _in_memory(rows).costs(model)
+    costs = _index_of(rows, tmp_path).costs(model)
 
     for row, cost in zip(rows, costs, strict=True):
         step = Workload([row.tokens], images=row.image_grids, videos=row.video_grids)
         assert cost == pytest.approx(model.count(step).total, rel=1e-12)
 
 
-def test_an_index_can_be_planned_over(file):
+def test_an_index_can_be_planned_over(file, tmp_path):
     index = LengthIndex.load(file)
     model = load_cost_model("qwen2.5-7b")
 
-    items, counts = Items.build({"text": _in_memory([ROWS[0]]), "chats": index}, Budget(600), "drop")
-    (costs,) = _in_memory([ROWS[0]]).costs(model)
+    items, counts = Items.build({"text": _index_of([ROWS[0]], tmp_path), "chats": index}, Budget(600), "drop")
+    (costs,) = _index_of([ROWS[0]], tmp_path).costs(model)
 
     assert items.tokens.tolist() == [20, 20, 300, 20]
     assert items.locate(np.arange(4)).row.tolist() == [0, 0, 1, 4]
@@ -122,9 +122,9 @@ def test_an_index_can_be_planned_over(file):
     assert costs == model.count(Workload([20])).total
 
 
-def test_a_model_without_eyes_does_not_cost_images():
+def test_a_model_without_eyes_does_not_cost_images(tmp_path):
     with pytest.raises(WorkloadError, match="no vision tower"):
-        _in_memory([ROWS[1]]).costs(load_cost_model("gpt2"))
+        _index_of([ROWS[1]], tmp_path).costs(load_cost_model("gpt2"))
 
 
 def test_a_file_cut_short_is_named(file):
@@ -155,5 +155,7 @@ def test_reading_an_index_needs_no_torch(file):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def _in_memory(rows):
-    return LengthIndex.of_table(table_of(rows), "chats")
+def _index_of(rows, folder):
+    write_table(folder / "part.parquet", table_of(rows))
+    join_tables([folder / "part.parquet"], folder / "rows.parquet", DESCRIPTION)
+    return LengthIndex.load(folder / "rows.parquet")

@@ -133,11 +133,6 @@ class LengthIndex:
             ) from error
         return cls(**columns, description=description, path=path)
 
-    @classmethod
-    def of_table(cls, table: pa.Table, source: str) -> "LengthIndex":
-        """Take an index from a table in memory, with the columns of the Parquet file."""
-        return cls(**_columns([table], len(table), source))
-
     def costs(self, cost_model: "CostModel") -> Ints:
         """Count the useful FLOPs of training on each row, forward and backward.
 

@@ -6,6 +6,6 @@ the parameters over them, and `clip_` is the gradient norm that is right for par
 
 from headway.models.parallel.clip import clip_
 from headway.models.parallel.mesh import Mesh, MeshShape, build_mesh
-from headway.models.parallel.shard import model_name, reduce_gradients, shard_model
+from headway.models.parallel.shard import model_name, own_classes, reduce_gradients, shard_model
 
-__all__ = ["Mesh", "MeshShape", "build_mesh", "clip_", "model_name", "reduce_gradients", "shard_model"]
+__all__ = ["Mesh", "MeshShape", "build_mesh", "clip_", "model_name", "own_classes", "reduce_gradients", "shard_model"]

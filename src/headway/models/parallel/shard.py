@@ -8,7 +8,8 @@ not; so no process waits for another that has no use for a unit.
 Gradients are summed over the processes, never averaged: the loss is divided by the targets of all of them beforehand.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -90,10 +91,26 @@ def reduce_gradients(model: nn.Module, now: bool) -> None:
         model.set_requires_gradient_sync(now)
 
 
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give sharded modules their own classes back meanwhile, for what goes by names: sharding makes classes of its own.
+
+    transformers finds the rules by which it renames weights by the classes of a model and its parts.
+    """
+    sharded = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    for module, kind in sharded.items():
+        module.__class__ = kind.__mro__[kind._orig_cls_mro_index]
+    try:
+        yield
+    finally:
+        for module, kind in sharded.items():
+            module.__class__ = kind
+
+
 def model_name(model: nn.Module) -> str:
-    """The name of a model's class; sharding gives every unit a class of its own."""
-    kind = type(model)
-    return kind.__mro__[2].__name__ if isinstance(model, FSDPModule) else kind.__name__
+    """The name of a model's own class."""
+    with own_classes(model):
+        return type(model).__name__
 
 
 def _regular_blocks(model: PreTrainedModel, vision: nn.Module | None) -> list[Block]:

@@ -25,8 +25,6 @@ from headway.models.lora import (
     adapters_alone,
     add_saved_adapters,
     base_name,
-    has_adapters,
-    is_adapter,
     merged,
 )
 from headway.train.checkpoint.folder import MANIFEST, Checkpoint, latest_checkpoint, open_checkpoint, step_folders
@@ -34,6 +32,7 @@ from headway.train.checkpoint.restore import check_architecture, read_tensors, s
 from headway.train.checkpoint.state import AVERAGE, WEIGHTS
 
 MAX_FILE_BYTES = 5 * 10**9
+WHOLE, ADAPTERS = "model", Path(ADAPTER_WEIGHTS).stem
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # as far as the first number: model.layers.7
 
 
@@ -47,7 +46,7 @@ class Exports:
         keep: newest folders that stay.
         dtype: of the weights; None for that of training.
         average: whether the weights' moving average is exported in their place.
-        merges_lora: whether adapters are added into the weights, or exported alone.
+        merge_adapters: whether adapters, if there are any, are added into the weights, or exported alone.
     """
 
     root: Path
@@ -55,7 +54,7 @@ class Exports:
     keep: int
     dtype: torch.dtype | None = None
     average: bool = False
-    merges_lora: bool = False
+    merge_adapters: bool = False
 
     def folder(self, checkpoint: Checkpoint) -> Path | None:
         """Where a checkpoint's model folder is; None if there is to be none."""
@@ -65,8 +64,8 @@ class Exports:
         """Export a checkpoint and delete the oldest folders beyond `keep`; one that is there already stays."""
         folder = self.folder(checkpoint)
         if folder is not None and not folder.exists():
-            merges_lora = self.merges_lora and holds_adapters(checkpoint)
-            export(checkpoint, folder, dtype=self.dtype, average=self.average, merges_lora=merges_lora)
+            merge = self.merge_adapters and holds_adapters(checkpoint)
+            export(checkpoint, folder, dtype=self.dtype, average=self.average, merge_adapters=merge)
         for old in step_folders(self.root)[: -self.keep]:
             shutil.rmtree(old)
 
@@ -77,21 +76,21 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     average: bool = False,
-    merges_lora: bool = False,
+    merge_adapters: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a folder that `from_pretrained` opens, whole or not at all; of a model with adapters, these alone.
+    """Write a folder that `from_pretrained` opens, whole or not at all; of a model with adapters, one that peft opens.
 
     Args:
         checkpoint: of any layout, checked or not; what is read of it is compared with the model's shapes.
         folder: must not exist.
         dtype: of the floating-point weights; None for that of training.
         average: whether the weights' moving average is exported in their place.
-        merges_lora: whether adapters are added into the weights, so that the folder holds a whole model.
+        merge_adapters: whether adapters are added into the weights and all of the model is written, not they alone.
         max_file_bytes: largest weight file; a single larger tensor has a file of its own [bytes].
 
     Raises:
-        UsageError: the folder exists, or there is no moving average or no adapter.
+        UsageError: the folder exists, there is no moving average, or there are no adapters to merge.
         CheckpointError: the checkpoint cannot be read, or the disk refuses.
     """
     if folder.exists():
@@ -102,30 +101,30 @@ def export(
             f"the checkpoint {checkpoint.folder} holds no moving average of the weights; train with optim.ema, or "
             "export the weights themselves."
         )
-    if merges_lora and not holds_adapters(checkpoint):
-        raise UsageError(f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave --merge-lora out.")
-    model = load_model(checkpoint.model_folder, random_init=True, device="meta")
-    if holds_adapters(checkpoint):
+    plain = load_model(checkpoint.model_folder, random_init=True, device="meta")
+    model = plain
+    if adapts := holds_adapters(checkpoint):
+        model = load_model(checkpoint.model_folder, random_init=True, device="meta")
         add_saved_adapters(model, checkpoint.model_folder)
+    elif merge_adapters:
+        raise UsageError(f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave --merge-lora out.")
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
     temporary = folder.with_name(f".{folder.name}.writing")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         kind = dtype or next(t.dtype for name, t in saved.items() if name.startswith(WEIGHTS) and t.is_floating_point())
-        is_alone = has_adapters(model) and not merges_lora
-        _write_described(checkpoint.model_folder, temporary, model, kind, adapters_alone=is_alone)
-        if is_alone:  # peft reads one file
-            saved = {name: tensor for name, tensor in saved.items() if is_adapter(name)}
-            max_file_bytes = sum(tensor.nbytes for tensor in saved.values())
-        files = _WeightFiles(temporary, max_file_bytes)
+        files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if adapts and not merge_adapters else WHOLE)
+        _write_described(checkpoint.model_folder, temporary, plain, kind, adapters=adapts and not merge_adapters)
         for part in _parts(checkpoint, saved, model, average=average):
-            named = adapters_alone(part) if is_alone else merged(model, part)
-            cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in named.items()}
-            files.add(cast if is_alone else revert_weight_conversion(model, cast))
+            cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in part.items()}
+            if not adapts:
+                files.add(revert_weight_conversion(plain, cast))
+            elif merge_adapters:
+                files.add(revert_weight_conversion(plain, merged(model, cast)))
+            else:
+                files.add(adapters_alone(cast))
         files.close()
-        if is_alone:
-            (temporary / "model.safetensors").rename(temporary / ADAPTER_WEIGHTS)
         temporary.rename(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -175,21 +174,18 @@ def _parts(
         yield {name: read[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
 
 
-def _write_described(
-    source: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters_alone: bool
-) -> None:
+def _write_described(source: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters: bool) -> None:
     """Config, generation config and processor, the first with the class and dtype of what lies beside it."""
-    left_out = "config.json" if adapters_alone else ADAPTER_CONFIG
+    left_out = {"config.json", "generation_config.json"} if adapters else {"config.json", ADAPTER_CONFIG}
     for path in source.iterdir():
         if path.is_dir():
             shutil.copytree(path, folder / path.name)
-        elif path.name not in ("config.json", left_out):
+        elif path.name not in left_out:
             shutil.copyfile(path, folder / path.name)
-    if adapters_alone:  # they refer to a folder that has one
-        return
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = dtype
-    model.config.save_pretrained(folder)
+    if not adapters:
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
 
 
 class _WeightFiles:
@@ -198,10 +194,11 @@ class _WeightFiles:
     Args:
         folder: to write to.
         max_bytes: of a file [bytes].
+        stem: of their names.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path, max_bytes: int, stem: str) -> None:
+        self._folder, self._max_bytes, self._stem = folder, max_bytes, stem
         self._open: dict[str, torch.Tensor] = {}
         self._open_bytes, self._total_bytes, self._total_numel = 0, 0, 0
         self._names: list[list[str]] = []
@@ -219,16 +216,16 @@ class _WeightFiles:
         """Write the last file, and give all of them the names that say how many they are."""
         self._write()
         if len(self._names) == 1:
-            self._path(1).rename(self._folder / "model.safetensors")
+            self._path(1).rename(self._folder / f"{self._stem}.safetensors")
             return
         where: dict[str, str] = {}
         for number, names in enumerate(self._names, start=1):
-            file = f"model-{number:05d}-of-{len(self._names):05d}.safetensors"
+            file = f"{self._stem}-{number:05d}-of-{len(self._names):05d}.safetensors"
             self._path(number).rename(self._folder / file)
             where |= dict.fromkeys(names, file)
         totals = {"total_parameters": self._total_numel, "total_size": self._total_bytes}
         index: dict[str, Any] = {"metadata": totals, "weight_map": where}
-        path = self._folder / "model.safetensors.index.json"
+        path = self._folder / f"{self._stem}.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _write(self) -> None:

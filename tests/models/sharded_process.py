@@ -1,0 +1,117 @@
+"""Run by several processes of a group: python tests/models/sharded_process.py CHECK [ARGUMENT...]."""
+
+import resource
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from headway.data.vision import vision_tower
+from headway.models.draw import draw_weights
+from headway.models.load import load_model
+from headway.models.materialise import read_weights
+from headway.models.parallel import Mesh, MeshShape, build_mesh, clip_, shard_model
+from tiny_models import tiny_config
+
+
+def sharded(spec, mesh: Mesh, dtype=torch.float32):
+    """A model without weights over all processes."""
+    model = load_model(spec, device="meta", dtype=dtype, random_init=True)
+    shard_model(model, mesh, compute_dtype=dtype, vision=vision_tower(model))
+    return model
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(model, plain):
+    """The same parameters, bit for bit, and the same buffers; tied where it is tied; and it computes the same."""
+    assert not any(each.is_meta for each in [*model.parameters(), *model.buffers()])
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    for name, value in plain.named_parameters():
+        found = model.get_parameter(name)
+        assert found.dtype == value.dtype, name
+        assert found.requires_grad == value.requires_grad, name
+        assert torch.equal(whole(found), value), name
+    buffers = dict(plain.named_buffers())
+    for name, value in model.named_buffers():
+        assert torch.equal(value, buffers[name]), name
+    ids = torch.arange(20, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def drawn(mesh, *families):
+    for family in families:
+        torch.manual_seed(3)
+        plain = load_model(tiny_config(family), random_init=True)
+        after = torch.get_rng_state()
+        model = sharded(tiny_config(family), mesh)
+        torch.manual_seed(3)
+        draw_weights(model, "cpu")
+        assert torch.equal(torch.get_rng_state(), after)
+        assert_same(model, plain)
+
+
+def read(mesh, *folders):
+    for folder in folders:
+        for dtype in (torch.float32, torch.bfloat16):
+            plain = load_model(folder, dtype=dtype)
+            model = sharded(folder, mesh, dtype)
+            first = next(iter(model.parameters()))
+            first.requires_grad_(False)
+            read_weights(model, folder, "cpu")
+            assert not next(iter(model.parameters())).requires_grad
+            next(iter(plain.parameters())).requires_grad_(False)
+            assert_same(model, plain)
+
+
+def clipped(mesh):
+    """Gradients over the whole mesh, half of it, replicas, and whole ones, against torch's norm of them all."""
+    half = build_mesh(MeshShape.of(dist.get_world_size(), expert=2), "cpu")
+    replicas = build_mesh(MeshShape.of(dist.get_world_size(), replicate=2), "cpu")
+    spreads = [(mesh.fsdp, [Shard(0)]), (half.expert, [Shard(0)]), (replicas.fsdp, [Replicate(), Shard(1)]), None]
+    for max_norm in (0.5, 100.0, float("inf")):
+        generator = torch.Generator().manual_seed(1)
+        plain, parameters = [], []
+        for spread in spreads:
+            value, grad = torch.randn(2, 6, 8, generator=generator)
+            plain.append(torch.nn.Parameter(value.clone()))
+            plain[-1].grad = grad.clone()
+            parts = [value, grad] if spread is None else [distribute_tensor(each, *spread) for each in (value, grad)]
+            parameters.append(torch.nn.Parameter(parts[0]))
+            parameters[-1].grad = parts[1]
+        parameters.append(torch.nn.Parameter(torch.zeros(3)))  # no gradient
+        expected = torch.nn.utils.clip_grad_norm_(plain, max_norm)
+        torch.testing.assert_close(clip_(parameters, max_norm), expected, rtol=1e-6, atol=0.0)
+        for one, other in zip(parameters, plain, strict=False):
+            torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-6, atol=0.0)
+
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory(mesh, way, folder):
+    """Print how much the process grew by while it came to its slices [bytes]."""
+    model = sharded(f"{folder}/config.json" if way == "draw" else folder, mesh)
+    before = peak_bytes()
+    if way == "draw":
+        draw_weights(model, "cpu")
+    else:
+        read_weights(model, folder, "cpu")
+    sys.stdout.write(f"{peak_bytes() - before}\n")
+
+
+def main(check, *arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    globals()[check](build_mesh(MeshShape.of(dist.get_world_size()), "cpu"), *arguments)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

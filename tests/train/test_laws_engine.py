@@ -1,0 +1,103 @@
+"""The contract of the engine: however a run is spread over processes, it is the same run.
+
+One process that computes four packs a step is what every case is held against: 20 steps with the same losses and
+gradient norms to 1e-5 in float32, and the same tokens and logical FLOPs. A new way of running is a row of `CASES`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from engine_runs import STEPS, configuration, write_data, write_model
+from headway.train.record import read_metrics
+from processes import run_processes
+from tiny_models import VISION_FAMILIES
+
+RUNS = Path(__file__).parents[1] / "engine_runs.py"
+FAMILIES = ("qwen3", "qwen3_vl", "qwen3_vl_moe")
+
+
+class Case(NamedTuple):
+    """A way of running that must change nothing.
+
+    Attributes:
+        name: what the test is called.
+        processes: how many train together.
+        overrides: sections of the configuration and what is changed in them.
+        families: models that it is tried with.
+        like: the case that it is held against.
+    """
+
+    name: str
+    processes: int
+    overrides: dict[str, dict[str, Any]]
+    families: tuple[str, ...] = FAMILIES
+    like: str = "one process"
+
+
+FROZEN = {"model": {"freeze": ["vision"]}}
+CASES = (
+    Case("one process", 1, {}),
+    Case("one process, frozen vision", 1, FROZEN, FAMILIES[1:], "one process, frozen vision"),
+    Case("fsdp2 x 2", 2, {}),
+    Case("fsdp2 x 4", 4, {}),
+    Case("hsdp 2 x 2", 4, {"parallel": {"replicate": 2}}),
+    Case("replicas x 2", 2, {"parallel": {"replicate": 2, "shard": 1}}),
+    Case("weights kept gathered", 2, {"parallel": {"reshard": False}}),
+    Case("gradients summed once a step", 2, {"parallel": {"reduce": "step"}}),
+    Case("hsdp, gradients summed once a step", 4, {"parallel": {"replicate": 2, "reduce": "step"}}),
+    Case("frozen vision x 2", 2, FROZEN, FAMILIES[1:], "one process, frozen vision"),
+    Case("frozen vision x 4", 4, FROZEN, FAMILIES[1:], "one process, frozen vision"),
+)
+ROWS = [
+    pytest.param(case, family, id=f"{case.name}-{family}")
+    for case in CASES
+    for family in case.families
+    if case.name != case.like
+]
+
+
+@pytest.fixture(scope="module")
+def steps_of(tmp_path_factory):
+    """The steps of a case and family, as they were recorded; processes of one number run all their cases in one go."""
+    folder = tmp_path_factory.mktemp("engine")
+    data = write_data(folder / "data")
+    models = {family: write_model(folder / family, family) for family in FAMILIES}
+    started = set()
+
+    def write(case, family):
+        run = folder / f"{case.name}-{family}"
+        kind = "vision" if family in VISION_FAMILIES else "text"
+        raw = configuration(models[family], data[kind], run, processes=case.processes, overrides=case.overrides)
+        path = run.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(raw))
+        return path
+
+    def read(case, family):
+        if case.processes not in started:
+            started.add(case.processes)
+            together = [each for each in CASES if each.processes == case.processes]
+            paths = [write(each, one) for each in together for one in each.families]
+            run_processes([sys.executable, RUNS, *paths], case.processes, timeout_s=900)
+        records = read_metrics(folder / f"{case.name}-{family}" / "metrics.jsonl")
+        return [record for record in records if record["kind"] == "step"]
+
+    return read
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "family"), ROWS)
+def test_every_way_of_running_is_the_same_run(steps_of, case, family):
+    (like,) = (each for each in CASES if each.name == case.like)
+    expected, found = steps_of(like, family), steps_of(case, family)
+    assert len(found) == len(expected) == STEPS
+    for one, other in zip(expected, found, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5), f"{name} of step {one['step']}"
+        for name in ("tokens", "flops", "flops_by_component"):
+            assert other[name] == one[name], f"{name} of step {one['step']}"
+        assert other["world_size"] == case.processes

@@ -1,0 +1,217 @@
+"""What several real processes keep when one of them is killed, stopped, told to end or out of disk.
+
+The yardstick is a run of one process that nobody interrupted: float32, the same packs in every step, so the same losses
+and gradient norms to 1e-5 whatever number of processes took the step.
+"""
+
+import random
+import signal
+import sys
+
+import pytest
+import yaml
+
+from headway.meter.goodput_report import read_goodput
+from headway.train.checkpoint import find_checkpoint
+from headway.train.config import load_config
+from headway.train.loop import train
+from headway.train.ranks import Ranks
+from headway.train.record import read_metrics
+from processes import TRAIN, run_processes, start_processes
+
+STEPS, PACKS = 15, 4
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def recipe(digits, tmp_path_factory):
+    """A configuration of four packs a step that saves every third step; one process takes them in turn."""
+    path = tmp_path_factory.mktemp("keep") / "recipe.yaml"
+    raw = {
+        "model": {"path": str(digits / "model"), "random_init": True},
+        "data": {
+            "train": [{"path": str(digits / "data/train.jsonl")}],
+            "tokens_per_pack": 160,
+            "workers": 0,
+            "prefetch_bytes": 0,
+        },
+        "optim": {"steps": STEPS, "lr": 2e-3, "warmup_steps": 2, "accumulation": PACKS, "ema": {"decay": 0.9}},
+        "checkpoint": {"every": 3, "keep": 2},
+        "run": {"folder": str(path.parent / "alone"), "device": "cpu", "threads": 1, "watchdog_s": 200.0},
+    }
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(recipe):
+    """Losses and gradient norms of one process that nobody interrupted."""
+    config = load_config(recipe)
+    train(config)
+    return curve(config.run.folder)
+
+
+def curve(folder):
+    records = read_metrics(folder / "metrics.jsonl")
+    return [(r["step"], r["loss"], r["grad_norm"], r["flops"]["total"]) for r in records if r["kind"] == "step"]
+
+
+def assert_same(found, expected):
+    assert [row[0] for row in found] == [row[0] for row in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[1:3] == pytest.approx(theirs[1:3], rel=1e-5), f"step {ours[0]}"
+        assert ours[3] == theirs[3], f"step {ours[0]}"
+
+
+def arguments(recipe, folder, processes, *more):
+    settings = [f"run.folder={folder}", f"optim.accumulation={PACKS // processes}"]
+    return [recipe, *(part for setting in settings for part in ("--set", setting)), "--resume-if-any", *more]
+
+
+SIGNALLED = """
+import os, sys, threading
+from headway.cli.app import main
+from headway.train import loop
+number, rank, at, delay_s = sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1)
+original = loop.learning_rate
+def rate(step, optim):
+    if step == int(at) and os.environ["RANK"] == rank:
+        threading.Timer(float(delay_s), os.kill, (os.getpid(), int(number))).start()
+    return original(step, optim)
+loop.learning_rate = rate
+main()
+"""
+
+
+def signalled(number, rank, step, delay_s=0.0):
+    """The program in which a rank gets a signal so long after the start of a step."""
+    return [sys.executable, "-c", SIGNALLED, int(number), rank, step, delay_s, "train"]
+
+
+class Started:
+    """Processes of one run, with what each says kept in files."""
+
+    def __init__(self, command, count, tmp_path):
+        self.said = [tmp_path / f"{count}-{rank}.err" for rank in range(count)]
+        files = [path.open("w") for path in self.said]
+        self.processes = start_processes(command, count, stderr=files)
+        for file in files:
+            file.close()
+
+    def end(self):
+        """How each ended; none may hang."""
+        try:
+            return [process.wait(timeout=240) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def texts(self):
+        return [path.read_text() for path in self.said]
+
+
+def test_a_killed_rank_ends_the_others_and_fewer_processes_go_on_with_the_same_losses(recipe, alone, tmp_path):
+    folder = tmp_path / "run"
+    for processes, kill_at in ((4, 8), (2, 13)):  # so late that the second save has waited for the first
+        program = signalled(signal.SIGKILL, processes - 1, kill_at, random.Random(processes).uniform(0.0, 0.2))
+        run = Started([*program, *arguments(recipe, folder, processes)], processes, tmp_path)
+        codes = run.end()
+        assert codes[-1] == -signal.SIGKILL, "the run ended before it could be killed"
+        assert set(codes[:-1]) == {1}
+        for text in run.texts()[:-1]:
+            assert "another rank ended or did not answer in step" in " ".join(text.split())
+            assert "Traceback" not in text
+        saved = find_checkpoint(folder / "checkpoints", Ranks(0, 1))
+        assert saved.step in range(kill_at - 5, kill_at)
+        assert saved.world_size == processes
+        assert saved.mesh["shard"] == processes
+    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1)
+    assert_same(curve(folder), alone)
+    assert read_goodput(folder).restarts == 2
+
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from headway.cli.app import main
+from headway.train.checkpoint import saver
+stage, rank = sys.argv.pop(1), sys.argv.pop(1)
+original, calls = getattr(saver, stage), []
+def die(*arguments):
+    calls.append(1)
+    if len(calls) == 2 and os.environ["RANK"] == rank:
+        if stage == "entries":
+            half = arguments[0] / f"__{rank}_0.distcp"
+            half.write_bytes(half.read_bytes()[:100])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+setattr(saver, stage, die)
+main()
+"""
+
+
+@pytest.mark.parametrize(("stage", "rank"), [("entries", 1), ("seal", 0), ("publish", 0)])
+def test_a_rank_killed_in_the_middle_of_saving_leaves_the_checkpoint_before(recipe, alone, tmp_path, stage, rank):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", KILLED_WHILE_SAVING, stage, rank, "train", *arguments(recipe, folder, 2)]
+    run = Started(command, 2, tmp_path)
+    codes = run.end()
+    assert codes[rank] == -signal.SIGKILL, run.texts()
+    assert codes[1 - rank] == 1
+    assert "Traceback" not in run.texts()[1 - rank]
+    whole = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    assert whole == ["step-000003"]
+    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2)
+    assert not list((folder / "checkpoints").glob(".step-*"))
+    assert_same(curve(folder), alone)
+
+
+def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp_path):
+    folder = tmp_path / "run"
+    program = signalled(signal.SIGSTOP, 1, 5)
+    run = Started([*program, *arguments(recipe, folder, 2, "--set", "run.watchdog_s=30.0")], 2, tmp_path)
+    assert run.processes[0].wait(timeout=240) == 1
+    run.processes[1].send_signal(signal.SIGKILL)
+    run.processes[1].wait()
+    said = " ".join(run.texts()[0].split())
+    assert "rank 0 has made no progress for" in said
+    assert "(run.watchdog_s is 30) in step" in said
+    traces = (folder / "hung-rank-0.txt").read_text()
+    assert "most recent call first" in traces
+    assert "loop.py" in traces
+    assert not (folder / "hung-rank-1.txt").exists()
+    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1)
+    assert_same(curve(folder), alone)
+
+
+def test_sigterm_to_one_rank_saves_and_ends_all_with_0(recipe, alone, tmp_path):
+    folder = tmp_path / "run"
+    run = Started([*signalled(signal.SIGTERM, 1, 5), *arguments(recipe, folder, 2)], 2, tmp_path)
+    assert run.end() == [0, 0], run.texts()
+    steps = len(curve(folder))
+    assert 5 <= steps < STEPS, "the run ended before it could be stopped"
+    assert f"stopped by SIGTERM after step {steps}" in run.texts()[0]
+    assert find_checkpoint(folder / "checkpoints", Ranks(0, 1)).step == steps
+    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2)
+    assert_same(curve(folder), alone)
+
+
+FULL_DISK_OF_ONE_RANK = """
+import os, resource, signal
+from headway.cli.app import main
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+main()
+"""
+
+
+def test_a_full_disk_under_one_rank_ends_all_with_the_reason(recipe, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", FULL_DISK_OF_ONE_RANK, "train", *arguments(recipe, folder, 2)]
+    run = Started(command, 2, tmp_path)
+    assert run.end() == [1, 1]
+    for text in run.texts():
+        assert "cannot write the checkpoint of step 3" in " ".join(text.split())
+        assert "File too large (rank 1)" in " ".join(text.split())
+        assert "Traceback" not in text
+    assert not list((folder / "checkpoints").iterdir())
