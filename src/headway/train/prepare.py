@@ -154,7 +154,8 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         feed.load_state_dict(checkpoint.position())
         restore_random_state(checkpoint.random_state(ranks.rank))
     saving = config.checkpoint
-    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep)
+    # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
+    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep, merge_adapters=config.model.random_init)
     saver = CheckpointSaver(
         config.run.folder / CHECKPOINTS,
         ranks,
