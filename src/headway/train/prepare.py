@@ -22,6 +22,7 @@ from headway.models.load import Processor, load_config, load_model, load_process
 from headway.models.lora import initialise_adapters, without_adapters, write_adapter_config
 from headway.models.materialise import make_room, read_weights
 from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
+from headway.train.answers import Questions
 from headway.train.checkpoint import (
     Checkpoint,
     CheckpointSaver,
@@ -36,7 +37,7 @@ from headway.train.checkpoint import (
 from headway.train.checkpoint.export import Exports
 from headway.train.config import ParallelConfig, TrainConfig
 from headway.train.config.sections import changed
-from headway.train.data import budget_of, open_feed
+from headway.train.data import budget_of, make_collator, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
 from headway.train.optim import Optimizer, WeightAverage, adapt, freeze, make_optimizer
@@ -59,6 +60,7 @@ class Run:
     meter: StepMeter
     feed: Feed
     eval_set: EvalSet | None
+    questions: Questions | None
     resumes: bool
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
@@ -131,10 +133,21 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
 
     encoder = Encoder(processor, rope_index(model))
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
-    eval_set = None
+    eval_set = questions = None
     if config.data.eval is not None:
         samples = read_samples(config.data.eval)[: config.eval.max_samples]
         eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model))
+        if config.eval.generate is not None:
+            collator = make_collator(config.data, encoder, model)
+            questions = Questions(
+                samples,
+                encoder,
+                budget_of(config.data),
+                collator,
+                ranks,
+                count=config.eval.generate,
+                max_new_tokens=config.eval.max_new_tokens,
+            )
 
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
@@ -162,6 +175,7 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         meter,
         feed,
         eval_set,
+        questions,
         resume,
         checkpoint,
         saver,
