@@ -147,9 +147,8 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     eval_set = questions = None
     if config.data.eval is not None:
         samples = read_samples(config.data.eval)[: config.eval.max_samples]
-        eval_set = EvalSet(
-            samples, encoder, budget_of(config.data), ranks, vision_geometry(model), _sequence_group(mesh)
-        )
+        group = _sequence_group(mesh)
+        eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model), group)
         if config.eval.generate is not None:
             collator = make_collator(config.data, encoder, model, ranks)
             questions = Questions(
