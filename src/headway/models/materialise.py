@@ -5,6 +5,7 @@ safetensors files, the rows that this process keeps. What is made of several ten
 projection, is made whole, kept in slices and forgotten, one after the other. So no process ever holds the whole model.
 """
 
+import copy
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -164,7 +165,7 @@ def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: 
     """
     if not whole:
         return set()
-    twin = load_model(model.config, dtype=model.dtype, device="meta", random_init=True)
+    twin = load_model(copy.deepcopy(model.config), dtype=model.dtype, device="meta", random_init=True)
     names: set[str] = set()
     for rows in whole.values():
         convert_and_load_state_dict_in_model(twin, rows, plan)
