@@ -158,8 +158,7 @@ def dry_run(
         notes.append("no pictures are in the lengths, so the vision tower holds no activations")
     if config.speed.kernels == "liger" and not config.speed.compile:
         notes.append("activations are those of fused kernels, which Liger has for most elementwise operations, not all")
-    dtype: str = config.run.dtype
-    if dtype == "float8":
+    if config.run.dtype == "float8":
         notes.append("float8 copies of weights and activations are not counted")
     pack = Workload([tokens], images=_one_picture(patches, learning), slots=_slots(tokens, config))
     state = _state(config, precision, recompute)

@@ -1,0 +1,210 @@
+"""Every recipe: what it says, what its dry run says, and that it trains when scaled down."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from headway.count import load_cost_model
+from headway.train.config import load_config
+from headway.train.dry_run import precision_of
+from processes import ROOT, run_processes
+
+RECIPES = ROOT / "recipes"
+# name: model, devices, tokens per pack, processes that share one, as their pages say
+PAGES = {
+    "qwen2.5-7b-text-81920": ("qwen2.5-7b", 32, 81_920, 1),
+    "qwen2.5-vl-7b-image-61440": ("qwen2.5-vl-7b", 32, 61_440, 1),
+    "qwen3-vl-8b-image-61440": ("qwen3-vl-8b", 32, 61_440, 1),
+    "qwen2.5-vl-7b-video-51200": ("qwen2.5-vl-7b", 32, 51_200, 1),
+    "qwen3-vl-8b-video-51200-sp2": ("qwen3-vl-8b", 32, 51_200, 2),
+    "qwen3-vl-30b-a3b-text-12288": ("qwen3-vl-30b-a3b", 8, 12_288, 1),
+    "qwen3-vl-30b-a3b-vqa-8192": ("qwen3-vl-30b-a3b", 8, 8_192, 1),
+    **{
+        f"qwen3-vl-30b-a3b-vqa-8192-exp{number}": ("qwen3-vl-30b-a3b", 8, 12_288 if number == 4 else 8_192, 1)
+        for number in range(1, 7)
+    },
+}
+
+
+def test_every_recipe_is_tested():
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*PAGES, "digits"}
+
+
+def dry_run(headway, name, *options):
+    result = headway("train", RECIPES / f"{name}.yaml", "--dry-run", "--json", *options)
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_dry_run_says_what_the_page_set_up(name, headway):
+    model, devices, tokens, sequence = PAGES[name]
+    plan = dry_run(headway, name)
+    assert (plan["model"], plan["devices"], plan["schema_version"]) == (model, devices, 1)
+    assert plan["mesh"] == {"replicate": 1, "shard": devices // sequence, "sequence": sequence, "expert": 1}
+    assert plan["params"]["total"] == load_cost_model(model).params.total
+    memory, packs, flops = plan["memory"], plan["packs"], plan["flops"]
+    assert memory["weights"] == -(-4 * plan["params"]["total"] // devices)
+    assert memory["peak"] >= memory["weights"] + memory["optimizer"] + memory["gradients"]
+    assert plan["fits"]
+    assert packs["most_tokens"] <= tokens
+    assert 0 < packs["balance"] <= 1
+    # the plan's own yardstick of a step, and the ledger's by component, are counted apart
+    assert flops["total"] == pytest.approx(packs["step_flops"], rel=1e-6)
+    assert flops["total"] == sum(flops["components"].values())
+    assert 0 < flops["recompute"] < flops["forward"]  # all of these recompute their blocks, and never the head
+
+
+def test_the_flops_of_a_text_step_are_six_for_each_parameter_and_twelve_for_each_pair(headway):
+    plan = dry_run(headway, "qwen2.5-7b-text-81920")
+    tokens = plan["packs"]["fill"] * 81_920 * 32
+    hidden, vocabulary, layers = 3584, 152_064, 28
+    vectors = layers * (2 * hidden + 3584 + 2 * 512) + hidden  # norms and biases
+    matrices = plan["params"]["total"] - hidden * vocabulary - vectors
+    attention = plan["flops"]["components"]["language.attention"]
+    assert plan["flops"]["total"] - attention == pytest.approx(6 * matrices * tokens, rel=1e-4)
+    # pairs of causal attention, n (n + 1) / 2 of each segment, 12 FLOPs for each number of a head's width
+    pairs = attention / (12 * hidden * layers)
+    assert 800 / 2 < pairs / tokens < 32_768 / 2
+
+
+def test_options_and_settings_change_the_plan(headway):
+    name = "qwen3-vl-8b-image-61440"
+    plan, fewer = (dry_run(headway, name, "--devices", n, "--device", "H200") for n in (32, 8))
+    assert fewer["memory"]["weights"] == pytest.approx(4 * plan["memory"]["weights"], abs=4)
+    assert (fewer["device"]["name"], fewer["device"]["memory_bytes"]) == ("NVIDIA H200", 141_000_000_000)
+    assert fewer["flops"]["total"] == pytest.approx(plan["flops"]["total"] / 4, rel=0.02)
+    none = dry_run(headway, name, "--set", "speed.recompute=none")
+    assert none["fits"] is False
+    assert none["flops"]["recompute"] == none["memory"]["recomputing"] == 0
+    frozen = dry_run(headway, name, "--set", "model.freeze=[vision]")
+    assert frozen["params"]["trainable"] < frozen["params"]["total"]
+    assert frozen["memory"]["activations"] < plan["memory"]["activations"]
+    chosen = dry_run(headway, name, "--set", "speed.recompute=memory:60GiB")
+    assert chosen["memory"]["activations"] > plan["memory"]["activations"]
+    assert chosen["flops"]["recompute"] < plan["flops"]["recompute"]
+
+
+def test_the_tables_name_what_does_not_fit(headway):
+    result = headway("train", RECIPES / "qwen2.5-7b-text-81920.yaml", "--dry-run", "--set", "speed.recompute=none")
+    assert result.code == 0
+    text = " ".join(result.out.split())
+    assert "A800-SXM4-80GB's 74.5 GiB: DOES NOT FIT within 90.0 %; raise parallel.shard or speed.recompute" in text
+    assert "parameters 7,615,616,512, 7,615,616,512 of them trained" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--devices", 9, "--set", "parallel.sequence=2"), "does not divide the 9 processes of this run"),
+        (("--device", "H2000"), "H2000"),
+        (("--set", "model.freeze=[visoin]"), "visoin matches no parameter"),
+        (("--set", "parallel.shard=5"), "= 5 processes, but this run has 32 processes"),
+        (("--set", "plan.mix=chat"), "no such mix of lengths"),
+        (("--resume",), "--dry-run trains nothing"),
+        (("--set", "data.tokens_per_pack=8"), "none fits a pack of 8 tokens"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_sentence(options, message, headway):
+    result = headway("train", RECIPES / "qwen2.5-7b-text-81920.yaml", "--dry-run", *options)
+    assert result.code in (1, 2)
+    assert message in " ".join(result.err.split())
+
+
+def test_devices_without_a_dry_run_are_refused(headway):
+    result = headway("train", RECIPES / "qwen2.5-7b-text-81920.yaml", "--devices", 4)
+    assert result.code == 2
+    assert "go with --dry-run" in " ".join(result.err.split())
+
+
+def test_a_dry_run_of_a_shipped_model_needs_no_torch():
+    code = (
+        "import sys; sys.argv = ['headway', 'train', sys.argv[1], '--dry-run', '--json']\n"
+        "from headway.cli.app import main\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    (done,) = run_processes([sys.executable, "-c", code, RECIPES / "qwen3-vl-8b-image-61440.yaml"], 1)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
+    from headway.demo.reader import write_reader
+
+    write_reader(tmp_path / "model")
+    plan = dry_run(headway, "digits", "--set", f"model.path={tmp_path / 'model'}", "--set", "plan.mix=vqa",
+                   "--set", "data.tokens_per_pack=4096")  # fmt: skip
+    assert plan["devices"] == 1
+    assert plan["memory"]["casts"] > 0
+    config = load_config(RECIPES / "digits.yaml")
+    assert precision_of(config, 1) == "bfloat16-autocast"
+
+
+def scaled_down(name, folder, *settings, processes=1):
+    options = [part for setting in ("optim.steps=3", "optim.warmup_steps=0", "speed.compile=false", *settings)
+               for part in ("--set", setting)]  # fmt: skip
+    command = [sys.executable, "-m", "headway", "train", RECIPES / f"{name}.yaml", "--scale-down", "--json", *options]
+    done = run_processes([*command, "--set", f"run.folder={folder}"], processes, timeout_s=420)
+    return json.loads(done[0].stdout.splitlines()[-1])
+
+
+# The other experiments differ from these in settings that are tested by themselves.
+SCALED = [name for name in PAGES if not name.endswith(("exp1", "exp3", "exp4", "exp5"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCALED)
+def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from headway.models import load_processor
+
+    summary = scaled_down(name, tmp_path / "run")
+    assert summary["complete"]
+    assert summary["last_loss"] < summary["first_loss"]
+    assert summary["fill"] > 0.85
+    small = tmp_path / "run" / "small"
+    config = json.loads((small / "model" / "config.json").read_text())
+    assert config["architectures"] or config["model_type"]
+    assert (summary["vision_share"] > 0) == ("text" not in name)
+    exported = sorted((small / "run" / "export").iterdir())[-1]
+    auto = AutoModelForCausalLM if name.startswith("qwen2.5-7b") else AutoModelForImageTextToText
+    model, info = auto.from_pretrained(exported, output_loading_info=True)
+    assert not info["missing_keys"]
+    opened = load_processor(exported)
+    ids = getattr(opened, "tokenizer", opened)("bal ben", return_tensors="pt").input_ids
+    with torch.no_grad():
+        said = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    assert said.shape[1] > ids.shape[1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_share_the_packs_of_the_recipe_that_asks_for_it(tmp_path):
+    name = "qwen3-vl-8b-video-51200-sp2"
+    one = scaled_down(name, tmp_path / "one", "parallel.sequence=1")
+    two = scaled_down(name, tmp_path / "two", processes=2)
+    assert two["first_loss"] == pytest.approx(one["first_loss"], rel=1e-5)
+    assert two["last_loss"] == pytest.approx(one["last_loss"], rel=1e-4)
+    resolved = (tmp_path / "two/small/run/config.yaml").read_text()
+    assert "sequence: 2" in resolved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b-image-61440", "qwen3-vl-30b-a3b-vqa-8192", "qwen3-vl-8b-image-61440"])
+def test_a_small_model_keeps_the_structure_of_the_real_one(name):
+    from headway.count import trace
+    from headway.count.tracing.build import preset_config
+    from headway.demo.small_model import small_config
+
+    source = preset_config(PAGES[name][0])
+    small = small_config(source, 300)
+    real, tiny = load_cost_model(PAGES[name][0]), trace(small)
+    assert {row.component for row in tiny.rows} == {row.component for row in real.rows}
+    kinds = [{row.driver for row in model.rows} for model in (tiny, real)]
+    assert kinds[0] == kinds[1]  # causal, windowed and whole-frame attention, merged patches
+    text, old = small.get_text_config(), source.get_text_config()
+    assert text.num_attention_heads * old.num_key_value_heads == old.num_attention_heads * text.num_key_value_heads
+    assert tiny.params.total < 3e6
