@@ -1,7 +1,8 @@
 """The training loop, whole.
 
 `train` reads from top to bottom: for each optimizer step, fetch the packs, run them forward and backward, update,
-record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, V the vocabulary.
+record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, L those of them that
+this process computes, S the sources.
 
 The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
 by their number; so neither the packing nor the number of ranks changes it. The head runs on every token of a pack,
@@ -12,36 +13,40 @@ import math
 import time
 
 import torch
-import torch.nn.functional as F
 import transformers
 
 from headway.data.feed import FeedReport
 from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel import clip_, reduce_gradients
+from headway.models.parallel.sequence import local_slots
+from headway.train.answers import answers_record
 from headway.train.config import TrainConfig
+from headway.train.evaluate import EvalSet, Evaluation
 from headway.train.memory_error import Explanation
 from headway.train.nonfinite import take_step
 from headway.train.optim import learning_rate, set_learning_rate
-from headway.train.prepare import prepare, save
+from headway.train.prepare import Run, prepare, save
+from headway.train.profiling import ProfileWindow
 from headway.train.progress import Progress, evaluation_line
 from headway.train.record import (
     METRICS,
+    SAMPLES,
     SUMMARY,
     MetricsLog,
     RunLedger,
-    StepRecorder,
     memory_bytes,
     read_metrics,
     write_json,
 )
+from headway.train.recorder import Launched, StepRecorder
 from headway.train.share import Flags, agree
 from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
 from headway.train.watch import Place, Watchdog, told
 
 
-def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  # noqa: PLR0915 - the loop stays whole
+def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  # noqa: PLR0915 - stays whole
     """Train a model.
 
     Args:
@@ -62,7 +67,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     start_s, start_ns = time.perf_counter(), time.monotonic_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     run = prepare(config, resume=resume)
-    model, optimizer, meter = run.model, run.optimizer, run.meter
+    trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
     ranks, device = run.ranks, run.device
     optim, saver = config.optim, run.saver
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -71,17 +76,25 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     steps = iter(run.feed)
     evaluation, stopped_by, place = None, 0, Place(step)
     progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
-    log = MetricsLog(config.run.folder / METRICS if ranks.is_first else None, last_step=step)
+    window = ProfileWindow(config.run.profile, config.run.folder, rank=ranks.rank, size=ranks.size, device=device)
+    log = MetricsLog(
+        config.run.folder / METRICS if ranks.is_first else None, last_step=step, trackers=config.run.trackers
+    )
+    writes_samples = ranks.is_first and run.questions is not None
+    samples = MetricsLog(config.run.folder / SAMPLES if writes_samples else None, last_step=step)
 
     ledger = RunLedger(
         config.run.folder / GOODPUT if ranks.is_first else None,
         since_ns=start_ns,
         resumed_from=step if run.resumes else None,
+        compiles=config.speed.compile,
     )
 
     with (
         progress,
         log,
+        samples,
+        window,
         ledger,
         run.feed,
         saver,
@@ -105,6 +118,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             step += 1
             lr = learning_rate(step, optim)
             set_learning_rate(optimizer, lr)
+            window.before(step)
 
             # This rank's packs come before its first forward, and with them what the other ranks' hold: all supervised
             # tokens normalise the loss, and the meter counts the step as a whole.
@@ -135,23 +149,29 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
                 place.at("forward and backward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
+                local = local_slots(batch.slots, run.sequence_group)
+                labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
-                    logits_TV = model(**batch.model_inputs()).logits[0]
-                loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
-                torch.autograd.backward(loss_T.sum() / max(1, whole.num_supervised))
-                loss_S.index_add_(0, batch.source_of_slots(), loss_T.detach())
+                    pack = trained.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
+                torch.autograd.backward(pack.total)
+                loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
             meter.add(whole.workload)
 
             # Update.
             place.at("update")
-            ranks.sum_(loss_S)
+            compilations = trained.compile_watch.since()
+            sums = torch.cat([loss_S, torch.full((1,), len(compilations.guards), device=device)])
+            ranks.sum_(sums)
             grad_norm = clip_(parameters, max_norm)
-            numbers_S1 = torch.cat([loss_S, grad_norm.to(loss_S)[None]])
-            take_step(optimizer, numbers_S1, skips=optim.on_nonfinite == "skip")
+            numbers_K = torch.cat([sums, grad_norm.to(sums)[None], run.router_load.take(ranks.sum_)])
+            take_step(optimizer, numbers_K, skips=optim.on_nonfinite == "skip")
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(step, lr, numbers_S1, whole, meter.end_step(), batches)
+            utilisation = meter.end_step(compiled=compilations.happened)
+            recorder.add(Launched(step, lr, whole, utilisation, batches, compilations), numbers_K)
+            progress.recompiled(step, compilations.news)
+            window.after(step, progress.note)
 
             # Now and then, and at the end.
             is_last = step == optim.steps
@@ -159,11 +179,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
                 recorder.flush()
                 ledger.spend("evaluation")
                 place.at("evaluation")
-                with run.weights_to_judge():
-                    evaluation = run.eval_set.evaluate(model, device, run.precision.autocast)
-                record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
-                log.write(record)
-                progress.note(evaluation_line(record))
+                evaluation = _evaluate(run, run.eval_set, step, log, samples, progress)
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
                 recorder.flush()
                 ledger.spend("checkpoint")
@@ -200,6 +216,24 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         run.exports.make(last)
         write_json(config.run.folder / SUMMARY, summary.as_json())
     return summary
+
+
+def _evaluate(
+    run: Run, eval_set: EvalSet, step: int, log: MetricsLog, samples: MetricsLog, progress: Progress
+) -> Evaluation:
+    """Judge the model on the held-out samples and write down what was found, with some answers in words."""
+    model, device, autocast = run.model, run.device, run.precision.autocast
+    with run.weights_to_judge():
+        evaluation = eval_set.evaluate(run.trained.head, device, autocast)
+        answers = [] if run.questions is None else run.questions.answer(model, device, autocast)
+    record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
+    log.write(record)
+    progress.note(evaluation_line(record))
+    for answer in answers:
+        samples.write(answer.as_record(step))
+    if answers:
+        log.write(answers_record(step, answers))
+    return evaluation
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -46,6 +46,7 @@ class Exports:
         keep: newest folders that stay.
         dtype: of the weights; None for that of training.
         average: whether the weights' moving average is exported in their place.
+        merge_adapters: whether adapters, if there are any, are added into the weights, or exported alone.
     """
 
     root: Path
@@ -53,6 +54,7 @@ class Exports:
     keep: int
     dtype: torch.dtype | None = None
     average: bool = False
+    merge_adapters: bool = False
 
     def folder(self, checkpoint: Checkpoint) -> Path | None:
         """Where a checkpoint's model folder is; None if there is to be none."""
@@ -62,7 +64,8 @@ class Exports:
         """Export a checkpoint and delete the oldest folders beyond `keep`; one that is there already stays."""
         folder = self.folder(checkpoint)
         if folder is not None and not folder.exists():
-            export(checkpoint, folder, dtype=self.dtype, average=self.average)
+            merge = self.merge_adapters and holds_adapters(checkpoint)
+            export(checkpoint, folder, dtype=self.dtype, average=self.average, merge_adapters=merge)
         for old in step_folders(self.root)[: -self.keep]:
             shutil.rmtree(old)
 
@@ -100,7 +103,7 @@ def export(
         )
     plain = load_model(checkpoint.model_folder, random_init=True, device="meta")
     model = plain
-    if adapts := (checkpoint.model_folder / ADAPTER_CONFIG).exists():
+    if adapts := holds_adapters(checkpoint):
         model = load_model(checkpoint.model_folder, random_init=True, device="meta")
         add_saved_adapters(model, checkpoint.model_folder)
     elif merge_adapters:
@@ -128,6 +131,11 @@ def export(
         raise CheckpointError(
             f"cannot write the model folder {folder}: {error.strerror or error}. Make room or give another folder."
         ) from error
+
+
+def holds_adapters(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of a model with adapters."""
+    return (checkpoint.model_folder / ADAPTER_CONFIG).is_file()
 
 
 def find_checkpoint_in(path: Path) -> Checkpoint:
