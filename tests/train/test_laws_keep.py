@@ -32,6 +32,7 @@ def recipe(digits, tmp_path_factory):
         "data": {
             "train": [{"path": str(digits / "data/train.jsonl")}],
             "tokens_per_pack": 160,
+            "strategy": "best_fit",  # the same packs in a step, whoever computes them
             "workers": 0,
             "prefetch_bytes": 0,
         },

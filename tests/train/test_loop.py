@@ -144,7 +144,9 @@ def test_resuming_needs_a_run(config):
 
 
 def test_a_finished_run_is_not_resumed(config):
-    train(config)
+    train(config, resume=None)  # there is none, so it begins
+    with pytest.raises(ConfigError, match="has taken all of its 6 steps"):
+        train(config, resume=None)
     with pytest.raises(ConfigError, match="has taken all of its 6 steps"):
         train(config, resume=True)
 
@@ -214,7 +216,9 @@ def test_a_read_only_run_folder(raw, tmp_path):
         train(parse_config(raw))
 
 
-def test_ctrl_c_finishes_the_step_and_saves(raw, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(raw, monkeypatch, number):
+    before = signal.getsignal(number)
     raw["optim"]["steps"] = 50
     config = parse_config(raw)
     from headway.train import loop
@@ -223,16 +227,16 @@ def test_ctrl_c_finishes_the_step_and_saves(raw, monkeypatch):
 
     def interrupt_at_the_third_step(step, optim):
         if step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return learning_rate(step, optim)
 
     monkeypatch.setattr(loop, "learning_rate", interrupt_at_the_third_step)
     summary = train(config)
     assert not summary.is_complete
-    assert summary.steps == 3
+    assert (summary.steps, summary.stopped_by) == (3, number)
     assert latest_checkpoint(config.run.folder / "checkpoints").step == 3
     monkeypatch.undo()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.gpu
@@ -242,7 +246,7 @@ def test_cuda_starts_from_the_same_loss_as_the_cpu(raw, dtype):
     config = parse_config(raw)
     train(config)
     raw["run"] |= {"folder": raw["run"]["folder"] + "-cuda", "device": "cuda", "dtype": dtype}
-    raw["model"] |= {"path": str(latest_checkpoint(config.run.folder / "checkpoints").folder), "random_init": False}
+    raw["model"] |= {"path": str(config.run.folder / "export/step-000003"), "random_init": False}
     on_cuda = parse_config(raw)
     train(on_cuda)
     raw["run"] |= {"folder": raw["run"]["folder"] + "-cpu", "device": "cpu", "dtype": "float32"}
