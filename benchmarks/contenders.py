@@ -1,8 +1,8 @@
-"""The two sides of the throughput benchmark: Headway's packed step, and transformers.Trainer on padded batches.
+"""The sides of the throughput benchmark: Headway's packed step, transformers.Trainer three ways, and TRL's packing.
 
-Both get the same encoded samples from memory, the same initial weights, AdamW (fused) with the same settings, the same
-clipping and the same number of samples per optimizer step. With the Trainer's sequential order even the batches are the
-same, so the two compute the same losses.
+All get the same encoded samples from memory, the same initial weights, AdamW (fused) with the same settings, the same
+clipping and, but for TRL, whose packs are as long as a step's samples on average, the same number of samples per
+optimizer step. With the Trainer's sequential order even the batches are the same, so the losses are the same.
 """
 
 import tempfile
@@ -12,12 +12,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
 
 from headway.data import EncodedSample
 from headway.data.collate import collate
 from headway.models import load_model
+from headway.models.head import loss_head
+from headway.train.config.speed import SpeedConfig
 from mixes import Mix
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -88,6 +101,7 @@ def build_model(mix: Mix, attention: str, device: torch.device) -> PreTrainedMod
 def run_headway(mix: Mix, shape: Shape, device: torch.device) -> Timing:
     """Train in packs; the statements of a step are those of `headway.train.loop`."""
     model = build_model(mix, "headway_flash", device)
+    head = loss_head(model, chunk=SpeedConfig().loss_chunk)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -100,9 +114,8 @@ def run_headway(mix: Mix, shape: Shape, device: torch.device) -> Timing:
         sizes.append((batch.workload.tokens, batch.workload.slots))
         batch = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits_TV = model(**batch.model_inputs()).logits[0]
-        loss = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=IGNORED, reduction="sum")
-        (loss / batch.num_supervised).backward()
+            pack = head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
+        torch.autograd.backward(pack.total)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -110,55 +123,114 @@ def run_headway(mix: Mix, shape: Shape, device: torch.device) -> Timing:
     return clock.timing(sizes, shape.warmup)
 
 
-def run_trainer(mix: Mix, shape: Shape, device: torch.device, *, sampling: str) -> Timing:
-    """Train with transformers.Trainer: padded to the longest in the batch, sdpa attention.
+def run_trainer(
+    mix: Mix, shape: Shape, device: torch.device, *, sampling: str = "sequential", flattened: bool = False
+) -> Timing:
+    """Train with transformers.Trainer and sdpa attention.
 
     Args:
         mix: model and samples.
         shape: samples per step, steps and warm-up.
         device: where to train; bf16 autocast on CUDA, fp32 on the CPU, as on the other side.
         sampling: "sequential", or "group_by_length", the Trainer's own remedy against padding.
+        flattened: lay samples end to end by transformers' DataCollatorWithFlattening instead of padding them to the
+            longest; for text alone, which is all that it knows.
     """
-    model = build_model(mix, "sdpa", device)
     clock, sizes = Clock(device), []
 
-    def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        encoded = [sample["sample"] for sample in samples]
-        batch = pad(encoded)
+    def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        encoded = [row["sample"] for row in rows]
+        batch = flatten(encoded) if flattened else pad(encoded)
         sizes.append((sum(sample.tokens for sample in encoded), batch["input_ids"].numel()))
         return batch
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder,
             per_device_train_batch_size=shape.batch,
-            max_steps=shape.steps,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            adam_epsilon=EPS,
-            weight_decay=WEIGHT_DECAY,
-            max_grad_norm=CLIP,
-            optim="adamw_torch_fused",
-            bf16=device.type == "cuda",
-            use_cpu=device.type == "cpu",
             train_sampling_strategy=sampling,
-            dataloader_num_workers=0,
-            dataloader_pin_memory=device.type == "cuda",
             remove_unused_columns=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            **_arguments(folder, shape, device),
         )
-        dataset = [{"input_ids": sample.input_ids_S, "sample": sample} for sample in mix.samples]
+        rows = [{"input_ids": sample.input_ids_S, "sample": sample} for sample in mix.samples]
         trainer = Trainer(
-            model=model, args=arguments, train_dataset=dataset, data_collator=padded, callbacks=[_Stamp(clock)]
+            model=build_model(mix, "sdpa", device),
+            args=arguments,
+            train_dataset=rows,
+            data_collator=collated,
+            callbacks=[_Stamp(clock)],
         )
         trainer.remove_callback(PrinterCallback)  # its final metrics would stand between our lines
         trainer.train()
     return clock.timing(sizes, shape.warmup)
+
+
+def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
+    """Train with TRL's SFTTrainer and its packing ("bfd"), a pack a step, sdpa attention.
+
+    A pack holds as many tokens as a step of the others has on average, and never less than the longest sample.
+    """
+    clock, sizes = Clock(device), []
+    lengths = [sample.tokens for sample in mix.samples]
+    length = max(*lengths, round(shape.batch * sum(lengths) / len(lengths)))
+    rows = [{"input_ids": s.input_ids_S.tolist(), "labels": s.labels_S.tolist()} for s in mix.samples]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            per_device_train_batch_size=1,
+            packing=True,
+            max_length=length,
+            gradient_checkpointing=False,
+            **_arguments(folder, shape, device),
+        )
+        trainer = SFTTrainer(
+            model=build_model(mix, "sdpa", device),
+            args=arguments,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=_tokenizer(),
+            callbacks=[_Stamp(clock)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        plain = trainer.data_collator
+
+        def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            batch: dict[str, Any] = plain(rows)
+            sizes.append((sum(len(row["input_ids"]) for row in rows), batch["input_ids"].numel()))
+            return batch
+
+        trainer.data_collator = counted
+        trainer.train()
+    return clock.timing(sizes, shape.warmup)
+
+
+def _arguments(folder: str, shape: Shape, device: torch.device) -> dict[str, Any]:
+    """What both trainers are told alike."""
+    return {
+        "output_dir": folder,
+        "max_steps": shape.steps,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "adam_epsilon": EPS,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": CLIP,
+        "optim": "adamw_torch_fused",
+        "bf16": device.type == "cuda",
+        "use_cpu": device.type == "cpu",
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": device.type == "cuda",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that TRL asks for; the samples are tokens already."""
+    words = {"<pad>": 0, "<eos>": 1}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
 
 
 class _Stamp(TrainerCallback):
@@ -193,12 +265,22 @@ def pad(samples: Sequence[EncodedSample]) -> dict[str, Any]:
     return batch
 
 
-def compare_first_losses(mix: Mix, batch_size: int) -> tuple[float, float]:
-    """Compute the first step's loss both ways, in fp32 on the CPU: the proof that both sides do the same work."""
+def flatten(samples: Sequence[EncodedSample]) -> dict[str, Any]:
+    """Make a padding-free batch as transformers does: samples end to end, positions from 0 in each."""
+    rows = [{"input_ids": s.input_ids_S.tolist(), "labels": s.labels_S.tolist()} for s in samples]
+    batch: dict[str, Any] = DataCollatorWithFlattening(return_tensors="pt")(rows)
+    return batch
+
+
+def compare_first_losses(mix: Mix, batch_size: int) -> dict[str, float]:
+    """Compute the first step's loss each way, in fp32 on the CPU: the proof that all sides do the same work."""
     samples, cpu = mix.samples[:batch_size], torch.device("cpu")
     with torch.no_grad():
         batch = collate(samples)
-        logits_TV = build_model(mix, "headway_flash", cpu)(**batch.model_inputs()).logits[0]
-        ours = F.cross_entropy(logits_TV, batch.labels_1T[0], ignore_index=IGNORED)
-        theirs = build_model(mix, "sdpa", cpu)(**pad(samples)).loss
-    return float(ours), float(theirs)
+        head = loss_head(build_model(mix, "headway_flash", cpu), chunk=SpeedConfig().loss_chunk)
+        found = {"headway": head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised).total}
+        theirs = build_model(mix, "sdpa", cpu)
+        found["trainer"] = theirs(**pad(samples)).loss
+        if mix.is_text:
+            found["trainer_flattened"] = theirs(**flatten(samples), use_cache=False).loss  # as in the Trainer
+    return {name: float(loss) for name, loss in found.items()}

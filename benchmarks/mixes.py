@@ -27,6 +27,11 @@ class Mix:
     config: PreTrainedConfig
     samples: list[EncodedSample]
 
+    @property
+    def is_text(self) -> bool:
+        """Whether no sample has images or videos."""
+        return all(sample.pixels_PD is None for sample in self.samples)
+
 
 def text_mix(num_samples: int, seed: int = 0) -> Mix:
     """Long-tailed text: lognormal lengths, median 128 tokens, sigma 1.0, random tokens, every token supervised."""

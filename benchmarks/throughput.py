@@ -1,4 +1,4 @@
-"""Real tokens per second: Headway's packs against transformers.Trainer's padded batches, in one interleaved run.
+"""Real tokens per second: Headway's packs, transformers.Trainer three ways, and TRL's packs, in one interleaved run.
 
     .venv/bin/python benchmarks/throughput.py            # about ten minutes on 2 cores; run on a quiet machine
     .venv/bin/python benchmarks/throughput.py --mix text --rounds 1 --steps 6
@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
-from contenders import Shape, Timing, compare_first_losses, run_headway, run_trainer
+from contenders import Shape, Timing, compare_first_losses, run_headway, run_trainer, run_trl
 from mixes import Mix, digits_mix, text_mix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 POOL_STEPS = 64  # samples for this many steps are at hand: group_by_length needs many to group well
-CONTENDERS = ("trainer", "headway", "trainer_grouped")
 TITLES = {
     "trainer": "Trainer, padded to the longest",
     "headway": "Headway, packed",
     "trainer_grouped": "Trainer, group_by_length",
+    "trainer_flattened": "Trainer, padding-free",
+    "trl": "TRL SFT, packing",
 }
+TEXT_ALONE = ("trainer_flattened", "trl")  # neither lays samples with images end to end
 
 
 def main() -> None:
@@ -68,12 +70,13 @@ def main() -> None:
 
 def measure(mix: Mix, shape: Shape, num_rounds: int, device: torch.device) -> dict[str, Any]:
     """Run every contender in turn, round after round, so that a drift of the machine meets all of them."""
-    ours, theirs = compare_first_losses(mix, shape.batch)
-    if not math.isclose(ours, theirs, rel_tol=1e-4):
-        raise SystemExit(f"{mix.name}: the sides do not compute the same: first losses are {ours} and {theirs}")
-    timings: dict[str, list[Timing]] = {name: [] for name in CONTENDERS}
+    losses = compare_first_losses(mix, shape.batch)
+    if not all(math.isclose(loss, losses["trainer"], rel_tol=1e-4) for loss in losses.values()):
+        raise SystemExit(f"{mix.name}: the sides do not compute the same: first losses are {losses}")
+    contenders = [name for name in TITLES if mix.is_text or name not in TEXT_ALONE]
+    timings: dict[str, list[Timing]] = {name: [] for name in contenders}
     for number in range(num_rounds):
-        for name in CONTENDERS:
+        for name in contenders:
             timing = run(name, mix, shape, device)
             timings[name].append(timing)
             print(f"{mix.name}, round {number + 1}, {TITLES[name]}: {timing.tokens_per_s:,.0f} tokens/s", flush=True)
@@ -83,7 +86,7 @@ def measure(mix: Mix, shape: Shape, num_rounds: int, device: torch.device) -> di
         "description": mix.description,
         "samples_per_step": shape.batch,
         "timed_steps": shape.steps - shape.warmup,
-        "first_loss": {"headway": ours, "trainer": theirs},
+        "first_loss": losses,
         "contenders": {
             name: {
                 "tokens_per_s": spread([timing.tokens_per_s for timing in rounds]),
@@ -102,8 +105,10 @@ def run(name: str, mix: Mix, shape: Shape, device: torch.device) -> Timing:
     """Run one contender for one round."""
     if name == "headway":
         return run_headway(mix, shape, device)
+    if name == "trl":
+        return run_trl(mix, shape, device)
     sampling = "group_by_length" if name == "trainer_grouped" else "sequential"
-    return run_trainer(mix, shape, device, sampling=sampling)
+    return run_trainer(mix, shape, device, sampling=sampling, flattened=name == "trainer_flattened")
 
 
 def render(record: dict[str, Any]) -> str:
@@ -111,8 +116,7 @@ def render(record: dict[str, Any]) -> str:
     parts = ["# Real tokens per second: packed against padded", ""]
     for mix in record["mixes"]:
         rows = []
-        for name in CONTENDERS:
-            entry = mix["contenders"][name]
+        for name, entry in mix["contenders"].items():
             rate, ratio = entry["tokens_per_s"], entry["ratio_to_trainer"]
             rows.append(
                 [
@@ -129,18 +133,27 @@ def render(record: dict[str, Any]) -> str:
             f"## {mix['name']}",
             "",
             f"{mix['description']}. {mix['samples_per_step']} samples per optimizer step, {mix['timed_steps']} timed "
-            f"steps a round. First loss: Headway {losses['headway']:.6f}, Trainer {losses['trainer']:.6f}.",
+            "steps a round. First loss: "
+            + ", ".join(f"{TITLES[name]} {loss:.6f}" for name, loss in losses.items())
+            + ".",
             "",
             markdown_table(headings, rows),
             "",
         ]
+    others = ""
+    if any("trl" in mix["contenders"] for mix in record["mixes"]):
+        others = (
+            " Padding-free: the Trainer with transformers' DataCollatorWithFlattening. TRL: SFTTrainer with packing "
+            "'bfd' into packs as long as a step's samples on average, one a step. Neither lays samples with images end "
+            "to end."
+        )
     parts += [
         f"{record['rounds']} rounds, contenders interleaved within each; the ratio is taken within a round. Only real "
-        "tokens count. Both sides: the same samples encoded beforehand and held in memory, the same initial weights, "
-        "the same number of samples per optimizer step (and, except for group_by_length, the same ones), fused AdamW "
-        "with decay groups, clipping at 1.0, the same threads, batches made in the main thread (the Trainer's "
-        "dataloader has 0 workers). The Trainer: transformers.Trainer with sdpa attention and a collator that pads to "
-        "the longest sample of the batch; no logging, saving or evaluation on either side. fp32 on a CPU, "
+        "tokens count. All sides: the same samples encoded beforehand and held in memory, the same initial weights, "
+        "the same number of samples per optimizer step (and, but for group_by_length and TRL, the same ones), fused "
+        "AdamW with decay groups, clipping at 1.0, the same threads, batches made in the main thread (the trainers' "
+        "dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa attention and a collator that pads "
+        f"to the longest sample of the batch.{others} No logging, saving or evaluation on any side. fp32 on a CPU, "
         "bf16 autocast on CUDA.",
         "",
         describe_environment(record),

@@ -55,6 +55,29 @@ def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
     trainer, ours = (contenders[name]["rounds"][0] for name in ("trainer", "headway"))
     assert trainer["tokens"] == ours["tokens"] > 0  # the same samples
     assert trainer["slots"] >= trainer["tokens"]
+    if mix == "text":
+        assert measured["first_loss"]["trainer_flattened"] == pytest.approx(measured["first_loss"]["trainer"], rel=1e-4)
+        assert contenders["trainer_flattened"]["rounds"][0]["tokens"] == ours["tokens"]
+        assert contenders["trainer_flattened"]["padding_share"] == contenders["trl"]["padding_share"] == 0
+        assert contenders["trl"]["rounds"][0]["tokens"] > 0
+
+
+@pytest.mark.slow
+def test_the_engine_benchmark_counts_each_set_up_on_packs_that_are_full(tmp_path):
+    run("engine_gpu.py", "--scale", "small", "--steps", 1, "--warmup", 1, "--eager", "--out", tmp_path)
+    (path,) = tmp_path.glob("engine_gpu_*.json")
+    record = json.loads(path.read_text())
+    assert [found["setup"] for found in record["runs"]] == ["text", "image", "video", "vqa"]
+    for found, length in zip(record["runs"], (81_920, 61_440, 51_200, 8_192), strict=True):
+        assert found["step_s"] * found["tokens_per_s"] == pytest.approx(length // 64)
+        assert found["hfu"] > found["mfu"] > 0
+        assert found["layers"] == found["of_layers"] == 2
+    assert [(g["rows"], g["attention"]) for g in record["gpt2"]] == [
+        (1, "eager"),
+        (1, "sdpa"),
+        (8, "eager"),
+        (8, "sdpa"),
+    ]
 
 
 @pytest.mark.slow
@@ -115,3 +138,12 @@ def test_the_indexing_benchmark_reads_the_same_tokens_on_both_sides(tmp_path):
     record = json.loads(path.read_text())
     assert record["text"]["tokens"]["indexed"] == record["text"]["tokens"]["bare"] > 60 * 100
     assert record["images"]["tokens"]["bare"] == 60 * 1000 * 750
+
+
+@pytest.mark.slow
+def test_the_experts_benchmark_times_implementations_that_agree(tmp_path):
+    run("experts.py", "--rounds", 1, "--scale", 16, "--out", tmp_path)
+    (path,) = tmp_path.glob("experts_*.json")
+    for layer in json.loads(path.read_text())["layers"]:
+        assert layer["ms"].keys() == layer["grad_norm"].keys() == {"eager", "grouped_mm", "headway_experts"}
+        assert layer["grad_norm"]["headway_experts"] == pytest.approx(layer["grad_norm"]["eager"], rel=1e-4)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from headway.models.exact import exact_segments
 from headway.models.segments import groups, segment_attention
@@ -106,3 +107,32 @@ def test_segments_of_one_length_become_one_call():
     assert [(group.length, group.count) for group in plan] == [(2, 1), (4, 3)]
     assert plan[0].start == 8
     assert plan[1].slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_compiler_is_told_the_truth_about_the_kernels(with_sinks):
+    *qkv, sinks = tensors([5, 12, 5])
+    inputs = (*qkv, sinks if with_sinks else None, torch.tensor([0, 5, 17, 22]))
+    settings = (True, 7, 0.3)
+    ops = torch.ops.headway
+    parts = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.segment_attention, (*inputs, *settings), test_utils=parts)
+    out, log_sums = ops.segment_attention(*inputs, *settings)
+    inside = (torch.randn_like(out), *inputs, out, log_sums, *settings)
+    torch.library.opcheck(ops.segment_attention_backward, inside, test_utils=parts)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_one_compilation_without_a_graph_break_serves_packs_of_any_lengths(with_sinks):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(segment_attention, backend=counter, fullgraph=True)
+    for lengths in PACKS.values():
+        *qkv, sinks = tensors(lengths)
+        cu = torch.tensor([0, *lengths]).cumsum(0)
+        used = sinks if with_sinks else None
+        expected = segment_attention(*qkv, cu, True, 64, 0.3, used)
+        for x in (*qkv, cu):
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        compare(compiled(*qkv, cu, True, 64, 0.3, used), expected, [*qkv, sinks] if with_sinks else qkv)
+    assert counter.frame_count == 1

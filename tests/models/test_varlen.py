@@ -50,12 +50,12 @@ def backward(grad, q, k, v, out, log_sum, cu, cu_k, longest, longest_k, causal, 
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-@pytest.fixture
-def _operators(monkeypatch):
-    import torch.nn.attention.varlen  # defines the operators that are replaced
+@pytest.fixture(scope="module")
+def _operators():
+    from torch.nn.attention import varlen  # which has no kernel of its own for the CPU
 
-    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", forward)
-    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
+    varlen._varlen_attn.register_kernel("cpu")(forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
 
 
 @pytest.mark.usefixtures("_operators")
@@ -79,6 +79,22 @@ def test_values_and_gradients_equal_the_cpu_kernels(causal, window, with_sinks):
     assert torch.allclose(ours.float(), expected, atol=0.03)
     for mine, theirs in list(zip(halves, inputs, strict=True))[: 4 if with_sinks else 3]:
         assert (mine.grad - theirs.grad).norm() < 0.02 * theirs.grad.norm()
+
+
+@pytest.mark.usefixtures("_operators")
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 7, 20])
+def test_it_compiles_without_a_graph_break_and_stays_the_same(with_sinks, window):
+    torch._dynamo.reset()
+    inputs = [torch.randn(shape).bfloat16().requires_grad_() for shape in [(35, 4, 12), (35, 2, 12), (35, 2, 9), (4,)]]
+    weight = torch.randn(35, 4, 9).bfloat16()
+    used = inputs if with_sinks else inputs[:3]
+    results = []
+    for attend in (varlen_attention, torch.compile(varlen_attention, backend="aot_eager", fullgraph=True)):
+        out = attend(*inputs[:3], CU, 20, True, window, 0.3, inputs[3] if with_sinks else None)
+        results.append([out, *torch.autograd.grad((out * weight).sum(), used)])
+    for plain, compiled in zip(*results, strict=True):
+        assert torch.allclose(plain, compiled, atol=0.02, rtol=0.02)
 
 
 def test_full_precision_is_refused_with_what_to_do():

@@ -1,6 +1,7 @@
 """A small dataset of digits, a model of a few thousand parameters, and a configuration that trains it in seconds."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -29,6 +30,21 @@ def digits(tmp_path_factory):
     small = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 1, "rope_parameters": rope}
     config["text_config"].update(small)
     config["vision_config"].update({"hidden_size": 32, "intermediate_size": 48, "depth": 1, "out_hidden_size": 32})
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixture(digits, tmp_path_factory):
+    """The folder of the digits' model with eight experts in place of each MLP, two of them for each token."""
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    shutil.copytree(digits / "model", folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]}
+    config["text_config"] |= {"model_type": "qwen3_vl_moe_text", "num_experts": 8, "num_experts_per_tok": 2}
+    config["text_config"] |= {"moe_intermediate_size": 16, "num_hidden_layers": 2}
+    config["vision_config"] |= {"model_type": "qwen3_vl_moe_vision"}
     path.write_text(json.dumps(config))
     return folder
 

@@ -66,6 +66,10 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("eval.every=10", "data.eval names no file"),
         ("data.eval=e.jsonl", "neither eval.every nor eval.at_end uses it"),
         ("checkpoint.every=1000", "checkpoint.every 1000 is never reached in 100 steps"),
+        ("speed.recompute=half", "'half' is not none, full, every:N or memory:SIZE with a size such as 40GiB"),
+        ("speed.recompute=every:0", "'every:0' is not none, full, every:N"),
+        ("speed.recompute=memory:40", "units are KiB, MiB, GiB, TiB, KB, MB, GB, TB"),
+        ("speed.recompiles=error", "recompiles has no effect without compile: true"),
         ("optim.lr", "is no assignment; write section.key=value"),
         ("data.train.5.path=x", "data.train has items 0 to 0, and no '5'"),
         ("optim.lr.x=1", "optim.lr is the value"),
@@ -165,3 +169,50 @@ def test_wrong_settings_of_data_are_one_clear_error(minimal, override, message):
     with pytest.raises(ConfigError) as caught:
         load_config(minimal, (override,))
     assert message in str(caught.value)
+
+
+def test_a_chunk_of_the_loss_beside_kernels_that_choose_their_own_is_refused(minimal):
+    with pytest.raises(ConfigError, match="loss_chunk has no effect with kernels 'liger'"):
+        load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=512"))
+    config = load_config(minimal, ("speed.kernels=liger",))
+    assert parse_config(config.as_dict()) == config
+    assert load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=null")).speed.loss_chunk is None
+
+
+def test_a_file_changes_and_adds_to_the_one_that_it_extends(minimal):
+    (minimal.parent / "more").mkdir()
+    second = minimal.parent / "more" / "second.yaml"
+    second.write_text("extends: ../c.yaml\noptim: {lr: 3e-4}\ndata: {train: [{path: b.jsonl, epochs: 1}]}\n")
+    third = minimal.parent / "third.yaml"
+    third.write_text("extends: more/second.yaml\nrun: {seed: 7}\n")
+    config = load_config(third, ("optim.steps=5",))
+    assert (config.optim.lr, config.optim.steps, config.run.seed, config.run.folder.name) == (3e-4, 5, 7, "x")
+    assert [stage.path for stage in config.data.train] == ["b.jsonl"]
+    assert config.data.tokens_per_pack == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: c.yaml", "extends itself"),
+        ("extends: gone.yaml", "gone.yaml: No such file"),
+        ("extends: [a, b]", "is no path; name one YAML file"),
+    ],
+)
+def test_a_file_that_cannot_be_extended_is_refused(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("{mix: chat}", "no such mix of lengths; known are chats, images"),
+        ("{mix: chats, lengths: a.csv}", "give either 'mix' or 'lengths'"),
+    ],
+)
+def test_a_plan_has_lengths_from_one_known_place(minimal, plan, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(minimal, (f"plan={plan}",))

@@ -18,6 +18,7 @@ from tiny_models import VISION_FAMILIES
 
 RUNS = Path(__file__).parents[1] / "engine_runs.py"
 FAMILIES = ("qwen3", "qwen3_vl", "qwen3_vl_moe")
+MIXTURES = FAMILIES[2:]
 
 
 class Case(NamedTuple):
@@ -49,8 +50,16 @@ CASES = (
     Case("weights kept gathered", 2, {"parallel": {"reshard": False}}),
     Case("gradients summed once a step", 2, {"parallel": {"reduce": "step"}}),
     Case("hsdp, gradients summed once a step", 4, {"parallel": {"replicate": 2, "reduce": "step"}}),
+    Case("sequence x 2", 2, {"parallel": {"sequence": 2}}),
+    Case("sequence x 3, heads that do not divide", 3, {"parallel": {"sequence": 3}}),
+    Case("sequence x 4, more processes than key heads", 4, {"parallel": {"sequence": 4}}),
+    Case("fsdp2 x 2, sequence x 2", 4, {"parallel": {"sequence": 2}}),
     Case("frozen vision x 2", 2, FROZEN, FAMILIES[1:], "one process, frozen vision"),
     Case("frozen vision x 4", 4, FROZEN, FAMILIES[1:], "one process, frozen vision"),
+    Case("experts x 2", 2, {"parallel": {"expert": 2}}, MIXTURES),
+    Case("experts x 4", 4, {"parallel": {"expert": 4}}, MIXTURES),
+    Case("experts x 2, fsdp2 x 2", 4, {"parallel": {"expert": 2}}, MIXTURES),
+    Case("experts x 2, replicas x 2", 4, {"parallel": {"expert": 2, "replicate": 2}}, MIXTURES),
 )
 ROWS = [
     pytest.param(case, family, id=f"{case.name}-{family}")

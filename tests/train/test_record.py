@@ -5,7 +5,8 @@ import torch
 
 from headway.errors import TrainingError
 from headway.train.progress import evaluation_line, step_line
-from headway.train.record import HostCopy, MetricsLog, read_metrics, write_json
+from headway.train.record import MetricsLog, read_metrics, write_json
+from headway.train.recorder import HostCopy
 
 
 def lines(*steps):

@@ -19,16 +19,18 @@ def resolve_cost_model(name: str) -> "CostModel":
         name: a shipped name (any case), a config's JSON file, a folder with a config.json, or a Hub id OWNER/MODEL.
 
     Returns:
-        The cost model; for a shipped name neither torch nor transformers is loaded.
+        The cost model; for a shipped name, or the Hub id of a shipped model, neither torch nor transformers is loaded.
 
     Raises:
         UnknownModelError: the name is none of these; the message lists the nearest shipped names.
         TraceError: the model's code does something that the tracer cannot explain.
     """
-    from headway.count import load_cost_model, shipped_models
+    from headway.count import load_cost_model
+    from headway.count.models import shipped_name
 
-    if name.lower() in shipped_models():
-        return load_cost_model(name.lower())
+    shipped = shipped_name(name)
+    if shipped is not None and (shipped == name.lower() or not Path(name).exists()):
+        return load_cost_model(shipped)
     with needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"):
         from headway.count import trace
 

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from headway.models.video import VIDEO_PROCESSORS
+
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -67,6 +69,7 @@ def write_processor(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     vocab_size: int = 512,
+    processor_class: str = "Qwen3VLProcessor",
 ) -> Path:
     """Train a small byte-level tokenizer on texts and save it with an image processor and a chat template.
 
@@ -79,31 +82,48 @@ def write_processor(
         min_pixels: smaller images are enlarged to at least this area [pixels]; one token's area by default.
         max_pixels: larger images are shrunk to at most this area [pixels]; 64 tokens' area by default.
         vocab_size: upper bound on vocabulary entries, the special tokens and the 256 bytes included.
+        processor_class: which model's rules it follows: "Qwen3VLProcessor", "Qwen2_5_VLProcessor" or
+            "Qwen2VLProcessor".
 
     Returns:
         The folder; `headway.models.load_processor` opens it, and so does transformers' `AutoProcessor` where
         torchvision is installed.
     """
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    target = write_tokenizer(folder, texts, vocab_size=vocab_size)
     token_area = (patch_size * merge_size) ** 2
     size = {"shortest_edge": min_pixels or token_area, "longest_edge": max_pixels or 64 * token_area}
     vision: dict[str, Any] = {"patch_size": patch_size, "merge_size": merge_size}
     vision["temporal_patch_size"] = temporal_patch_size
 
-    _train_tokenizer(texts, vocab_size).save_pretrained(target)
-    (target / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     image_processor = Qwen2VLImageProcessorPil(
         size=size, image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5], **vision
     ).to_dict()
     image_processor["image_processor_type"] = "Qwen2VLImageProcessor"
-    image_processor["processor_class"] = "Qwen3VLProcessor"
+    image_processor["processor_class"] = processor_class
     _write_json(target / "preprocessor_config.json", image_processor)
-    _write_json(target / "processor_config.json", {"processor_class": "Qwen3VLProcessor"})
+    _write_json(target / "processor_config.json", {"processor_class": processor_class})
     _write_json(
         target / "video_preprocessor_config.json",
-        {"video_processor_type": "Qwen3VLVideoProcessor", "size": size, **vision},
+        {"video_processor_type": VIDEO_PROCESSORS[processor_class], "size": size, **vision},
     )
+    return target
+
+
+def write_tokenizer(folder: str | Path, texts: Iterable[str], *, vocab_size: int = 512) -> Path:
+    """Train a small byte-level tokenizer on texts and save it with a chat template.
+
+    Args:
+        folder: where to write; made if missing.
+        texts: what the vocabulary is learned from; any other text still encodes, byte by byte.
+        vocab_size: upper bound on vocabulary entries, the special tokens and the 256 bytes included.
+
+    Returns:
+        The folder.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    _train_tokenizer(texts, vocab_size).save_pretrained(target)
+    (target / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     return target
 
 

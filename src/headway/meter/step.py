@@ -58,6 +58,8 @@ class StepMeter:
         self._data_wait_s = 0.0
         self._workload = Workload()
         self._num_steps_seen = 0
+        self._num_run_steps = 0
+        self._compiled: list[StepUtilisation] = []
         self._run_flops: FlopCount | None = None
         self._run_wall_s = 0.0
         self._run_data_wait_s = 0.0
@@ -96,8 +98,11 @@ class StepMeter:
             raise UsageError(f"data_wait({seconds}) is not a duration; give seconds, 0 or more.")
         self._data_wait_s += seconds
 
-    def end_step(self) -> StepUtilisation:
+    def end_step(self, *, compiled: bool = False) -> StepUtilisation:
         """Stop the clock and count the step.
+
+        Args:
+            compiled: whether something was compiled in it; the run's summary leaves it out, unless all were.
 
         Returns:
             The step's FLOPs, rates and shares.
@@ -126,15 +131,21 @@ class StepMeter:
         )
         self._num_steps_seen += 1
         if self._num_steps_seen > self.num_warmup_steps:
-            self._accumulate(step)
+            if compiled:
+                self._compiled.append(step)
+            else:
+                self._accumulate(step)
         return step
 
     def summary(self) -> RunUtilisation:
-        """Sum the run up: total FLOPs over total time of the steps after the warm-up.
+        """Sum the run up: total FLOPs over total time of the steps after the warm-up in which nothing was compiled.
 
         Raises:
             UsageError: no step has been measured after the warm-up.
         """
+        if self._run_flops is None:
+            for step in self._compiled:
+                self._accumulate(step)
         if self._run_flops is None:
             raise UsageError(
                 f"There is nothing to sum up: {self._num_steps_seen} steps were measured and the first "
@@ -148,11 +159,12 @@ class StepMeter:
             slots=self._run_slots,
             peak=self.peak,
             world_size=self.world_size,
-            num_steps=self._num_steps_seen - self.num_warmup_steps,
-            num_warmup_steps=self.num_warmup_steps,
+            num_steps=self._num_run_steps,
+            num_warmup_steps=self._num_steps_seen - self._num_run_steps,
         )
 
     def _accumulate(self, step: StepUtilisation) -> None:
+        self._num_run_steps += 1
         self._run_flops = step.flops if self._run_flops is None else self._run_flops + step.flops
         self._run_wall_s += step.wall_s
         self._run_data_wait_s += step.data_wait_s

@@ -141,7 +141,7 @@ class RunUtilisation(Utilisation):
 
     Attributes:
         num_steps: steps counted.
-        num_warmup_steps: first steps that were left out.
+        num_warmup_steps: steps that were left out: the first, and those in which something was compiled.
     """
 
     num_steps: int

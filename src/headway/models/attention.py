@@ -5,7 +5,9 @@ length in one call, L their length, D head size.
 
 The language pack's boundaries travel as model-forward keywords that transformers hands down to every attention call:
 `pack_cu_seqlens` (int32, shape (N+1,), on the model's device) and `pack_max_seqlen` (int). A vision tower passes the
-boundaries of its own images or windows, and those win. Without either, each batch row is one segment. Bidirectional
+boundaries of its own images or windows, and those win. Without either, each batch row is one segment. Where
+several processes share the pack (or the tower's patches), `pack_split` says how, and attention exchanges this process's
+slots of all heads for all slots of its heads and back (`parallel.exchange`). Bidirectional
 attention without boundaries of its own (a vision tower that works on a batch of equal images) takes rows as segments
 too.
 """
@@ -20,8 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
 from headway.models.exact import exact_attention, exact_segments
+from headway.models.flash import cuda_kernel
+from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
 from headway.models.segments import segment_attention
-from headway.models.varlen import varlen_attention
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 
@@ -130,6 +133,7 @@ def attend(
     max_length_q: int | None = None,
     pack_cu_seqlens: torch.Tensor | None = None,
     pack_max_seqlen: int | None = None,
+    pack_split: Split | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within segments; the function that transformers' models call.
@@ -151,6 +155,7 @@ def attend(
         max_length_q: the longest of those segments [patches].
         pack_cu_seqlens: the language pack's segment boundaries, shape (N+1,).
         pack_max_seqlen: the longest of those segments [tokens].
+        pack_split: how the slots are dealt to several processes; T are this process's then, and B is 1.
 
     Returns:
         The attended values, shape (B, T, H, Dv), and None where transformers has a place for attention weights.
@@ -172,6 +177,11 @@ def attend(
         cu_N, longest = pack_cu_seqlens, pack_max_seqlen
 
     if attention_mask is not None and attention_mask.numel():
+        if pack_split is not None:
+            raise ConfigError(
+                "This model attends through a mask of its own, which several processes that share a pack cannot cut. "
+                "Set parallel.sequence to 1."
+            )
         out = exact_attention(query, key, value, attention_mask, scale, softcap, s_aux, dropout)
         return out.transpose(1, 2).contiguous(), None
     if attention_mask is not None and cu_N is None:
@@ -186,7 +196,32 @@ def attend(
         longest = length
     # Segments lie end to end on one axis: rows of a batch are folded into it.
     q_THD, k_TKD, v_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if query.is_cuda:
+    if pack_split is not None:
+        q_THD, k_TKD, v_TKD = tokens_to_heads(q_THD, k_TKD, v_TKD, pack_split)
+        s_aux = None if s_aux is None else own_heads(s_aux, pack_split)
+    out_THD = _within_segments(q_THD, k_TKD, v_TKD, cu_N, longest, causal, window, scale, softcap, s_aux, dropout)
+    if pack_split is not None:
+        out_THD = heads_to_tokens(out_THD, query.shape[2], query.shape[1], pack_split)
+    return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
+
+
+def _within_segments(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_N: torch.Tensor,
+    longest: int | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend with the kernel that this device and these settings have; shape (T, H, Dv)."""
+    if q_THD.shape[1] == 0:  # more processes than heads: this one has none to attend with
+        return q_THD.reshape(q_THD.shape[0], 0, v_TKD.shape[2])
+    if q_THD.is_cuda:
         if softcap is not None or dropout > 0.0:
             raise ConfigError(
                 f"The attention backend {NAME!r} has neither score soft-capping nor attention dropout on CUDA (this "
@@ -195,12 +230,13 @@ def attend(
             )
         if longest is None:
             raise TrainingError("The pack's boundaries came without its longest segment; pass pack_max_seqlen as well.")
-        out_THD = varlen_attention(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, s_aux)
-    elif softcap is not None or dropout > 0.0:
-        out_THD = exact_segments(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, softcap, s_aux, dropout)
-    else:
-        out_THD = segment_attention(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, s_aux)
-    return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
+        return cuda_kernel()(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, sinks_H)
+    if softcap is not None or dropout > 0.0:
+        out_THD: torch.Tensor = exact_segments(
+            q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, softcap, sinks_H, dropout
+        )
+        return out_THD
+    return segment_attention(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, sinks_H)
 
 
 def _one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -26,6 +26,7 @@ from transformers.utils.import_utils import is_torchvision_available
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.models.attention import register, use_attention
 from headway.models.draw import draw_weights
+from headway.models.experts import use_experts
 from headway.models.video import video_processor
 
 Spec = str | Path | PreTrainedConfig
@@ -110,6 +111,7 @@ def load_model(
         model = _with_weights(model_class, str(spec), config, dtype)
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
     use_attention(model, attention)
+    use_experts(model)
     return model
 
 

@@ -51,7 +51,8 @@ def varlen_attention(
     size = -(-largest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     q, k, v = (F.pad(x, (0, size - x.shape[-1])).contiguous() for x in (q_THD, k_TKD, v_TKD))
     cu = cu_seqlens_N.to(torch.int32)
-    left = window - 1 if window is not None and window < max_seqlen else -1
+    # The kernel itself cuts windows wider than every segment; a comparison here would be compiled as two cases.
+    left = window - 1 if window is not None else -1
     reach = (left, 0) if causal else (-1, -1)
     grouped = q.shape[1] != k.shape[1]
     if sinks_H is None:

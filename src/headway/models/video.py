@@ -22,12 +22,13 @@ from transformers.video_utils import VideoMetadata, make_batched_metadata, make_
 
 from headway.models.patch_layout import lay_out, pixel_scale
 
-# Video processor by the class of the processor around it, where the folder does not name one.
-_TYPES = {
+VIDEO_PROCESSORS = {
     "Qwen2VLProcessor": "Qwen2VLVideoProcessor",
     "Qwen2_5_VLProcessor": "Qwen2VLVideoProcessor",
     "Qwen3VLProcessor": "Qwen3VLVideoProcessor",
 }
+"""Video processor by the class of the processor around it, where the folder does not name one."""
+
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _COMMON = {
     "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "temporal_patch_size": 2, "merge_size": 2,
@@ -217,7 +218,7 @@ def video_processor(name: str, processor_class: str) -> VideoSettings:
         if content:
             settings = content
             break
-    kind = settings.get("video_processor_type") or _TYPES.get(processor_class)
+    kind = settings.get("video_processor_type") or VIDEO_PROCESSORS.get(processor_class)
     return VideoProcessor(settings, kind) if kind in _DEFAULTS else VideoSettings(settings)
 
 

@@ -1,5 +1,6 @@
 """From the configuration's data section to a feed of packs."""
 
+import math
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -47,7 +48,7 @@ def open_feed(
     data = config.data
     sources, stages = open_stages(data)
     bad = bad_samples(config)
-    collator = make_collator(data, encoder, model, tuple(source.name for source in sources))
+    collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
     maker = PackMaker(sources, encoder, collator, bad.skips)
     accumulation = config.optim.accumulation
     share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
@@ -82,7 +83,7 @@ def open_feed(
 
 
 def make_collator(
-    data: DataConfig, encoder: Encoder, model: PreTrainedModel, sources: tuple[str, ...] = ()
+    data: DataConfig, encoder: Encoder, model: PreTrainedModel, ranks: Ranks, sources: tuple[str, ...] = ()
 ) -> Collator:
     """What lays samples into packs as the run's settings say.
 
@@ -94,7 +95,7 @@ def make_collator(
         pixel_scale=encoder.pixel_scale,
         position_rows=1 if encoder.rope_index is None else 3,
         sources=sources,
-        bucket_tokens=data.bucket_tokens,
+        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # those who share a pack have equally many
         bucket_patches=data.bucket_patches,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from headway.errors import ConfigError
+from headway.models.float8 import check_float8
 from headway.train.config import RunConfig
 
 
@@ -18,7 +19,7 @@ class Precision:
     Attributes:
         name: as in `run.dtype`.
         params: dtype of the parameters, their gradients and the optimizer's moments.
-        compute: dtype of the matrix products, and so of the peak.
+        compute: dtype of the matrix products outside of float8 layers.
         device_type: "cuda" or "cpu".
     """
 
@@ -26,6 +27,16 @@ class Precision:
     params: torch.dtype
     compute: torch.dtype
     device_type: str
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether the blocks' linear layers multiply in float8."""
+        return self.name == "float8"
+
+    @property
+    def peak_dtype(self) -> torch.dtype:
+        """The arithmetic whose peak MFU is a share of: the fastest that the step uses."""
+        return torch.float8_e4m3fn if self.is_float8 else self.compute
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of a forward pass."""
@@ -66,11 +77,14 @@ def choose_precision(run: RunConfig, device: torch.device) -> Precision:
     """The precision that `run.dtype` names, on this device.
 
     Raises:
-        ConfigError: bfloat16 on a CPU, where it would be slower than what it replaces and unlike what a GPU computes.
+        ConfigError: bfloat16 on a CPU, where it would be slower than what it replaces and unlike what a GPU computes;
+            float8 where the device has none.
     """
     name: str = run.dtype
     if name == "auto":
         name = "bfloat16-autocast" if device.type == "cuda" else "float32"
+    if name == "float8":
+        check_float8(device)
     if name != "float32" and device.type != "cuda":
         raise ConfigError(
             f"run.dtype {name!r} takes effect on CUDA only, and the run is on {device}; use float32 or auto."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from headway.data import Batch, Budget, Encoder, Sample
@@ -21,6 +22,8 @@ from headway.data.plan.budget import over_budget
 from headway.data.plan.packer import pack
 from headway.data.vision import VisionGeometry
 from headway.errors import DataError
+from headway.models.head import LossHead
+from headway.models.parallel.sequence import local_slots
 from headway.train.ranks import Ranks
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -59,6 +62,7 @@ class EvalSet:
         budget: of a pack.
         ranks: each takes its share of the packs.
         geometry: the model's vision geometry, for blank images where other ranks' packs have some.
+        group: the processes that compute each pack together; None where each pack is one process's.
 
     Raises:
         DataError: there is no sample, or one exceeds a pack or has nothing to answer.
@@ -71,6 +75,7 @@ class EvalSet:
         budget: Budget,
         ranks: Ranks,
         geometry: VisionGeometry | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         encoded = [encoder.encode(sample) for sample in samples]
         if not encoded:
@@ -81,47 +86,66 @@ class EvalSet:
         plan = pack([one.size for one in encoded], budget)
         plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
         rows = 1 if encoder.rope_index is None else 3
-        collator = Collator(geometry=geometry, pixel_scale=encoder.pixel_scale, position_rows=rows)
+        collator = Collator(
+            geometry=geometry, pixel_scale=encoder.pixel_scale, position_rows=rows, bucket_tokens=ranks.sequence
+        )
         self._packs = []
         for start in range(0, len(plan), ranks.num_data_ranks):
             together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
             needed = Modalities.union([Modalities.of(batch) for batch in together])
             self._packs.append(with_blanks(together[ranks.data_rank], needed, collator))
         self._ranks = ranks
+        self._group = group
 
     @torch.no_grad()
-    def evaluate(self, model: torch.nn.Module, device: torch.device, autocast: Autocast = nullcontext) -> Evaluation:
+    def evaluate(self, head: LossHead, device: torch.device, autocast: Autocast = nullcontext) -> Evaluation:
         """Judge every sample with the model as it is.
 
         Args:
-            model: put into evaluation mode for the time being.
+            head: runs the model, which is put into evaluation mode for the time being.
             device: where it lives.
             autocast: context of the forward pass.
         """
-        was_training = model.training
-        model.eval()
+        was_training = head.model.training
+        head.model.train(False)
         # samples, exact answers, summed cross-entropy, supervised tokens
         totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         for batch in self._packs:
-            totals_4 += _judge(model, batch.to(device), autocast)
-        model.train(was_training)
+            totals_4 += judge(head, batch.to(device), autocast, self._group)
+        head.model.train(was_training)
         self._ranks.sum_(totals_4)
         samples, exact, loss, tokens = totals_4.tolist()
         return Evaluation(int(samples), int(exact), loss / tokens)
 
 
-def _judge(model: torch.nn.Module, batch: Batch, autocast: Autocast) -> torch.Tensor:
+def judge(head: LossHead, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This process's part of what a pack adds to the totals; L are its slots.
+
+    Args:
+        head: of a model in evaluation mode.
+        batch: on the model's device.
+        autocast: context of the forward pass.
+        group: the processes that compute the pack together. What only all of them know, whether an answer is right
+            from beginning to end, the first one counts.
+
+    Returns:
+        Samples, exact answers, summed cross-entropy [nats] and supervised tokens, shape (4,).
+    """
+    local = local_slots(batch.slots, group)
+    labels_L = batch.labels_1T[0, local]
     with autocast():
-        logits_TV = model(**batch.model_inputs()).logits[0]
-    labels_T = batch.labels_1T[0]
-    supervised_T = labels_T >= 0
-    loss = F.cross_entropy(logits_TV.float(), labels_T, reduction="sum", ignore_index=-100)
-    wrong_T = supervised_T & (logits_TV.argmax(-1) != labels_T)
+        pack_loss = head(batch.model_inputs(), labels_L, judge=True)
+    assert pack_loss.right_T is not None
+    loss, supervised_L = pack_loss.total, labels_L >= 0
+    wrong_T = torch.zeros(batch.slots, dtype=torch.long, device=loss.device)
+    wrong_T[local] = (supervised_L & ~pack_loss.right_T).long()
     # Mistakes in each segment: differences of the running count at the segment boundaries.
-    running_T1 = F.pad(wrong_T.long().cumsum(0), (1, 0))
+    running_T1 = F.pad(wrong_T.cumsum(0), (1, 0))
     boundaries_N1 = batch.cu_seqlens_N.long()
     mistakes_N = running_T1[boundaries_N1[1:]] - running_T1[boundaries_N1[:-1]]
-    exact = (mistakes_N[: batch.num_segments] == 0).sum()  # padding is no sample
-    return torch.stack(
-        [torch.full_like(loss, batch.num_segments), exact.to(loss), loss, supervised_T.sum().to(loss)]
-    ).double()
+    samples = batch.num_segments
+    if group is not None:
+        dist.all_reduce(mistakes_N, group=group)
+        samples = samples if dist.get_rank(group) == 0 else 0
+    exact = (mistakes_N[:samples] == 0).sum()  # padding is no sample
+    return torch.stack([torch.full_like(loss, samples), exact.to(loss), loss, supervised_L.sum().to(loss)]).double()

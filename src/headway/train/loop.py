@@ -1,7 +1,8 @@
 """The training loop, whole.
 
 `train` reads from top to bottom: for each optimizer step, fetch the packs, run them forward and backward, update,
-record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, V the vocabulary.
+record; now and then evaluate and save. `prepare` builds what it needs. T is the slots of a pack, L those of them that
+this process computes, S the sources.
 
 The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
 by their number; so neither the packing nor the number of ranks changes it. The head runs on every token of a pack,
@@ -12,13 +13,13 @@ import math
 import time
 
 import torch
-import torch.nn.functional as F
 import transformers
 
 from headway.data.feed import FeedReport
 from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel import clip_, reduce_gradients
+from headway.models.parallel.sequence import local_slots
 from headway.train.answers import answers_record
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
@@ -34,18 +35,18 @@ from headway.train.record import (
     SUMMARY,
     MetricsLog,
     RunLedger,
-    StepRecorder,
     memory_bytes,
     read_metrics,
     write_json,
 )
+from headway.train.recorder import Launched, StepRecorder
 from headway.train.share import Flags, agree
 from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary, mean_of_last
 from headway.train.watch import Place, Watchdog, told
 
 
-def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  # noqa: PLR0915 - the loop stays whole
+def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  # noqa: PLR0915 - stays whole
     """Train a model.
 
     Args:
@@ -66,7 +67,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     start_s, start_ns = time.perf_counter(), time.monotonic_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     run = prepare(config, resume=resume)
-    model, optimizer, meter = run.model, run.optimizer, run.meter
+    trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
     ranks, device = run.ranks, run.device
     optim, saver = config.optim, run.saver
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -86,6 +87,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         config.run.folder / GOODPUT if ranks.is_first else None,
         since_ns=start_ns,
         resumed_from=step if run.resumes else None,
+        compiles=config.speed.compile,
     )
 
     with (
@@ -147,23 +149,28 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
                 place.at("forward and backward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
+                local = local_slots(batch.slots, run.sequence_group)
+                labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
-                    logits_TV = model(**batch.model_inputs()).logits[0]
-                loss_T = F.cross_entropy(logits_TV.float(), batch.labels_1T[0], ignore_index=-100, reduction="none")
-                torch.autograd.backward(loss_T.sum() / max(1, whole.num_supervised))
-                loss_S.index_add_(0, batch.source_of_slots(), loss_T.detach())
+                    pack = trained.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
+                torch.autograd.backward(pack.total)
+                loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
             meter.add(whole.workload)
 
             # Update.
             place.at("update")
-            ranks.sum_(loss_S)
+            compilations = trained.compile_watch.since()
+            sums = torch.cat([loss_S, torch.full((1,), len(compilations.guards), device=device)])
+            ranks.sum_(sums)
             grad_norm = clip_(parameters, max_norm)
-            numbers_S1 = torch.cat([loss_S, grad_norm.to(loss_S)[None]])
-            take_step(optimizer, numbers_S1, skips=optim.on_nonfinite == "skip")
+            numbers_K = torch.cat([sums, grad_norm.to(sums)[None], run.router_load.take(ranks.sum_)])
+            take_step(optimizer, numbers_K, skips=optim.on_nonfinite == "skip")
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(step, lr, numbers_S1, whole, meter.end_step(), batches)
+            utilisation = meter.end_step(compiled=compilations.happened)
+            recorder.add(Launched(step, lr, whole, utilisation, batches, compilations), numbers_K)
+            progress.recompiled(step, compilations.news)
             window.after(step, progress.note)
 
             # Now and then, and at the end.
@@ -215,10 +222,10 @@ def _evaluate(
     run: Run, eval_set: EvalSet, step: int, log: MetricsLog, samples: MetricsLog, progress: Progress
 ) -> Evaluation:
     """Judge the model on the held-out samples and write down what was found, with some answers in words."""
-    model, device, autocast = run.model, run.device, run.precision.autocast
+    device, autocast = run.device, run.precision.autocast
     with run.weights_to_judge():
-        evaluation = eval_set.evaluate(model, device, autocast)
-        answers = [] if run.questions is None else run.questions.answer(model, device, autocast)
+        evaluation = eval_set.evaluate(run.trained.head, device, autocast)
+        answers = [] if run.questions is None else run.questions.answer(run.model, device, autocast)
     record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
     log.write(record)
     progress.note(evaluation_line(record))

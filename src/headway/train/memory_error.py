@@ -89,6 +89,8 @@ def possible_savings(held: dict[str, int], run: Run, config: TrainConfig, place:
         kept = place.batch.workload.slots * hidden * run.precision.compute.itemsize * num_blocks
         yield "speed.recompute=full", max(0, activations - activations // num_blocks - kept)
     yield f"twice the processes that share the weights ({run.ranks.size} train now)", state // 2
+    if run.device.type == "cuda" and run.mesh is not None and not config.parallel.offload:
+        yield "parallel.offload=true", held.get("weights", 0) + moments + held.get("average", 0)
     if config.optim.state in ("auto", "float32"):
         yield "optim.state=bfloat16", moments // 2
         yield "optim.state=8bit", moments * 3 // 4

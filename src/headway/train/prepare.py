@@ -8,28 +8,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from headway.count import trace
 from headway.data import Encoder, read_samples
 from headway.data.feed import Feed
-from headway.data.vision import vision_geometry, vision_tower
+from headway.data.vision import vision_geometry
 from headway.devices import peak_for
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import ConfigError
 from headway.meter import StepMeter
-from headway.models.draw import draw_weights
-from headway.models.load import Processor, load_config, load_model, load_processor, rope_index
-from headway.models.lora import initialise_adapters, without_adapters, write_adapter_config
-from headway.models.materialise import make_room, read_weights
-from headway.models.parallel import Mesh, MeshShape, build_mesh, model_name, shard_model
+from headway.models.load import Processor, load_processor, rope_index
+from headway.models.lora import write_adapter_config
+from headway.models.parallel import Mesh, build_mesh, model_name
+from headway.models.router import RouterLoad
+from headway.plan.mesh_shape import MeshShape
 from headway.train.answers import Questions
+from headway.train.build import Trained, build_trained
 from headway.train.checkpoint import (
     Checkpoint,
     CheckpointSaver,
     Contents,
     find_checkpoint,
     random_state,
-    refuse_half_written,
     restore,
     restore_random_state,
     training_tensors,
@@ -40,7 +40,7 @@ from headway.train.config.sections import changed
 from headway.train.data import budget_of, make_collator, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
-from headway.train.optim import Optimizer, WeightAverage, adapt, freeze, make_optimizer
+from headway.train.optim import Optimizer, WeightAverage, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, has_run, open_run_folder, write_json
 
@@ -53,12 +53,13 @@ class Run:
     precision: Precision
     ranks: Ranks
     mesh: Mesh | None
-    model: PreTrainedModel
+    trained: Trained
     processor: Processor
     optimizer: Optimizer
     ema: WeightAverage | None
     meter: StepMeter
     feed: Feed
+    router_load: RouterLoad
     eval_set: EvalSet | None
     questions: Questions | None
     resumes: bool
@@ -66,9 +67,19 @@ class Run:
     saver: CheckpointSaver
     exports: Exports
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """What learns."""
+        return self.trained.model
+
     def weights_to_judge(self) -> AbstractContextManager[None]:
         """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
         return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
+
+    @property
+    def sequence_group(self) -> ProcessGroup | None:
+        """The processes that compute each of this one's packs with it; None where it computes them alone."""
+        return _sequence_group(self.mesh)
 
     def describe(self) -> list[str]:
         """A few lines on what is about to happen."""
@@ -78,6 +89,7 @@ class Run:
             f"trained, {self.precision.name} on {self.device}",
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
+        lines += self.trained.notes
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
     def write_model(self, folder: Path) -> None:
@@ -121,13 +133,12 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)  # noqa: NPY002 - the global state is what other libraries draw from
     torch.manual_seed(config.run.seed)
-    model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
+    trained = build_trained(config, mesh, checkpoint, precision, device)
+    model, cost_model = trained.model, trained.cost_model
     processor = load_processor(config.model.path)
-    cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
-    meter = StepMeter(cost_model, peak_for(device, precision.compute), world_size=ranks.size)
-    if mesh is not None:
-        distribute(model, mesh, config, checkpoint, precision, device)
-    initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
+    meter = StepMeter(
+        cost_model, peak_for(device, precision.peak_dtype), recompute=trained.recompute, world_size=ranks.size
+    )
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
@@ -136,15 +147,16 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     eval_set = questions = None
     if config.data.eval is not None:
         samples = read_samples(config.data.eval)[: config.eval.max_samples]
-        eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model))
+        group = _sequence_group(mesh)
+        eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model), group)
         if config.eval.generate is not None:
-            collator = make_collator(config.data, encoder, model)
             questions = Questions(
                 samples,
                 encoder,
                 budget_of(config.data),
-                collator,
+                make_collator(config.data, encoder, model, ranks),
                 ranks,
+                group,
                 count=config.eval.generate,
                 max_new_tokens=config.eval.max_new_tokens,
             )
@@ -168,12 +180,13 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         precision,
         ranks,
         mesh,
-        model,
+        trained,
         processor,
         optimizer,
         ema,
         meter,
         feed,
+        RouterLoad(model, device),
         eval_set,
         questions,
         resume,
@@ -184,6 +197,10 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
     return run
+
+
+def _sequence_group(mesh: Mesh | None) -> ProcessGroup | None:
+    return None if mesh is None or mesh.sequence is None else mesh.sequence.get_group()
 
 
 def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> Mesh | None:
@@ -208,71 +225,6 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     if parallel.offload and device.type == "cpu":
         raise ConfigError("parallel.offload has no effect on a CPU, whose memory is the host's. Take it out.")
     return build_mesh(shape, device.type) if ranks.size > 1 else None
-
-
-def build_model(
-    config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """The configured model: with saved weights or at random; what a checkpoint is read into, if there is one.
-
-    Args:
-        config: everything there is to say.
-        checkpoint: where the run left off.
-        dtype: the parameters' floating-point type.
-        device: where the model lives; on the meta device it has no weights yet, see `distribute`.
-
-    Raises:
-        CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
-    """
-    refuse_half_written(Path(config.model.path))
-    if checkpoint is not None:
-        _refuse_another_model(config, checkpoint)
-    # A checkpoint's weights come later, when there is an optimizer too; until then any will do.
-    random_init = config.model.random_init or checkpoint is not None or device.type == "meta"
-    return load_model(config.model.path, dtype=dtype, device=device, random_init=random_init)
-
-
-def distribute(
-    model: PreTrainedModel,
-    mesh: Mesh,
-    config: TrainConfig,
-    checkpoint: Checkpoint | None,
-    precision: Precision,
-    device: torch.device,
-) -> None:
-    """Shard a model that has no weights yet, and give every process its slices of them, or room for a checkpoint's.
-
-    Raises:
-        CheckpointError: the weights are not whole, or of another model.
-    """
-    parallel = config.parallel
-    shard_model(
-        model,
-        mesh,
-        compute_dtype=precision.compute,
-        reduce_dtype=getattr(torch, parallel.reduce_dtype),
-        reshard=parallel.reshard,
-        offload=parallel.offload,
-        vision=vision_tower(model),
-    )
-    keep_on = torch.device("cpu") if parallel.offload else device
-    with without_adapters(model):  # which have weights of their own later
-        if checkpoint is not None:
-            make_room(model, device, keep_on=keep_on)
-        elif config.model.random_init:
-            draw_weights(model, device, keep_on=keep_on)
-        else:
-            read_weights(model, config.model.path, device, keep_on=keep_on)
-
-
-def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
-    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.model_folder))
-    if wanted != found:
-        keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
-            f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
-        )
 
 
 def save(run: Run, step: int) -> None:
@@ -300,16 +252,3 @@ def _facts(run: Run) -> dict[str, Any]:
         "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
     }
-
-
-def _architecture(path: str) -> dict[str, Any]:
-    """A model's configuration without what saving adds to it."""
-    volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
-
-    def clean(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: clean(value) for key, value in node.items() if key not in volatile}
-        return node
-
-    cleaned: dict[str, Any] = clean(load_config(path).to_dict())
-    return cleaned

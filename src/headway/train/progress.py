@@ -1,5 +1,6 @@
 """What a run shows while it goes: a line per logged step, and on a terminal a bar below them. All of it on stderr."""
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,6 +47,11 @@ class Progress:
         self._bar.update(self._task, completed=step)
         if step % self._log_every == 0 or step in (1, self._steps):
             self.note(step_line(record, self._steps))
+
+    def recompiled(self, step: int, guards: Iterable[str]) -> None:
+        """Warn of guards that failed in a step, so that a block was compiled again."""
+        for guard in guards:
+            self.note(f"warning: compiled again in step {step}, as a guard failed: {guard}")
 
     def __enter__(self) -> Self:
         self._bar.start()

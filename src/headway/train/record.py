@@ -11,12 +11,11 @@ export/         model folders made of checkpoints, one for each exported step
 """
 
 import json
-import math
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -26,13 +25,12 @@ import torch
 import yaml
 
 import headway
-from headway.data import Batch
 from headway.errors import ConfigError, TrainingError
-from headway.meter import Goodput, StepUtilisation
+from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
 from headway.meter.sinks import Sinks
+from headway.meter.surroundings import Compilation
 from headway.train.config import TrainConfig, parse_config
-from headway.train.share import StepShare
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
 CHECKPOINTS, EXPORTS, SAMPLES = "checkpoints", "export", "samples.jsonl"
@@ -41,6 +39,7 @@ _FREE_ON_RESUME = (
     "eval",
     "checkpoint",
     "parallel",
+    "plan",
     "optim.accumulation",  # other processes, the same packs in a step
     "data.eval",
     "data.workers",
@@ -177,10 +176,14 @@ class RunLedger:
         path: the ledger's file; None keeps none, as on all ranks but the first.
         since_ns: reading of the monotonic clock at which the process began to set up [ns].
         resumed_from: step that a resumed run goes on from; None if it is a new one.
+        compiles: whether torch.compile is used; its time is told apart then.
     """
 
-    def __init__(self, path: Path | None, *, since_ns: int, resumed_from: int | None) -> None:
+    def __init__(self, path: Path | None, *, since_ns: int, resumed_from: int | None, compiles: bool) -> None:
         self._ledger = None if path is None else Goodput(path, since_ns=since_ns)
+        self._compilation = Compilation()
+        if self._ledger is not None and compiles:
+            self._compilation.charge(self._ledger)
         if self._ledger is not None and resumed_from is not None:
             self._ledger.resumed(resumed_from)
 
@@ -200,146 +203,9 @@ class RunLedger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._compilation.let_go()
         if self._ledger is not None:
             self._ledger.close()
-
-
-class HostCopy:
-    """A few numbers on their way from the device, read when they have arrived: no step waits for its own log line.
-
-    Args:
-        values_K: numbers on the device, shape (K,).
-    """
-
-    def __init__(self, values_K: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if values_K.device.type == "cuda":
-            self._values_K = torch.empty(values_K.shape, dtype=values_K.dtype, pin_memory=True)
-            self._values_K.copy_(values_K, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._event.record()
-        else:
-            self._values_K = values_K
-
-    def read(self) -> list[float]:
-        """Wait for the numbers, if they are not there yet."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._values_K.tolist()
-        return numbers
-
-
-class StepRecorder:
-    """Turns finished steps into records: into metrics.jsonl, onto the screen, and an error where a loss is not finite.
-
-    A step's numbers are read back when the next one has been launched, so no step waits for its own record.
-
-    Args:
-        log: the run's metrics.jsonl.
-        show: called with each record.
-        device: whose memory is recorded.
-        sources: names of the sources; where there are several, each has its loss and tokens recorded.
-        may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
-        bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
-    """
-
-    def __init__(
-        self,
-        log: MetricsLog,
-        show: Callable[[dict[str, Any]], None],
-        device: torch.device,
-        sources: Sequence[str],
-        *,
-        may_skip: int,
-        bad_samples: Path,
-    ) -> None:
-        self._log = log
-        self._show = show
-        self._device = device
-        self._sources = sources
-        self._may_skip, self._skipped, self._bad_samples = may_skip, 0, bad_samples
-        self._pending: tuple[int, float, HostCopy, StepShare, StepUtilisation, Sequence[Batch]] | None = None
-
-    def add(
-        self,
-        step: int,
-        lr: float,
-        losses_and_norm: torch.Tensor,
-        share: StepShare,
-        utilisation: StepUtilisation,
-        batches: Sequence[Batch],
-    ) -> None:
-        """Take in a step that has been launched, and finish the record of the one before.
-
-        Args:
-            step: its number.
-            lr: its learning rate.
-            losses_and_norm: the summed losses of each source [nats] and the gradient's norm, shape (S + 1,).
-            share: what all ranks computed.
-            utilisation: of the step.
-            batches: this rank's packs.
-
-        Raises:
-            TrainingError: the step before had a loss or gradient that is not finite.
-        """
-        copy = HostCopy(losses_and_norm)
-        self.flush()
-        self._pending = step, lr, copy, share, utilisation, batches
-
-    def flush(self) -> None:
-        """Finish the record of the last step.
-
-        Raises:
-            TrainingError: its loss or gradient is not finite.
-        """
-        if self._pending is None:
-            return
-        step, lr, copy, share, utilisation, batches = self._pending
-        self._pending = None
-        *losses, grad_norm = copy.read()
-        loss = sum(losses) / max(1, share.num_supervised)
-        is_finite = all(map(math.isfinite, (*losses, grad_norm)))
-        self._skipped = 0 if is_finite else self._skipped + 1
-        if self._skipped > self._may_skip:
-            raise TrainingError(self._not_finite(step, lr, loss, grad_norm, batches))
-        numbers: dict[str, Any] = {
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "memory_bytes": memory_bytes(self._device),
-        }
-        if not is_finite:  # which JSON has no numbers for
-            numbers |= {"loss": None, "grad_norm": None, "skipped": True}
-        record = {"kind": "step", "step": step, **numbers, **utilisation.as_record()}
-        if len(self._sources) > 1:
-            record["sources"] = self._by_source(losses, share)
-        self._log.write(record)
-        self._show(record)
-
-    def _not_finite(self, step: int, lr: float, loss: float, grad_norm: float, batches: Sequence[Batch]) -> str:
-        """What to say of a step that ends the run; the samples that this rank had in it go to a file."""
-        samples = [source for batch in batches for source in batch.sources]
-        write_json(self._bad_samples, {"step": step, "packs": [list(batch.sources) for batch in batches]})
-        row = f", after {self._may_skip} updates in a row that were left out" if self._may_skip else ""
-        return (
-            f"step {step} has loss {loss} and gradient norm {grad_norm}{row}: training has diverged or met a sample "
-            f"that it cannot digest. The learning rate was {lr:.3g}; lower optim.lr or lengthen optim.warmup_steps. "
-            f"This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; all are in "
-            f"{self._bad_samples}. The checkpoints written before are whole."
-        )
-
-    def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
-        """Mean loss, tokens and targets of each source, and the share of its tokens that was cut or left out."""
-        parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
-        return {
-            name: {
-                "loss": loss / supervised if supervised and math.isfinite(loss) else None,
-                "tokens": tokens,
-                "supervised": supervised,
-                "waste": lost / (tokens + lost) if tokens + lost else 0.0,
-            }
-            for name, loss, tokens, supervised, lost in parts
-        }
 
 
 def _records_until(path: Path, last_step: int) -> list[str]:

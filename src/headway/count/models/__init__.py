@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.count.models.hub import HUB_NAMES
 from headway.errors import UnknownModelError
 
 if TYPE_CHECKING:
@@ -30,6 +31,17 @@ def presets() -> dict[str, dict[str, Any]]:
 def shipped_models() -> list[str]:
     """Name the models whose cost model ships with the package."""
     return sorted(presets())
+
+
+def shipped_name(name: str) -> str | None:
+    """Find the shipped model that a name stands for: its own, in any case, or one on the Hub; None if none does.
+
+    >>> shipped_name("Qwen/Qwen2.5-7B-Instruct")
+    'qwen2.5-7b'
+    """
+    if name.lower() in presets():
+        return name.lower()
+    return HUB_NAMES.get(name)
 
 
 def nearest(name: str) -> str:

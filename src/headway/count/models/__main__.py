@@ -1,15 +1,19 @@
-"""Trace every shipped model again and write its cost model: `python -m headway.count.models [NAME ...]`."""
+"""Trace every shipped model again and write its cost model: `python -m headway.count.models [NAME ...]`.
+
+What autograd saves of each, for memory plans, is written too, into one file for all.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headway.count import storage
+from headway.count import saved, storage
 from headway.count.models import FOLDER, presets
 from headway.count.tracing import trace
 from headway.count.tracing.build import preset_config
+from headway.count.tracing.saved_blocks import saved_of_config
 from headway.errors import HeadwayError
 
 if TYPE_CHECKING:
@@ -21,6 +25,11 @@ def trace_preset(name: str) -> CostModel:
     return trace(preset_config(name), name=name)
 
 
+def trace_activations(name: str) -> dict[str, list[Any]]:
+    """Trace what the model that a shipped configuration describes saves, by precision."""
+    return {p: saved.to_dict(saved_of_config(preset_config(name), p)) for p in saved.PRECISIONS}
+
+
 def main(names: list[str]) -> int:
     """Trace the named models, all when none is named."""
     for name in names or presets():
@@ -30,6 +39,7 @@ def main(names: list[str]) -> int:
         except HeadwayError:
             return 1
         storage.save(model, FOLDER / f"{name}.json")
+        saved.save(name, trace_activations(name))
         time.perf_counter() - start
     return 0
 

@@ -45,7 +45,16 @@ def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dty
 
 
 def twin_of_config(config: Any) -> nn.Module:
-    """Build a transformers model from its configuration, on shapes alone.
+    """Build the phantom twin of a transformers model from its configuration.
+
+    Raises:
+        TraceError: transformers has no causal or image-text model for this configuration.
+    """
+    return twin_of_model(model_on_shapes(config))
+
+
+def model_on_shapes(config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Build a transformers model from its configuration; its parameters are on the meta device, its buffers real.
 
     Raises:
         TraceError: transformers has no causal or image-text model for this configuration.
@@ -53,10 +62,11 @@ def twin_of_config(config: Any) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
-        model: Any = model_class(config)._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
+        model: Any = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
     model.tie_weights()  # building without initialisation leaves this out
     _fill_buffers(model)
-    return twin_of_model(model)
+    built: nn.Module = model
+    return built
 
 
 def _fill_buffers(model: Any) -> None:

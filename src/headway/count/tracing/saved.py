@@ -88,42 +88,52 @@ def saved_activations(
     workloads = made.workloads()
     context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    runs: list[_SavedRecorder] = []
+    runs: list[SavedRecorder] = []
     sizes: list[Counter[str]] = []
     for workload in workloads:
-        arguments = _in_dtype(made.arguments(workload), floats)
-        run = _SavedRecorder(twin, lambda _: "")
+        arguments = in_dtype(made.arguments(workload), floats)
+        run = SavedRecorder(twin, lambda _: "")
         with run, Seams(run), stand_ins(twin, run), plain_checkpoints(), context:
             out = floats_of(call(twin, arguments))
-        run.forget([*twin.parameters(), *_phantoms(arguments)])
+        run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
         sizes.append(run.by_module(products_only=products_only))
     names = [*made.drivers]
     if made.strided and alike(runs):
         names += shortened([run.operations for run in runs], workloads, made.strided)
-    rows, left_out = _explain(sizes, candidates(workloads, names))
+    modules, left_out = explain(sizes, candidates(workloads, names))
+    rows: dict[str, Fraction] = {}
+    for module in modules.values():
+        for driver, factor in module.items():
+            rows[driver] = rows.get(driver, Fraction(0)) + factor
     trained = sum(1 << i for i, p in enumerate(twin.parameters()) if p.requires_grad)
     reached = out.sources & trained if isinstance(out, Phantom) and out.requires_grad else 0
     return Saved(tuple(rows.items()), reached, left_out)
 
 
-def _explain(
+def explain(
     runs: Sequence[Mapping[str, int]], known: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, Fraction], tuple[str, ...]]:
-    """Find the drivers of each module's saved bytes, and name the modules where there are none."""
-    rows: dict[str, Fraction] = {}
+) -> tuple[dict[str, dict[str, Fraction]], tuple[str, ...]]:
+    """Find the drivers of each module's bytes, with bytes per unit of each, and name the modules where there are none.
+
+    Args:
+        runs: bytes by module in each run.
+        known: units of each driver in each run.
+    """
+    modules: dict[str, dict[str, Fraction]] = {}
     left_out, terms = [], dict[tuple[int, ...], list[tuple[str, Fraction]] | None]()
     for module in runs[0]:
         sizes = tuple(run.get(module, 0) for run in runs)
         if sizes not in terms:
             terms[sizes] = _terms(sizes, known)
+        rows = modules[module] = {}
         for driver, factor in terms[sizes] or ():
             # in a pack, what is there once for a run of one segment is there once for all of them
             name = "packs" if driver == "segments" and len(runs) > 1 else driver
             rows[name] = rows.get(name, Fraction(0)) + factor
         if terms[sizes] is None:
             left_out.append(module or "(the model)")
-    return rows, tuple(left_out)
+    return modules, tuple(left_out)
 
 
 def _terms(sizes: Sequence[int], known: Mapping[str, Sequence[int]]) -> list[tuple[str, Fraction]] | None:
@@ -141,7 +151,7 @@ def _terms(sizes: Sequence[int], known: Mapping[str, Sequence[int]]) -> list[tup
 
 
 @dataclass
-class _SavedRecorder(Recorder):
+class SavedRecorder(Recorder):
     """Notes what autograd saves beside the operations.
 
     Attributes:
@@ -162,7 +172,7 @@ class _SavedRecorder(Recorder):
     def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Any:
         product: Operation | bool | None = super()._on_dispatch(func, args, out)
         if product is not None:
-            self.read.update((id(root(t)), root(t)) for t in _phantoms(args))
+            self.read.update((id(root(t)), root(t)) for t in phantoms(args))
         return product
 
     def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -182,8 +192,12 @@ class _SavedRecorder(Recorder):
         sizes: Counter[str] = Counter()
         for key, (whole, module, views) in self.kept.items():
             if key in self.read or not products_only:
-                sizes[module] += _touched(whole.numel(), frozenset(views)) * whole.element_size()
+                sizes[module] += self.touched_bytes(whole, views)
         return sizes
+
+    def touched_bytes(self, whole: Phantom, views: set[_View]) -> int:
+        """Count the bytes of a storage that any of its saved views looks at."""
+        return _touched(whole.numel(), frozenset(views)) * whole.element_size()
 
 
 def _view(tensor: torch.Tensor) -> _View:
@@ -214,18 +228,18 @@ def _touched(numel: int, views: frozenset[_View]) -> int:
     return int(torch.count_nonzero(touched))
 
 
-def _phantoms(value: Any) -> Iterator[Phantom]:
+def phantoms(value: Any) -> Iterator[Phantom]:
     """Iterate over the phantoms among arguments."""
     if isinstance(value, Phantom):
         yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
-        yield from _phantoms(part)
+        yield from phantoms(part)
 
 
-def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Give the phantoms among arguments a model's dtype."""
     if isinstance(value, Phantom):
         return Phantom(value.meta.to(dtype), fed=value.fed)
     if isinstance(value, dict):
-        return {name: _in_dtype(part, dtype) for name, part in value.items()}
-    return type(value)(_in_dtype(part, dtype) for part in value) if isinstance(value, tuple | list) else value
+        return {name: in_dtype(part, dtype) for name, part in value.items()}
+    return type(value)(in_dtype(part, dtype) for part in value) if isinstance(value, tuple | list) else value

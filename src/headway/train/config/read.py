@@ -10,17 +10,31 @@ from pydantic import BaseModel, ValidationError
 from headway.errors import ConfigError
 from headway.train.config.whole import TrainConfig
 
+EXTENDS = "extends"
+
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
     """Read a YAML configuration and lay overrides over it.
+
+    A file may begin with `extends: other.yaml`, a path from its own folder: it then changes and adds to what that file
+    says, section by section and setting by setting; a list replaces the whole list.
 
     Args:
         path: the YAML file.
         overrides: assignments `a.b=value`, the value in YAML; list items by index, as in `data.train.0.epochs=2`.
 
     Raises:
-        ConfigError: no such file, no YAML, an unknown key, or a value that is not allowed.
+        ConfigError: no such file, no YAML, an unknown key, a value that is not allowed, or files that extend each
+            other in a circle.
     """
+    raw = _read(path, ())
+    return with_overrides(raw, overrides, source=str(path))
+
+
+def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
+    """Read a file and, below it, the one that it extends."""
+    if path.resolve() in extending:
+        raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -32,9 +46,34 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
     if not isinstance(raw, dict):
         sections = ", ".join(TrainConfig.model_fields)
         raise ConfigError(f"{path} holds no configuration; it must be a YAML mapping with the sections {sections}.")
+    base = raw.pop(EXTENDS, None)
+    if base is None:
+        return raw
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: {EXTENDS} = {base!r} is no path; name one YAML file, from the folder of this one.")
+    return _merged(_read(path.parent / base, (*extending, path.resolve())), raw)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Lay one mapping over another; mappings inside join, all else replaces."""
+    merged = dict(base)
+    for key, value in changes.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def with_overrides(
+    raw: dict[str, Any], overrides: tuple[str, ...], *, source: str = "the configuration"
+) -> TrainConfig:
+    """Lay overrides over a configuration given as plain types, which is changed, and check the result.
+
+    Raises:
+        ConfigError: as for `load_config`.
+    """
     for override in overrides:
         _assign(raw, override)
-    return parse_config(raw, source=str(path))
+    return parse_config(raw, source=source)
 
 
 def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> TrainConfig:

@@ -32,10 +32,11 @@ class RunConfig(Section):
     folder: Path = Field(description="Run folder: config, versions, metrics.jsonl and checkpoints")
     seed: int = Field(default=0, ge=0, description="Seed of weights and of everything random besides the data order")
     device: str = Field(default="auto", description="'cpu', 'cuda', 'cuda:1', or 'auto' for CUDA where there is one")
-    dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params", "float8"] = Field(
         default="auto",
-        description="float32; bfloat16-autocast (fp32 weights) or bfloat16-params, both on CUDA only; "
-        "auto is bfloat16-autocast on CUDA and float32 on CPU",
+        description="float32; bfloat16-autocast (fp32 weights) or bfloat16-params, both on CUDA only; float8, which is "
+        "bfloat16-autocast with the blocks' linear layers in float8, on CUDA 8.9 or newer; auto is bfloat16-autocast "
+        "on CUDA and float32 on CPU",
     )
     threads: Positive | None = Field(default=None, description="CPU threads of PyTorch; null for its choice [threads]")
     log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")

@@ -1,7 +1,76 @@
 """What makes a step faster or smaller without changing what it computes."""
 
-from headway.train.config.sections import Section
+import re
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from headway.train.config.sections import Positive, Section, changed
+
+_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class SpeedConfig(Section):
     """Compilation, kernels and recomputation."""
+
+    compile: bool = Field(
+        default=False, description="Compile every block with torch.compile, once for packs of every size"
+    )
+    recompiles: Literal["warn", "error"] = Field(
+        default="warn", description="What a compilation after a block's first forward is; each is counted and named"
+    )
+    recompute: str = Field(
+        default="none",
+        description="Blocks that keep their input alone and compute the rest again in backward: none, full, every:N "
+        "(every N-th of each tower), or memory:SIZE, such as memory:40GiB, for the fewest with which what the blocks "
+        "of the largest pack keep fits SIZE on each device",
+    )
+
+    kernels: Literal["torch", "liger"] = Field(
+        default="torch",
+        description="Whose kernels compute norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger "
+        "Kernel's on CUDA",
+    )
+    attention: Literal["auto", "torch", "flash-attn"] = Field(
+        default="auto",
+        description="Kernel of attention within segments on CUDA: PyTorch's (also with auto) or that of the flash-attn "
+        "package",
+    )
+    loss_chunk: Positive | None = Field(
+        default=2048,
+        description="Slots whose logits are in memory at a time, Liger's own choice with its kernels; null for the "
+        "logits of a whole pack [slots]",
+    )
+
+    @field_validator("recompute")
+    @classmethod
+    def _recompute_is_understood(cls, recompute: str) -> str:
+        every = re.fullmatch(r"every:[1-9]\d*", recompute)
+        if recompute not in ("none", "full") and not every and _size(recompute) is None:
+            raise ValueError(
+                f"{recompute!r} is not none, full, every:N or memory:SIZE with a size such as 40GiB; units are "
+                f"{', '.join(_BYTES)}"
+            )
+        return recompute
+
+    @model_validator(mode="after")
+    def _recompiles_are_of_something_compiled(self) -> Self:
+        if not self.compile and "recompiles" in changed(self):
+            raise ValueError("recompiles has no effect without compile: true")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_are_ours(self) -> Self:
+        if self.kernels == "liger" and self.loss_chunk is not None and "loss_chunk" in changed(self):
+            raise ValueError("loss_chunk has no effect with kernels 'liger', which choose their own; leave it out")
+        return self
+
+    @property
+    def recompute_bytes(self) -> int | None:
+        """What blocks may keep from forward to backward on each device [bytes]; None where it does not choose them."""
+        return _size(self.recompute)
+
+
+def _size(recompute: str) -> int | None:
+    match = re.fullmatch(rf"memory:(\d+(?:\.\d+)?) ?({'|'.join(_BYTES)})", recompute)
+    return round(float(match[1]) * _BYTES[match[2]]) if match else None

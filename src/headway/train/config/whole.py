@@ -8,6 +8,7 @@ from headway.train.config.data import DataConfig
 from headway.train.config.model import ModelConfig
 from headway.train.config.optim import OptimConfig
 from headway.train.config.parallel import ParallelConfig
+from headway.train.config.plan import PlanConfig
 from headway.train.config.run import CheckpointConfig, EvalConfig, RunConfig
 from headway.train.config.sections import Section, as_written
 from headway.train.config.speed import SpeedConfig
@@ -23,6 +24,7 @@ class TrainConfig(Section):
     speed: SpeedConfig = SpeedConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    plan: PlanConfig = PlanConfig()
     run: RunConfig
 
     @model_validator(mode="after")

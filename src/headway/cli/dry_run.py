@@ -1,0 +1,159 @@
+"""`headway train --dry-run`: what a run will need, from its recipe alone."""
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from headway.cli.extras import needs_extra
+from headway.cli.resolve import resolve_config, resolve_cost_model
+from headway.report import (
+    Column,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_share,
+    render_pairs,
+    render_table,
+)
+
+if TYPE_CHECKING:
+    from headway.count.saved import SavedActivations
+    from headway.train.config import TrainConfig
+    from headway.train.dry_run import DryRun, Packs
+
+_PARTS = (
+    ("weights", "weights", "this device's share, as the optimizer sees them"),
+    ("casts", "weights, cast", "copies in the dtype of the products"),
+    ("gradients", "gradients", "this device's share"),
+    ("optimizer", "optimizer", "moments"),
+    ("average", "average", "moving average of the weights"),
+    ("gathered", "weights, gathered", "whole for a while: the head, two blocks and what is in no block"),
+    ("reducing", "gradients, summing", "of a unit on their way to the other devices"),
+    ("activations", "activations", "kept for backward, of the largest pack"),
+    ("recomputing", "recomputing", "activations of the block that is computed again"),
+    ("head", "logits and loss", "logits at hand, and the gradients made with them"),
+)
+
+
+def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | None, as_json: bool) -> None:
+    """Plan the run that a configuration describes, and print it.
+
+    Args:
+        config: the recipe.
+        devices: processes, a device each; the recipe's own number when None.
+        device: name of the device; the recipe's own when None.
+        as_json: one JSON object instead of tables.
+
+    Raises:
+        HeadwayError: an unknown model or device, a mesh that does not fit, or a setting that cannot take effect.
+    """
+    from headway.devices import named_device
+    from headway.train.dry_run import dry_run, precision_of
+
+    count = devices or config.plan.devices or 1
+    name = device or config.plan.device
+    cost_model = resolve_cost_model(config.model.path)
+    precision = precision_of(config, count)
+    saved = {precision: _saved(config.model.path, precision)}
+    found = named_device(name) if name is not None else None
+    planned = dry_run(config, cost_model, saved, devices=count, device=found)
+    print(json.dumps(planned.as_json()) if as_json else _render(config, planned))
+
+
+def _saved(name: str, precision: str) -> "SavedActivations":
+    """What autograd saves of a model: as it ships, or traced."""
+    from headway.count.models import shipped_name
+    from headway.count.saved import shipped_activations
+
+    shipped = shipped_name(name)
+    if shipped is not None:
+        return shipped_activations(shipped, precision)
+    with needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"):
+        from headway.count.tracing.saved_blocks import saved_of_config
+
+        return saved_of_config(resolve_config(name), precision)
+
+
+def _render(config: "TrainConfig", planned: "DryRun") -> str:
+    shape, params, packs = planned.shape, planned.params, planned.packs
+    pairs = [
+        ("model", f"{config.model.path}  (ledger of {planned.model})"),
+        ("parameters", f"{params.total:,}, {params.trainable:,} of them trained; a token uses {params.active:,}"),
+        (
+            "devices",
+            f"{shape.world_size:,} = {shape.replicate} replicas x {shape.shard} shards x {shape.sequence} that share "
+            f"each pack" + (f"; experts over {shape.expert}" if shape.expert > 1 else ""),
+        ),
+    ]
+    sections = [render_pairs(pairs), _memory_table(planned)]
+    if packs is not None:
+        sections += [_flops_table(packs), _packs_pairs(config, planned, packs)]
+    notes = [*planned.notes, "Memory leaves out the CUDA context, communication buffers and what the allocator wastes."]
+    return "\n\n".join([*sections, "\n".join(notes)])
+
+
+def _memory_table(planned: "DryRun") -> str:
+    memory = planned.memory
+    sizes = memory.as_json()
+    rows = [[label, format_bytes(sizes[name]), what] for name, label, what in _PARTS if sizes[name]]
+    footer = ["most at a time", format_bytes(memory.peak), _verdict(planned)]
+    columns = [Column("memory of each device", "left"), Column("size"), Column("what", "left")]
+    table = render_table(columns, rows, footer=footer)
+    return table + (f"\nin the host's memory: {format_bytes(memory.host)}" if memory.host else "")
+
+
+def _verdict(planned: "DryRun") -> str:
+    """Whether it fits, in words."""
+    from headway.train.dry_run import USABLE
+
+    device = planned.device
+    if device is None or device.memory_bytes is None:
+        return "name a device with --device to see whether it fits"
+    share = format_share(planned.memory.peak / device.memory_bytes)
+    whole = f"{share} of {device.title}'s {format_bytes(device.memory_bytes)}"
+    if planned.fits:
+        return whole
+    return (
+        f"{whole}: DOES NOT FIT within {format_share(USABLE)}; raise parallel.shard or speed.recompute, lower "
+        "data.tokens_per_pack, or set parallel.offload"
+    )
+
+
+def _flops_table(packs: "Packs") -> str:
+    by_name: dict[str, list[int]] = {}
+    for row in packs.flops.rows:
+        sums = by_name.setdefault(row.name, [0, 0])
+        sums[0] += row.total
+        sums[1] += row.recompute
+    total = packs.flops.total
+    rows: list[list[Any]] = [
+        [name, format_flops(useful), format_share(useful / total), format_flops(again) if again else "-"]
+        for name, (useful, again) in sorted(by_name.items(), key=lambda item: -item[1][0])
+    ]
+    footer = ["step of all devices", format_flops(total), format_share(1.0)]
+    footer.append(format_flops(packs.flops.recompute) if packs.flops.recompute else "-")
+    columns = [Column("useful FLOPs", "left"), Column("of a step"), Column("share"), Column("computed again")]
+    return render_table(columns, rows, footer=footer)
+
+
+def _packs_pairs(config: "TrainConfig", planned: "DryRun", packs: "Packs") -> str:
+    report, counts = packs.report, packs.counts
+    ranks = planned.shape.world_size // planned.shape.sequence
+    step = ranks * config.optim.accumulation
+    tokens = report.fill * config.data.tokens_per_pack * step
+    left = [f"{n:,} {what}" for what in ("dropped", "truncated", "split") if (n := getattr(counts, what))]
+    pairs = [
+        ("lengths", packs.lengths),
+        ("pack", f"{config.data.tokens_per_pack:,} tokens, {packs.samples_per_pack:.1f} samples on average"),
+        ("step", f"{step:,} packs, {format_count(math.floor(tokens))} tokens, {format_flops(report.step_flops)}"),
+        ("fill", f"{report.fill:.4f} of the packs' tokens, by {report.strategy!r}"),
+        (
+            "balance",
+            f"{report.balance:.4f}: mean over heaviest FLOPs of the {ranks:,} ranks that have packs of their own",
+        ),
+    ]
+    if packs.most_patches:
+        pairs.append(("patches", f"at most {packs.most_patches:,} in a pack"))
+    if left:
+        pairs.append(("over-long", f"{', '.join(left)} of {counts.read:,} samples"))
+    return render_pairs(pairs)

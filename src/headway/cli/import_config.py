@@ -1,0 +1,86 @@
+"""`headway import-config`: read a configuration of LMMs-Engine as a recipe."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway.cli.options import JsonOption
+from headway.errors import ConfigError
+from headway.report import Column, render_table
+
+SCHEMA_VERSION = 1
+
+
+def import_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON configuration of LMMs-Engine.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe here, not to stdout.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="model.path, where FILE does not say it or says another.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The training data, where FILE does not say them.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Optimizer steps, where FILE says epochs or nothing [steps].")
+    ] = None,
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", help="Go on without a key that cannot be taken over, with its section. Repeatable."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Translate a configuration of LMMs-Engine into a recipe that `headway train` runs.
+
+    Every key is translated, or named with the reason why it is not needed, or what is to be done by hand; a key that
+    is not known, or asks for what Headway cannot do, is an error. What became of each key goes to stderr.
+    """
+    from headway.train.config import parse_config
+    from headway.train.importing import import_config as translate
+
+    given: dict[str, Any] = {}
+    if model is not None:
+        given["model.path"] = model
+    if data is not None:
+        given["data.train"] = [{"path": data}]
+    if steps is not None:
+        given["optim.steps"] = steps
+    imported = translate(file, given, leave_out=tuple(leave_out or ()))
+    parse_config(imported.recipe, source=f"the recipe made from {file}")
+    keys = [key for key in imported.keys if key.given or key.outcome.settings]
+    columns = [Column(name, "left") for name in ("key", "value", "", "becomes", "remark")]
+    rows = [
+        [
+            key.key,
+            _short(key.value) + ("" if key.given else " (its default)"),
+            key.outcome.fate,
+            ", ".join(f"{name}={_short(value)}" for name, value in key.outcome.settings.items()),
+            key.outcome.reason,
+        ]
+        for key in keys
+    ]
+    print(render_table(columns, rows), file=sys.stderr)
+    if as_json:
+        text = json.dumps(
+            {"schema_version": SCHEMA_VERSION, "recipe": imported.recipe, "keys": [key.as_json() for key in keys]}
+        )
+    else:
+        text = imported.as_yaml().rstrip("\n")
+    if output is None:
+        print(text)
+        return
+    try:
+        output.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}. Give another file with -o.") from error
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

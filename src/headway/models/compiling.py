@@ -1,0 +1,225 @@
+"""Compile a model's repeated blocks, each kind once for packs of every size, and notice when one compiles again.
+
+A block's own forward is compiled and laid over the module as `forward`: hooks, those of FSDP among them, and names of
+parameters stay as they are, and the blocks of a tower share one compilation, as their parameters are its inputs. The
+sizes that differ from pack to pack (slots, patches, segments, the longest of them) are marked as dynamic before the
+first compilation, so that one is enough. A block's first forward in training, and in evaluation, is expected to
+compile; whatever compiles later does so because a guard failed, and is a recompilation.
+"""
+
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headway.errors import TrainingError
+from headway.models.blocks import blocks
+from headway.models.recompute import checkpointed, is_recomputed
+
+# Arguments of blocks that are numbers of Python and differ from pack to pack: the longest segment, by all its names.
+_DYNAMIC_NUMBERS = r"L\['(kwargs'\]\[')?(pack_)?max_(seqlen|length)(_[qk])?'\]"
+
+
+class Compilations(NamedTuple):
+    """What torch.compile did since it was asked before.
+
+    Attributes:
+        happened: whether it compiled anything.
+        guards: of each recompilation, the function and the guard that failed.
+        news: those of `guards` that no earlier answer named, numbers aside.
+    """
+
+    happened: bool
+    guards: tuple[str, ...]
+    news: tuple[str, ...]
+
+
+class CompileWatch:
+    """Tells compilations that were to be expected from recompilations, in this process.
+
+    Args:
+        is_strict: whether a recompilation is an error.
+    """
+
+    def __init__(self, *, is_strict: bool = False) -> None:
+        self._is_strict = is_strict
+        self._happened = False
+        self._guards: list[str] = []
+        self._named: set[str] = set()
+        self._last: Any = None
+        self._num_failed: dict[types.CodeType, int] = {}
+        self._look(expected=True)
+        self._happened = False
+
+    def since(self) -> Compilations:
+        """What compiled since the last call.
+
+        Raises:
+            TrainingError: something compiled again, and that is an error.
+        """
+        self._look(expected=False)
+        guards, happened = tuple(self._guards), self._happened
+        self._guards, self._happened = [], False
+        kinds = {re.sub(r"\d+", "#", guard): guard for guard in guards}
+        news = tuple(guard for kind, guard in kinds.items() if kind not in self._named)
+        self._named |= kinds.keys()
+        if guards and self._is_strict:
+            raise TrainingError(
+                f"{len(guards)} recompilations after the warm-up, which speed.recompiles=error forbids: "
+                f"{'; '.join(news or guards)}. A size or setting that differs from pack to pack is compiled as a "
+                "constant. Set speed.recompiles=warn to go on all the same, or speed.compile=false."
+            )
+        return Compilations(happened, guards, news)
+
+    def first(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward that is expected to compile."""
+        self._look(expected=False)
+        out = forward(*args, **kwargs)
+        self._look(expected=True)
+        return out
+
+    def _look(self, *, expected: bool) -> None:
+        failed = self._failed()
+        for metrics in self._newest():
+            self._happened = True
+            gives_up = "recompile limit" in (metrics.fail_reason or "")  # from then on this function runs uncompiled
+            if metrics.recompile_reason is None or (expected and not gives_up):
+                continue
+            # One guard failed of each compilation that there was; torch's own record names that of one of them.
+            function = f"{metrics.compile_id}".partition("/")[0] + "/"
+            reasons = [reason for reason in failed if reason.startswith(function)] or [metrics.recompile_reason]
+            guards = " and ".join(dict.fromkeys(map(_guard, reasons)))
+            limit = ", and torch's recompile limit is reached: it runs uncompiled" if gives_up else ""
+            self._guards.append(f"{metrics.co_name}: {guards}{limit}")
+
+    def _failed(self) -> list[str]:
+        """Why compilations of a function did not serve a call, since this was last asked."""
+        dynamo = sys.modules.get("torch._dynamo.utils")  # where nobody imported it, nothing has been compiled
+        new: list[str] = []
+        for code, reasons in (dynamo.guard_failures if dynamo is not None else {}).items():
+            seen = self._num_failed.get(code, 0)
+            new += reasons[seen if seen <= len(reasons) else 0 :]  # torch._dynamo.reset forgets them
+            self._num_failed[code] = len(reasons)
+        return new
+
+    def _newest(self) -> list[Any]:
+        """Records of compilations since the last call, as far back as torch keeps them (64)."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        new: list[Any] = []
+        for metrics in reversed(dynamo.get_compilation_metrics() if dynamo is not None else []):
+            if metrics is self._last:
+                break
+            new.append(metrics)
+        self._last = new[0] if new else self._last
+        return new[::-1]
+
+
+def _guard(reason: str) -> str:
+    """The guard in a reason such as `0/1: L['x'].size()[0] == 3  # source line`, with a stack below."""
+    return reason.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
+
+
+def compile_blocks(model: PreTrainedModel, watch: CompileWatch, backend: str = "inductor") -> int:
+    """Compile every block of a model, after it has been chosen which are recomputed.
+
+    Args:
+        model: on its device or without data; sharded before or afterwards.
+        watch: is told which forwards are expected to compile.
+        backend: of torch.compile.
+
+    Returns:
+        Number of blocks.
+
+    Raises:
+        ConfigError: the model has no blocks.
+    """
+    known = torch.compiler.config.dynamic_sources
+    if _DYNAMIC_NUMBERS not in known:
+        torch.compiler.config.dynamic_sources = f"{known},{_DYNAMIC_NUMBERS}".strip(",")
+    found = blocks(model)
+    for block in found:
+        _compile(block.module, watch, backend)
+    return len(found)
+
+
+def _compile(module: nn.Module, watch: CompileWatch, backend: str) -> None:
+    plain = types.MethodType(_own_forward(type(module)), module)
+    judging = torch.compile(plain, backend=backend)
+    training = torch.compile(_recomputed(type(module), plain), backend=backend) if is_recomputed(module) else judging
+    modes: set[tuple[bool, bool]] = set()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _without_empty_masks(args, kwargs)
+        _mark_dynamic(args, kwargs)
+        run = training if module.training else judging
+        mode = (module.training, torch.is_grad_enabled())
+        if mode in modes:
+            return run(*args, **kwargs)
+        modes.add(mode)
+        return watch.first(run, args, kwargs)
+
+    module.forward = forward
+
+
+def _own_forward(cls: type[nn.Module]) -> types.FunctionType:
+    """A block's forward as its class wrote it, without what transformers wraps around it to recompute it.
+
+    Wrapped ones share one code object, to which torch keeps its compilations: towers would look through each other's.
+    """
+    forward: Any = cls.forward
+    while forward.__code__.co_name == "forward_with_checkpointing":
+        forward = forward.__wrapped__
+    assert isinstance(forward, types.FunctionType)
+    return forward
+
+
+def _recomputed(cls: type[nn.Module], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that is computed again in backward, with a code object for each class of blocks, as above."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpointed(plain, *args, **kwargs)
+
+    if cls not in _CODES:
+        _CODES[cls] = recomputed.__code__.replace(co_name=f"{cls.__name__}_recomputed")
+    recomputed.__code__ = _CODES[cls]
+    return recomputed
+
+
+_CODES: dict[type[nn.Module], types.CodeType] = {}
+
+
+def _without_empty_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave out masks that only say that positions restart: some packs have them, and the boundaries say it better."""
+    if kwargs.get("pack_cu_seqlens") is None:
+        return args, kwargs
+
+    def is_empty_mask(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() == 4 and value.dtype == torch.bool and not value.numel()
+
+    args = tuple(None if is_empty_mask(value) else value for value in args)
+    return args, {name: None if is_empty_mask(value) else value for name, value in kwargs.items()}
+
+
+def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Mark the sizes that differ from pack to pack: slots, next to last in the hidden states, and segments."""
+    hidden, *others = _tensors((*args, *kwargs.values()))
+    slots = hidden.shape[-2]
+    torch._dynamo.maybe_mark_dynamic(hidden, hidden.dim() - 2)
+    for tensor in others:
+        if tensor.dim() == 1 and not tensor.is_floating_point():
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        elif slots in tensor.shape:
+            torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(slots))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)

@@ -1,0 +1,125 @@
+"""The experts implementation "headway_experts": every slot's rows go to their experts in one grouped product each.
+
+Tensor letters: T slots, K experts a slot, S = T x K rows, E experts, D hidden size, F size inside an expert.
+
+transformers' models look their experts up in its `ExpertsInterface`, as they do attention. What distinguishes one
+model's experts from another's (a gate, biases, the layout of the weights) they declare there, and it is honoured here.
+Rows are sorted by expert and put back by index look-ups in both directions, so that no gradient is scattered: the
+result is the same on every run. `headway.models.parallel.experts` spreads experts over processes and carries the rows
+there and back in between.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from headway.errors import ConfigError
+from headway.models.grouped import grouped_linear
+from headway.models.take import take
+
+NAME = "headway_experts"
+_DECLARED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_apply_gate")
+
+
+def register() -> None:
+    """Make "headway_experts" known to transformers; calling it again changes nothing."""
+    ExpertsInterface.register(NAME, run_experts)
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the experts that transformers dispatches, by their names in the model, in its order."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(hasattr(module, declared) for declared in _DECLARED)
+    }
+
+
+def use_experts(model: PreTrainedModel, name: str = NAME) -> None:
+    """Switch every part of a model to one experts implementation; a model without experts stays as it is.
+
+    Raises:
+        ConfigError: no implementation of that name is registered.
+    """
+    register()
+    known = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS.valid_keys())]
+    if name not in known:
+        raise ConfigError(f"There is no experts implementation {name!r}. Known are: {', '.join(known)}.")
+    for module in experts_of(model).values():
+        config: Any = module.config
+        config._experts_implementation_internal = name
+
+
+def run_experts(
+    module: Any, hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """Run a layer's experts; the function that transformers' models call.
+
+    Args:
+        module: the layer's experts. Where they are spread, its attribute `apply_rows` stands in for `apply_experts`.
+        hidden_TD: what the experts see, shape (T, D).
+        chosen_TK: the experts of each slot, shape (T, K), each below E.
+        weights_TK: their weights, shape (T, K).
+
+    Returns:
+        The weighted sums of what each slot's experts made of it, shape (T, D).
+    """
+    sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
+    place_S = order_S.argsort()
+    experts = torch.arange(module.down_proj.shape[0], device=sorted_S.device, dtype=sorted_S.dtype)
+    ends_E = torch.searchsorted(sorted_S, experts, right=True, out_int32=True)
+    if module.training and hasattr(module, "router_load"):
+        module.router_load.add_(sizes_of(ends_E))
+
+    rows_SD = take(hidden_TD, order_S, place_S, chosen_TK.shape[1])
+    out_SD = getattr(module, "apply_rows", apply_experts)(module, rows_SD, ends_E, sorted_S)
+    out_TKD = take(out_SD, place_S, order_S).view(*chosen_TK.shape, -1)
+    out_TD: torch.Tensor = (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+    return out_TD
+
+
+def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
+    """Run the experts of this process.
+
+    Args:
+        module: the layer's experts; where they are spread, E are this process' own.
+        rows_SD: sorted by expert, shape (S, D).
+        ends_E: where the rows of each expert end [rows], int32, shape (E,).
+        expert_S: the expert of each row, shape (S,).
+
+    Returns:
+        What the experts made of the rows, shape (S, D).
+    """
+    dtype = _dtype(rows_SD, module.down_proj)
+
+    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
+        weight = local(getattr(module, name)).to(dtype)
+        out = grouped_linear(rows.to(dtype), weight, ends_E, is_transposed=module.is_transposed)
+        return out + local(getattr(module, name + "_bias")).to(dtype)[expert_S] if module.has_bias else out
+
+    if module.has_gate:
+        inside_SF = module._apply_gate(linear(rows_SD, "gate_up_proj"))
+    else:
+        inside_SF = module.act_fn(linear(rows_SD, "up_proj"))
+    out_SD = linear(inside_SF, "down_proj")
+    return module.post_expert_norm(out_SD) if module.has_post_expert_norm else out_SD
+
+
+def sizes_of(ends_E: torch.Tensor) -> torch.Tensor:
+    """The rows of each expert, from where they end, shape (E,)."""
+    return ends_E.diff(prepend=ends_E.new_zeros(1))
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this process keeps: all of it, unless its experts are spread."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _dtype(rows_SD: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The products' type: autocast's, else the weights'."""
+    device = rows_SD.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

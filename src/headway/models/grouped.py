@@ -1,0 +1,103 @@
+"""One matrix per expert, each for the rows that were sent to it: the product of a mixture-of-experts layer.
+
+Tensor letters: S rows sorted by expert, E experts, D input size, F output size. Rows of expert e end at `ends_E[e]`.
+
+bfloat16 on CUDA is one kernel of torch that reads the boundaries on the device. Anything else is a loop over the
+experts that have rows; its boundaries are read on the host, which waits for the device once a product.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_ALIGNMENT = 8  # sizes that torch's grouped kernel takes are multiples of 16 bytes, which are 8 bfloat16
+_CAPABILITY = (8, 0)  # the oldest CUDA devices that it runs on
+
+
+def grouped_linear(
+    rows_SD: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor, *, is_transposed: bool
+) -> torch.Tensor:
+    """Multiply every row by its expert's matrix.
+
+    Args:
+        rows_SD: sorted by expert, shape (S, D).
+        weight: shape (E, F, D), as linear layers keep theirs, or (E, D, F) if `is_transposed`; of the rows' type.
+        ends_E: where the rows of each expert end [rows], int32, shape (E,); the last is S.
+        is_transposed: the layout of `weight`.
+
+    Returns:
+        The products, shape (S, F).
+
+    >>> rows, weight = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[[10.0]], [[0.0]], [[100.0]]])
+    >>> grouped_linear(rows, weight, torch.tensor([2, 2, 3], dtype=torch.int32), is_transposed=False).tolist()
+    [[10.0], [20.0], [300.0]]
+    """
+    if _has_kernel(rows_SD, weight):
+        return F.grouped_mm(rows_SD, weight if is_transposed else weight.mT, offs=ends_E)
+    product: torch.Tensor = _linear(rows_SD, weight, ends_E, is_transposed)
+    return product
+
+
+def _has_kernel(rows_SD: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        rows_SD.is_cuda
+        and rows_SD.dtype == torch.bfloat16
+        and rows_SD.shape[0] > 0
+        and all(size % _ALIGNMENT == 0 for size in weight.shape[1:])
+        and torch.cuda.get_device_capability(rows_SD.device) >= _CAPABILITY
+    )
+
+
+@torch.library.custom_op("headway::grouped_linear", mutates_args=())
+def _linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    out = rows.new_empty(rows.shape[0], weight.shape[2 if is_transposed else 1])
+    start = 0
+    for matrix, end in zip(weight, ends.tolist(), strict=True):
+        if end > start:
+            torch.mm(rows[start:end], matrix if is_transposed else matrix.T, out=out[start:end])
+        start = end
+    return out
+
+
+@_linear.register_fake
+def _(rows: torch.Tensor, weight: torch.Tensor, _ends: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2 if is_transposed else 1])
+
+
+@torch.library.custom_op("headway::grouped_outer", mutates_args=())
+def _outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sum the outer products of each expert's rows: left (S, A), right (S, B) give (E, A, B)."""
+    out = left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+    start = 0
+    for total, end in zip(out, ends.tolist(), strict=True):
+        if end > start:
+            torch.mm(left[start:end].T, right[start:end], out=total)
+        else:
+            total.zero_()
+        start = end
+    return out
+
+
+@_outer.register_fake
+def _(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool], output: torch.Tensor) -> None:  # noqa: ARG001 - torch passes all three by name
+    rows, weight, ends, ctx.is_transposed = inputs
+    rows_learn, weight_learns, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(rows if weight_learns else None, weight if rows_learn else None, ends)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    rows, weight, ends = ctx.saved_tensors
+    grad_rows = grad_weight = None
+    if weight is not None:
+        grad_rows = _linear(grad, weight, ends, not ctx.is_transposed)
+    if rows is not None:
+        grad_weight = _outer(rows, grad, ends) if ctx.is_transposed else _outer(grad, rows, ends)
+    return grad_rows, grad_weight, None, None
+
+
+_linear.register_autograd(_backward, setup_context=_save)

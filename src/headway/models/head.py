@@ -1,0 +1,229 @@
+"""The loss of a pack, straight from the model's output layer, so that whole logits never exist.
+
+`loss_head(model, chunk=...)` gives an object that runs the model on a pack and returns its losses. While it does, the
+forward of the model's output layer computes losses instead of logits: inside that module's forward, where hooks such as
+FSDP2's have gathered the weight, and whatever the module is (tied to the embedding, wrapped by LoRA). Outside, the
+model is untouched: `model(**inputs).logits` and `generate` work as ever.
+
+What a model does to its logits after the output layer is found out by trying, once, without weights or data.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from headway.errors import ConfigError, TrainingError
+from headway.models.losses import (
+    IGNORED,
+    AfterHead,
+    Compute,
+    SummedLoss,
+    Task,
+    liger_losses,
+    linear_losses,
+    module_losses,
+)
+
+_TRIED = (-40.0, -7.0, -1.0, -0.01, 0.0, 0.01, 1.0, 7.0, 40.0, 1e9)  # logits that the model is tried with
+
+
+class PackLoss(NamedTuple):
+    """The losses of a pack's T slots.
+
+    Attributes:
+        total: their sum [nats] divided by `per`, a scalar to differentiate, once.
+        loss_T: each of them, 0 where a slot is not supervised [nats], without gradient.
+        right_T: whether the most likely token is the label; None unless asked for.
+    """
+
+    total: torch.Tensor
+    loss_T: torch.Tensor
+    right_T: torch.Tensor | None
+
+
+class LossHead(ABC):
+    """Runs a model on a pack and returns its losses.
+
+    Attributes:
+        model: what is run.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @abstractmethod
+    def __call__(
+        self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
+    ) -> PackLoss:
+        """Run the model.
+
+        Args:
+            inputs: keywords of the model's forward.
+            labels_T: the token that each slot is to predict, -100 where it is not supervised, shape (T,).
+            per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
+            judge: whether to say which slots are right.
+        """
+
+
+def loss_head(model: PreTrainedModel, *, chunk: int | None, liger: bool = False) -> LossHead:
+    """Choose how the losses of a model are computed.
+
+    Args:
+        model: with a language head; its output layer's forward is replaced on this instance if there are chunks.
+        chunk: slots whose logits are in memory at a time [slots]; None for all of a pack at once.
+        liger: whether Liger Kernel computes the chunks of a plain layer, whose size is then its own choice.
+
+    Raises:
+        ConfigError: chunks were asked for, and the model does to its logits what is not known here.
+    """
+    return WholeLogits(model) if chunk is None else ChunkedHead(model, chunk, liger=liger)
+
+
+class WholeLogits(LossHead):
+    """Losses from the logits of a whole pack, as the model returns them."""
+
+    def __call__(
+        self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
+    ) -> PackLoss:
+        """Run the model; see `LossHead`."""
+        logits_TV = self.model(**inputs).logits[0]
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        loss_T = F.cross_entropy(logits_TV.to(wide), labels_T, ignore_index=IGNORED, reduction="none")
+        return PackLoss(loss_T.sum() / per, loss_T.detach(), logits_TV.argmax(-1) == labels_T if judge else None)
+
+
+class ChunkedHead(LossHead):
+    """Losses from the logits of a chunk of slots at a time."""
+
+    def __init__(self, model: PreTrainedModel, chunk: int, *, liger: bool = False) -> None:
+        layer = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers leaves it so
+        if not isinstance(layer, nn.Module):
+            raise ConfigError(f"{type(model).__name__} has no output layer that predicts tokens. {_WHOLE}")
+        super().__init__(model)
+        self._layer, self._chunk = layer, chunk
+        self._is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
+        self._liger = liger and getattr(layer, "bias", None) is None
+        self._plain_forward = layer.forward
+        self._after = what_follows(model, layer)
+        self._asked: Task | None = None
+        self._found: list[PackLoss] = []
+        layer.forward = self._forward
+
+    def __call__(
+        self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
+    ) -> PackLoss:
+        """Run the model; see `LossHead`.
+
+        Raises:
+            TrainingError: the model does not call its output layer once, with a hidden state for each label.
+        """
+        self._asked, self._found = Task(labels_T, per, self._chunk, self._after, judge), []
+        try:
+            zeros = self.model(**inputs).logits
+        finally:
+            self._asked = None
+        if not self._found:
+            raise TrainingError(f"{type(self.model).__name__} has not called its output layer. {_WHOLE}")
+        found = self._found.pop()
+        # The zeros bring no gradient, but backward then passes through every module's outputs, where hooks wait for it.
+        return found._replace(total=found.total + 0.0 * zeros.sum())
+
+    def _forward(self, hidden_1TH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the output layer does: logits, or, while a pack's losses are wanted, those, and a zero for each slot."""
+        if self._asked is None:
+            logits: torch.Tensor = self._plain_forward(hidden_1TH, *args, **kwargs)
+            return logits
+        labels_T = self._asked.labels_T
+        if self._found or hidden_1TH.shape[:-1].numel() != len(labels_T):
+            raise TrainingError(
+                f"{type(self.model).__name__} calls its output layer on {tuple(hidden_1TH.shape[:-1])} slots, and for "
+                f"the {'second' if self._found else 'first'} time, where {len(labels_T)} slots have labels. {_WHOLE}"
+            )
+        parameters = tuple(self._layer.parameters())
+        summed: Any = SummedLoss.apply  # torch leaves it untyped
+        total, zeros_T1, loss_T, right_T = summed(
+            self._compute(self._asked), self._asked.per, hidden_1TH.flatten(0, -2), *parameters
+        )
+        self._found.append(PackLoss(total, loss_T, right_T))
+        zeros: torch.Tensor = zeros_T1.view(*hidden_1TH.shape[:-1], 1)
+        return zeros
+
+    def _compute(self, task: Task) -> Compute:
+        if self._is_linear:
+            assert isinstance(self._layer, nn.Linear)
+            return liger_losses(self._layer, task) if self._liger else linear_losses(self._layer, task)
+        return module_losses(self._plain_forward, tuple(self._layer.parameters()), task)
+
+
+def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
+    """Find out what a model does to its logits between its output layer and its result.
+
+    The model's forward is run once with its body left out and an output layer that returns known numbers on the CPU, so
+    weights may be anywhere, or on the meta device.
+
+    Raises:
+        ConfigError: neither nothing, nor a factor, nor a soft cap.
+    """
+    vocabulary = int(getattr(layer, "out_features", 0)) or len(layer.weight)  # type: ignore[arg-type]
+    tried_1TV = torch.zeros(1, 1, max(vocabulary, len(_TRIED)), dtype=torch.float64)
+    tried_1TV[0, 0, : len(_TRIED)] = torch.tensor(_TRIED, dtype=torch.float64)
+    body = model.base_model
+    with _Instead(layer, lambda *_, **__: tried_1TV.clone()), _Instead(body, lambda *_, **__: _Body()), torch.no_grad():
+        try:
+            got = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+        except Exception as error:
+            raise ConfigError(_not_known(model, f"trying it raised {type(error).__name__}: {error}")) from error
+    if got.shape != tried_1TV.shape:
+        raise ConfigError(_not_known(model, f"it turns {tuple(tried_1TV.shape)} logits into {tuple(got.shape)}"))
+    result = got.double()
+    one, cap = (float(result[0, 0, _TRIED.index(value)]) for value in (1.0, 1e9))
+    candidates = [AfterHead(scale=one)]
+    if 0.0 < one < cap:  # tanh(1e9 / cap) is 1
+        candidates.append(AfterHead(round(cap * math.atanh(one / cap), 6), cap))
+    for after in candidates:
+        if after.scale > 0.0 and torch.allclose(after(tried_1TV), result, rtol=1e-5, atol=0.0):
+            return after
+    raise ConfigError(_not_known(model, "it is neither a factor nor a soft cap by tanh"))
+
+
+class _Instead:
+    """Another forward for a module, for a while."""
+
+    def __init__(self, module: nn.Module, forward: Any) -> None:
+        self._module, self._forward = module, forward
+
+    def __enter__(self) -> None:
+        self._before = vars(self._module).get("forward")
+        self._module.forward = self._forward
+
+    def __exit__(self, *_: object) -> None:
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+
+class _Body:
+    """The result of a body that has not run: a hidden state, and None for whatever else a model passes on."""
+
+    last_hidden_state = torch.zeros(1, 1, 1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index != 0:
+            raise IndexError(index)
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+_WHOLE = "Set speed.loss_chunk=null, which takes the logits of a whole pack as the model gives them."
+
+
+def _not_known(model: PreTrainedModel, found: str) -> str:
+    return f"What {type(model).__name__} does to its logits after the output layer is not known here: {found}. {_WHOLE}"

@@ -1,0 +1,231 @@
+"""Liger Kernel's norms, gated MLPs and rotary embeddings, put in by what a module computes rather than by its name.
+
+Each module of a kind (RMSNorm, gated MLP) is tried on a few random numbers on the CPU, with small random weights in
+place of its own; where its result is what the kernel computes, this instance's forward becomes the kernel. So any
+architecture is served whose modules compute the standard thing, and one that does not keeps its own. Rotary embeddings
+are functions of transformers' modelling files: there the function is replaced, for CUDA tensors, if it is the standard
+one. The fused linear cross-entropy is in `losses`.
+
+Liger's own per-architecture patches were looked at (0.8.5): they replace the classes and functions of a whole process,
+leave the gated MLPs of some models as they are (Qwen3-VL's), and know a list of architectures.
+"""
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from headway.errors import ConfigError
+
+_ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm as Liger describes it.
+
+    Attributes:
+        eps: added to the mean square.
+        offset: added to the weight.
+        casting: "llama" rounds before the weight is applied, "gemma" after.
+    """
+
+    eps: float
+    offset: float
+    casting: str
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Compute it in plain operations."""
+        normal = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        if self.casting == "llama":
+            return (self.offset + weight) * normal.to(x.dtype)
+        return ((self.offset + weight.float()) * normal).to(x.dtype)
+
+
+def check_liger(device: torch.device) -> None:
+    """Make sure that Liger's kernels can run.
+
+    Raises:
+        ConfigError: the device is not CUDA, or the package is not installed.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"speed.kernels is 'liger', whose kernels run on CUDA only, and the run is on {device}. Set "
+            "speed.kernels=torch; the loss is computed in chunks with either."
+        )
+    if find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "speed.kernels is 'liger', but the package is not installed. Install it with `pip install liger-kernel`, "
+            "or set speed.kernels=torch."
+        )
+
+
+def use_kernels(model: PreTrainedModel, name: str, device: torch.device) -> tuple[str, ...]:
+    """Put the kernels that `speed.kernels` names into a model.
+
+    Args:
+        model: changed in place; its parameters keep their names.
+        name: "torch", which changes nothing, or "liger".
+        device: where it will run.
+
+    Returns:
+        What was put in, a line each.
+
+    Raises:
+        ConfigError: the kernels cannot run here, or the model has nothing for them.
+    """
+    if name == "torch":
+        return ()
+    check_liger(device)
+    norms, mlps, rotaries = rms_norms(model), gated_mlps(model), rotary_functions(model)
+    if not (norms or mlps or rotaries):
+        raise ConfigError(
+            f"speed.kernels is 'liger', but {type(model).__name__} has no RMSNorm, no gated MLP with SiLU and no "
+            "rotary embedding that its kernels compute. Set speed.kernels=torch."
+        )
+    _put_in(norms, mlps, rotaries)
+    return (f"Liger kernels: {len(norms)} RMSNorms, {len(mlps)} gated MLPs, {len(rotaries)} rotary functions",)
+
+
+def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
+    """Find the modules that are an RMSNorm, by what they compute."""
+    return {module: norm for module in model.modules() if (norm := _as_norm(module)) is not None}
+
+
+def gated_mlps(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Find the modules that compute `down_proj(silu(gate_proj(x)) * up_proj(x))`."""
+    return tuple(module for module in model.modules() if _is_gated_mlp(module))
+
+
+def rotary_functions(model: nn.Module) -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Find the standard rotary functions of the files that the model's modules come from.
+
+    Returns:
+        By full name: the name within its module, and the function.
+    """
+    found = {}
+    for file in {type(module).__module__ for module in model.modules()}:
+        for name in _ROTARY:
+            function = getattr(sys.modules[file], name, None)
+            if function is not None and _is_standard_rotary(function, of_vision=name.endswith("vision")):
+                found[f"{file}.{name}"] = (name, function)
+    return found
+
+
+def _as_norm(module: nn.Module) -> Norm | None:
+    weight = module._parameters.get("weight")
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    is_alone = set(module._parameters) == {"weight"} and not module._modules and not module._buffers
+    if not is_alone or weight is None or weight.ndim != 1 or not isinstance(eps, float) or not _takes_one(module):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, len(weight), generator=generator)
+    weight_H = torch.randn(len(weight), generator=generator)
+    tried = copy.copy(module)
+
+    def computed(x: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
+        tried._parameters = {"weight": nn.Parameter(weight_H, requires_grad=False)}
+        result: torch.Tensor = tried(x)
+        return result
+
+    exact, rounded = computed(x, weight_H), computed(x.bfloat16(), weight_H.bfloat16())
+    for norm in (Norm(eps, 0.0, "llama"), Norm(eps, 1.0, "gemma"), Norm(eps, 0.0, "gemma")):
+        is_same = torch.allclose(exact, norm(x, weight_H), rtol=1e-5, atol=1e-6)
+        if is_same and torch.equal(rounded, norm(x.bfloat16(), weight_H.bfloat16())):
+            return norm
+    return None
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    if not set(_PROJECTIONS) <= set(module._modules) or module._parameters or not _takes_one(module):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    small = {
+        name: nn.Linear(*sizes, bias=False) for name, sizes in zip(_PROJECTIONS, [(4, 6), (4, 6), (6, 4)], strict=True)
+    }
+    for layer in small.values():
+        nn.init.normal_(layer.weight, generator=generator)
+    tried = copy.copy(module)
+    tried._modules = {**module._modules, **small}
+    x = torch.randn(3, 4, generator=generator)
+    with torch.no_grad():
+        wanted = small["down_proj"](F.silu(small["gate_proj"](x)) * small["up_proj"](x))
+        return torch.allclose(tried(x), wanted, rtol=1e-5, atol=1e-6)
+
+
+def _takes_one(module: nn.Module) -> bool:
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+def _is_standard_rotary(function: Callable[..., Any], *, of_vision: bool) -> bool:
+    """Whether the halves of each head are rotated by angles that are the same for all heads."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (4, 2))  # batch, heads, slots, channels
+    angles = torch.randn(1, 5, 4, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+    if len(inspect.signature(function).parameters) < 4:
+        return False
+    try:
+        if of_vision:  # slots, heads, channels
+            found = function(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+            found = tuple(x.transpose(0, 1)[None] for x in found)
+        else:
+            found = function(q, k, cos, sin)
+    except RuntimeError:  # it takes angles of another shape, as GPT-OSS does
+        return False
+    return all(torch.allclose(x, rotated(y), rtol=1e-5, atol=1e-6) for x, y in zip(found, (q, k), strict=True))
+
+
+def _put_in(
+    norms: dict[nn.Module, Norm],
+    mlps: tuple[nn.Module, ...],
+    rotaries: dict[str, tuple[str, Callable[..., Any]]],
+) -> None:
+    from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb, liger_rotary_pos_emb_vision
+
+    for module, norm in norms.items():
+
+        def normalise(x: torch.Tensor, module: nn.Module = module, norm: Norm = norm) -> Any:
+            # Not in place: what follows a norm may still need its own gradient.
+            return LigerRMSNormFunction.apply(x, module.weight, norm.eps, norm.offset, norm.casting, False, None)
+
+        module.forward = normalise
+    for module in mlps:
+
+        def gate(x: torch.Tensor, module: Any = module) -> Any:
+            return module.down_proj(LigerSiLUMulFunction.apply(module.gate_proj(x), module.up_proj(x), 1.0, 1.0))
+
+        module.forward = gate
+    for full_name, (name, function) in rotaries.items():
+        kernel = liger_rotary_pos_emb_vision if name.endswith("vision") else liger_rotary_pos_emb
+        setattr(sys.modules[full_name.removesuffix(f".{name}")], name, _on_cuda(inspect.unwrap(function), kernel))
+
+
+def _on_cuda(function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A rotary function that leaves CUDA tensors in the standard layout to a kernel."""
+
+    @functools.wraps(function)
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if q.is_cuda and not args and not kwargs:
+            return kernel(q, k, cos, sin)
+        return function(q, k, cos, sin, *args, **kwargs)
+
+    return rotate

@@ -1,0 +1,266 @@
+"""Cross-entropy of an output layer without the whole logits: values and gradients in one pass over chunks of slots.
+
+Tensor letters: T slots of a pack, C slots of a chunk, H hidden size, V vocabulary.
+
+The gradients of the summed loss are computed in the forward pass, while a chunk's logits are at hand: three matrix
+products a chunk (logits, gradient of the hidden states, gradient of the weight) as without chunks, nothing computed
+twice, and at most (C, V) logits in memory. Backward only multiplies what is there by the gradient of the sum.
+
+Source: the scheme of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989, section 3.2).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IGNORED = -100  # label of a slot that is not supervised
+
+
+@dataclass(frozen=True)
+class AfterHead:
+    """What a model does to the logits after its output layer: `cap * tanh(scale * logits / cap)`.
+
+    Attributes:
+        scale: factor on the logits.
+        cap: their largest absolute value; None for no soft cap.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply it to a tensor of any shape."""
+        scaled = logits if self.scale == 1.0 else logits * self.scale
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+
+class HeadLosses(NamedTuple):
+    """Losses of a pack's slots, and the gradients of their sum.
+
+    Attributes:
+        loss_T: cross-entropy of each slot, 0 where it is not supervised [nats], shape (T,).
+        right_T: whether the most likely token is the label; None unless asked for, shape (T,).
+        hidden_TH: gradient of the hidden states; None where it is not needed.
+        parameters: gradients of the output layer's parameters, None where not needed.
+    """
+
+    loss_T: torch.Tensor
+    right_T: torch.Tensor | None
+    hidden_TH: torch.Tensor | None
+    parameters: tuple[torch.Tensor | None, ...]
+
+
+# (hidden_TH, whether its gradient is needed, whether those of the parameters are) -> losses
+Compute = Callable[[torch.Tensor, bool, tuple[bool, ...]], HeadLosses]
+
+
+class SummedLoss(torch.autograd.Function):
+    """Sum of the losses of a pack, with gradients that its forward pass has made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Compute,
+        per: int,
+        hidden_TH: torch.Tensor,
+        *parameters: torch.Tensor,  # noqa: ARG004 - autograd is to see what the gradients are of
+    ) -> tuple[Any, ...]:
+        """Compute losses and gradients.
+
+        Returns:
+            The sum of the losses, divided by `per`; a zero for each slot, shape (T, 1), that hangs on the same graph;
+            the losses, shape (T,), and which slots are right, shape (T,) or None, both without gradient.
+        """
+        needs = ctx.needs_input_grad[2:]
+        losses = compute(hidden_TH, needs[0], needs[1:])
+        ctx.gradients = (losses.hidden_TH, *losses.parameters)
+        loss_T, right_T = losses.loss_T, losses.right_T
+        ctx.mark_non_differentiable(*(x for x in (loss_T, right_T) if x is not None))
+        return loss_T.sum() / per, loss_T.new_zeros(len(loss_T), 1), loss_T, right_T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_sum: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        """Scale the gradients in place; a second backward pass would find them scaled already."""
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "the loss of a pack is differentiated once"
+        return None, None, *(None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in gradients)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of an output layer.
+
+    Attributes:
+        labels_T: token ids, `IGNORED` where a slot is not supervised, shape (T,).
+        per: what the sum of the losses is divided by.
+        chunk: slots whose logits are in memory at a time [slots].
+        after: what the model does to its logits.
+        judge: whether `right_T` is wanted.
+    """
+
+    labels_T: torch.Tensor
+    per: int
+    chunk: int
+    after: AfterHead
+    judge: bool
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Where each chunk is, and its labels."""
+        for start in range(0, len(self.labels_T), self.chunk):
+            part = slice(start, start + self.chunk)
+            yield part, self.labels_T[part]
+
+    @property
+    def factor(self) -> float:
+        """What the slopes of `_Results.add` are to be multiplied by, besides 0 where a slot is not supervised."""
+        return self.after.scale / self.per
+
+
+def linear_losses(layer: nn.Linear, task: Task) -> Compute:
+    """Losses of a plain linear layer (weight (V, H)), with the weight's gradient summed in float32."""
+
+    def compute(hidden_TH: torch.Tensor, needs_hidden: bool, needs: tuple[bool, ...]) -> HeadLosses:
+        device = hidden_TH.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        with torch.autocast(device, enabled=False):
+            weight_VH, hidden_TH_ = layer.weight.to(dtype), hidden_TH.to(dtype)
+            bias: nn.Parameter | None = layer.bias  # torch's annotation leaves None out
+            bias_V = None if bias is None else bias.to(dtype)
+            results = _Results(hidden_TH_, task)
+            grad_hidden_TH = torch.empty_like(hidden_TH_) if needs_hidden else None
+            grad_weight_VH = torch.zeros_like(weight_VH, dtype=sum_dtype) if needs[0] else None
+            grad_bias_V = torch.zeros_like(bias_V, dtype=sum_dtype) if bias_V is not None and needs[1] else None
+            for part, labels_C in task.chunks():
+                hidden_CH = hidden_TH_[part]
+                logits_CV = F.linear(hidden_CH, weight_VH, bias_V)
+                slopes_CV = results.add(part, logits_CV, labels_C, slopes=needs_hidden or any(needs))
+                if slopes_CV is None:
+                    continue
+                supervised_C1 = (labels_C != IGNORED)[:, None].to(sum_dtype)  # on (C, H) rather than on (C, V)
+                if grad_bias_V is not None:
+                    grad_bias_V += supervised_C1[:, 0] @ slopes_CV
+                slopes_CV = slopes_CV.to(dtype)
+                if grad_hidden_TH is not None:
+                    torch.mul(slopes_CV @ weight_VH, supervised_C1 * task.factor, out=grad_hidden_TH[part])
+                if grad_weight_VH is not None:
+                    _add_product(grad_weight_VH, slopes_CV, hidden_CH * supervised_C1.to(dtype))
+                del logits_CV, slopes_CV  # before the next chunk's come
+        sums = (grad_weight_VH, grad_bias_V)[: len(needs)]
+        gradients = tuple(None if g is None else g.mul_(task.factor).to(layer.weight.dtype) for g in sums)
+        hidden = None if grad_hidden_TH is None else grad_hidden_TH.to(hidden_TH.dtype)
+        return HeadLosses(results.loss_T, results.right_T, hidden, gradients)
+
+    return compute
+
+
+def liger_losses(layer: nn.Linear, task: Task) -> Compute:
+    """Losses of a plain linear layer without bias, by Liger Kernel's fused linear cross-entropy; CUDA only."""
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+    def compute(hidden_TH: torch.Tensor, needs_hidden: bool, needs: tuple[bool, ...]) -> HeadLosses:
+        device = hidden_TH.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+        scale = task.after.scale
+        with torch.autocast(device, enabled=False):
+            loss_T, _, _, guess_T, grad_hidden_TH, grad_weight_VH, _ = fused_linear_cross_entropy_forward(
+                hidden_TH.to(dtype) * scale,  # a factor on the logits of a layer without bias
+                layer.weight.detach().to(dtype),
+                task.labels_T,
+                reduction="none",
+                softcap=task.after.cap,
+                accum_dtype=torch.float32,
+                return_predicted_tokens=task.judge,
+                compute_gradients=needs_hidden or needs[0],
+                weight_requires_grad=needs[0],
+            )
+            right_T = guess_T == task.labels_T if task.judge else None
+            hidden = grad_hidden_TH.float().mul_(task.factor).to(hidden_TH.dtype) if needs_hidden else None
+            weight = grad_weight_VH.to(layer.weight.dtype) / task.per if needs[0] else None
+        return HeadLosses(loss_T, right_T, hidden, (weight,))
+
+    return compute
+
+
+def module_losses(
+    forward: Callable[[torch.Tensor], torch.Tensor], parameters: tuple[nn.Parameter, ...], task: Task
+) -> Compute:
+    """Losses of any output layer (one with LoRA, say): each chunk goes through it and back under autograd.
+
+    Args:
+        forward: hidden states (C, H) to logits (C, V).
+        parameters: what `forward` uses.
+        task: what is asked.
+    """
+
+    def compute(hidden_TH: torch.Tensor, needs_hidden: bool, needs: tuple[bool, ...]) -> HeadLosses:
+        results = _Results(hidden_TH, task)
+        grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
+        learning = [parameter for parameter, need in zip(parameters, needs, strict=True) if need]
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning]
+        for part, labels_C in task.chunks():
+            hidden_CH = hidden_TH[part].detach().requires_grad_(needs_hidden)
+            with torch.set_grad_enabled(needs_hidden or any(needs)):
+                logits_CV = forward(hidden_CH)
+            slopes_CV = results.add(part, logits_CV.detach(), labels_C, slopes=logits_CV.requires_grad)
+            if slopes_CV is None:
+                continue
+            slopes_CV *= (labels_C != IGNORED)[:, None].to(slopes_CV.dtype) * task.factor
+            wanted = [hidden_CH, *learning] if needs_hidden else learning
+            found = list(torch.autograd.grad(logits_CV, wanted, slopes_CV.to(logits_CV.dtype)))
+            if grad_hidden_TH is not None:
+                grad_hidden_TH[part] = found.pop(0)
+            for total, gradient in zip(sums, found, strict=True):
+                total.add_(gradient)
+        each = iter([total.to(parameter.dtype) for total, parameter in zip(sums, learning, strict=True)])
+        gradients = tuple(next(each) if need else None for need in needs)
+        return HeadLosses(results.loss_T, results.right_T, grad_hidden_TH, gradients)
+
+    return compute
+
+
+class _Results:
+    """What the chunks of a pack give, slot by slot."""
+
+    def __init__(self, hidden_TH: torch.Tensor, task: Task) -> None:
+        self._after = task.after
+        self.loss_T = hidden_TH.new_empty(len(hidden_TH), dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
+        self.right_T = torch.empty_like(self.loss_T, dtype=torch.bool) if task.judge else None
+
+    def add(self, part: slice, logits_CV: torch.Tensor, labels_C: torch.Tensor, *, slopes: bool) -> torch.Tensor | None:
+        """Note a chunk's losses.
+
+        Returns:
+            The slope of each slot's loss along each of its logits, as if every slot were supervised and but for
+            `Task.factor`, shape (C, V); None unless asked for.
+        """
+        after = self._after
+        supervised_C = labels_C != IGNORED
+        labels_C1 = labels_C.clamp_min(0)[:, None]
+        shaped_CV = after(logits_CV)
+        log_p_CV = torch.log_softmax(shaped_CV, dim=-1, dtype=self.loss_T.dtype)
+        self.loss_T[part] = torch.where(supervised_C, -log_p_CV.gather(1, labels_C1)[:, 0], 0.0)
+        if self.right_T is not None:
+            self.right_T[part] = log_p_CV.argmax(-1) == labels_C
+        if not slopes:
+            return None
+        slopes_CV = log_p_CV.exp_()  # softmax, in the same memory
+        slopes_CV.scatter_add_(1, labels_C1, slopes_CV.new_full(labels_C1.shape, -1.0))
+        if after.cap is not None:
+            slopes_CV *= 1.0 - (shaped_CV.to(slopes_CV.dtype) / after.cap).square()
+        return slopes_CV
+
+
+def _add_product(total_VH: torch.Tensor, slopes_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
+    """Add the product of a chunk to the weight's gradient, in the sum's precision."""
+    if total_VH.dtype == slopes_CV.dtype:
+        total_VH.addmm_(slopes_CV.T, hidden_CH)
+    elif total_VH.is_cuda:
+        torch.addmm(total_VH, slopes_CV.T, hidden_CH, out_dtype=total_VH.dtype, out=total_VH)
+    else:  # products of half precision that add up in float32 exist on CUDA only
+        total_VH.addmm_(slopes_CV.T.to(total_VH.dtype), hidden_CH.to(total_VH.dtype))

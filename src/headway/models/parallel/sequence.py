@@ -1,0 +1,147 @@
+"""Several processes share a pack: each computes a part of its slots, and attention exchanges tokens for heads.
+
+`share_packs(model, group)` hooks a model so that `model(**batch.model_inputs())`, called with the same pack by every
+process of the group, gives each the logits of its own slots, `local_slots(batch.slots, group)`. The language model is
+cut behind the embedding, the vision tower behind its pixels (`sequence_vision`); all in between but attention works on
+slots one by one. Nothing of a model's code is replaced.
+
+A process's gradients are what its own slots contribute: summed over the group they are those of the whole pack. What is
+not a pack, generation for one, is left alone: every process of the group computes all of it.
+
+Tensor letters: T slots of the pack, C channels, V visual tokens.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from headway.errors import ConfigError, TrainingError
+from headway.models.attention import NAME
+from headway.models.parallel.exchange import split_over
+from headway.models.parallel.sequence_vision import share_patches
+
+_SLOT_AXIS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
+_DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
+_ATTENDING = ("full_attention", "sliding_attention")  # kinds of layers that mix tokens by attention alone
+
+
+def share_packs(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Make a model compute this process's slots of every pack.
+
+    Args:
+        model: its attention backend is "headway_flash".
+        group: the processes that are given the same packs; a group of one changes nothing.
+
+    Raises:
+        ConfigError: the model mixes tokens outside attention, attends through another backend, or has fewer query
+            heads than the group has processes.
+    """
+    degree = dist.get_world_size(group)
+    if degree == 1:
+        return
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    _check_attention(decoder, degree)
+    parameters = list(inspect.signature(decoder.forward).parameters)
+
+    def cut(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        inputs = {**dict(zip(parameters, args, strict=False)), **given}
+        if inputs.get("pack_cu_seqlens") is not None:
+            _cut(inputs, parameters, group)
+        return (), inputs
+
+    decoder.register_forward_pre_hook(cut, with_kwargs=True)
+    share_patches(model, group)
+
+
+def local_slots(slots: int, group: dist.ProcessGroup | None) -> slice:
+    """The slots of a pack that this process computes, for cutting labels and sources as the model cuts tokens.
+
+    Args:
+        slots: of the whole pack [tokens].
+        group: the processes that share it; None where nobody does.
+
+    Raises:
+        TrainingError: the pack has fewer slots than the group has processes.
+    """
+    return slice(0, slots) if group is None else split_over(group, slots).local()
+
+
+def _cut(inputs: dict[str, Any], parameters: list[str], group: dist.ProcessGroup) -> None:
+    """Leave this process's slots in the arguments of a language model's forward."""
+    tokens = inputs["inputs_embeds"] if inputs.get("inputs_embeds") is not None else inputs["input_ids"]
+    split = split_over(group, tokens.shape[1])
+    if inputs.get("position_ids") is None:
+        raise TrainingError("A pack that several processes share needs its positions; pass position_ids to the model.")
+    local = split.local()
+    if inputs.get("visual_pos_masks") is not None:
+        _cut_deepstack(inputs, local)
+    for name in parameters:
+        value = inputs.get(name)
+        if name in _SLOT_AXIS and value is not None:
+            inputs[name] = value.narrow(_SLOT_AXIS[name], local.start, local.stop - local.start)
+        elif name not in _DEEPSTACK and _holds_slots(value, split.slots):
+            raise ConfigError(
+                f"The language model is given {name!r}, which holds something for each token and which Headway cannot "
+                "cut for the processes that share a pack. Set parallel.sequence to 1."
+            )
+    inputs["pack_split"] = split
+
+
+def _holds_slots(value: Any, slots: int) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and slots in leaf.shape for leaf in tree_leaves(value))
+
+
+def _cut_deepstack(inputs: dict[str, Any], local: slice) -> None:
+    """Visual features that early layers add to their tokens: a row for every local slot, zero where it is no image's.
+
+    The number of visual tokens before this process's slots is known on the device only; rows for all slots spare the
+    wait.
+    """
+    visual_T = inputs["visual_pos_masks"][0]
+    rows_T = (visual_T.cumsum(0) - 1).clamp(min=0)[local]
+    elsewhere_T1 = ~visual_T[local, None]
+    inputs["deepstack_visual_embeds"] = [
+        features_VC.index_select(0, rows_T).masked_fill(elsewhere_T1, 0.0)
+        for features_VC in inputs["deepstack_visual_embeds"]
+    ]
+    inputs["visual_pos_masks"] = torch.ones_like(visual_T[None, local])
+
+
+def _check_attention(decoder: PreTrainedModel, degree: int) -> None:
+    config: Any = decoder.config
+    mixing = _mixes_tokens(decoder)
+    if mixing is not None:
+        raise ConfigError(
+            f"parallel.sequence is {degree}, but {mixing} mixes tokens outside attention, so its tokens cannot be "
+            "dealt to several processes. Set parallel.sequence to 1."
+        )
+    if config._attn_implementation != NAME or not decoder._supports_attention_backend:
+        raise ConfigError(
+            f"parallel.sequence is {degree}, but {type(decoder).__name__} does not attend through the backend "
+            f"{NAME!r}, which exchanges tokens for heads. Set parallel.sequence to 1."
+        )
+    heads = config.num_attention_heads
+    if degree > heads:
+        raise ConfigError(
+            f"parallel.sequence is {degree}, but the model has {heads} query heads, and each process that shares a "
+            f"pack needs one. Set parallel.sequence to at most {heads}."
+        )
+
+
+def _mixes_tokens(decoder: PreTrainedModel) -> str | None:
+    """Name the first layer that carries a state or convolves over tokens; None if attention is all there is."""
+    named = dict(decoder.named_modules())
+    for name, module in named.items():
+        if isinstance(module, nn.Conv1d):
+            holder = name.rpartition(".")[0]
+            return f"the layer {holder} ({type(named[holder]).__name__})"
+    kinds = getattr(decoder.config, "layer_types", None) or ()
+    for index, kind in enumerate(kinds):
+        if kind not in _ATTENDING:
+            return f"layer {index}, of kind {kind!r},"
+    return None

@@ -1,0 +1,294 @@
+"""Memory that one device needs to train, by part, from a cost model, what autograd saves, and how the work is shared.
+
+Everything is proportional to a parameter count or to a driver of the largest pack, so that no step has to run:
+
+* weights, gradients, optimizer state and averages: bytes per parameter, divided by the processes that share a copy;
+* gathered weights: of FSDP2, the units that are whole at a time, and the gradients of one that wait to be summed;
+* activations: what autograd saves of each block, or what enters it where it is recomputed, and one block's worth to
+  recompute into;
+* head: chunks of logits, and the gradients that the head's forward makes.
+
+Not counted: the CUDA context (about 0.5 GiB), communication buffers, attention's log-sum-exp, temporaries of single
+operations and what the allocator cannot use; leave them a tenth of the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from headway.count.recompute import run_again
+from headway.count.saved import bytes_of
+from headway.plan.recompute import block_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from headway.count import CostModel, Workload
+    from headway.count.cost_model import Parameter
+    from headway.count.saved import SavedActivations
+
+FLOAT32, BFLOAT16 = 4, 2
+"""Bytes of a number."""
+
+_HIDDEN = frozenset({"projections", "mlp", "experts", "merger", "mtp"})  # components whose matrices Muon updates
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How processes share a model.
+
+    Attributes:
+        shards: processes that hold one copy of the weights between them.
+        gathers: whether FSDP2 gathers them block by block; a lone process has a plain model.
+        sequence: processes that share each pack.
+        expert: processes that the experts of a layer are spread over.
+        reshard: whether a block's gathered weights are freed between forward and backward.
+        reduce_each_pack: whether gradients are summed after every pack; otherwise whole ones wait for the last.
+        reduce_bytes: of a number in which gradients are summed.
+        offload: whether weights, gradients and state lie in the host's memory.
+    """
+
+    shards: int = 1
+    gathers: bool = False
+    sequence: int = 1
+    expert: int = 1
+    reshard: bool = True
+    reduce_each_pack: bool = True
+    reduce_bytes: int = FLOAT32
+    offload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is kept per parameter and how forward computes.
+
+    Attributes:
+        weight_bytes: of a weight as the optimizer sees it.
+        compute_bytes: of a weight as matrix products see it.
+        moment_bytes: of one of the optimizer's moments; 8-bit codes and their scales are 1 + 4 / 256.
+        muon: whether matrices of hidden layers have one moment instead of two.
+        averaged: whether there is a moving average of the weights that learn, in float32.
+        accumulates: whether a step sums several packs.
+        recompute: which blocks are computed again, as for `CostModel.count`.
+        fused: whether blocks are compiled or run on fused kernels.
+        chunk: slots whose logits exist at a time [slots]; None for those of a whole pack.
+    """
+
+    weight_bytes: int = FLOAT32
+    compute_bytes: int = BFLOAT16
+    moment_bytes: float = FLOAT32
+    muon: bool = False
+    averaged: bool = False
+    accumulates: bool = False
+    recompute: str = "none"
+    fused: bool = False
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes that one device holds, by part.
+
+    Attributes:
+        weights: this device's share, as the optimizer sees them.
+        casts: copies of the weights in the dtype of the products, where nothing else makes them.
+        gradients: this device's share, whole at the end of backward.
+        optimizer: moments.
+        average: the moving average of the weights.
+        gathered: weights that are whole for a while.
+        reducing: gradients of a unit on their way to being summed.
+        activations: kept from forward to backward.
+        recomputing: of the largest block that is computed again, while it is.
+        head: logits, and gradients made with them.
+        host: what lies in the host's memory instead.
+    """
+
+    weights: int
+    casts: int
+    gradients: int
+    optimizer: int
+    average: int
+    gathered: int
+    reducing: int
+    activations: int
+    recomputing: int
+    head: int
+    host: int
+    accumulates: bool
+
+    @property
+    def always(self) -> int:
+        """What is held from step to step."""
+        return self.weights + self.optimizer + self.average
+
+    @property
+    def forward_peak(self) -> int:
+        """At the end of a forward, with the loss at hand."""
+        earlier = self.gradients if self.accumulates else 0
+        return self.always + self.casts + self.gathered + earlier + self.activations + self.head
+
+    @property
+    def backward_peak(self) -> int:
+        """In backward: as it begins, with all activations and no gradients, or as it ends, with the opposite."""
+        working = self.gathered + self.casts + self.recomputing + self.reducing
+        begins = self.activations + (self.gradients if self.accumulates else 0)
+        return self.always + working + max(begins, self.gradients)
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at a time."""
+        return max(self.forward_peak, self.backward_peak)
+
+    def as_json(self) -> dict[str, int]:
+        """The parts and peaks by name [bytes]."""
+        parts = {name: value for name, value in asdict(self).items() if name != "accumulates"}
+        return {**parts, "forward_peak": self.forward_peak, "backward_peak": self.backward_peak, "peak": self.peak}
+
+
+def plan_memory(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
+) -> MemoryPlan:
+    """Add up what one device holds while it trains.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen.
+        saved: what autograd saves of it, in the precision of its forward.
+        pack: the largest micro-batch, of which the processes of a sequence group each take a share.
+        state: bytes per parameter, and how forward computes.
+        sharing: of the model among processes.
+
+    Raises:
+        UsageError: `state.recompute` matches nothing.
+    """
+    trained = [p for p in cost_model.parameters if p.trainable]
+    held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
+    gradients = _shared(state.weight_bytes * _numel(trained), sharing)
+    moments = sum(p.numel * (1 if state.muon and _is_hidden(p) else 2) for p in trained)
+    optimizer = _shared(state.moment_bytes * moments, sharing)
+    average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
+    gathered, reducing = _units(cost_model, saved, state, sharing)
+    if not sharing.reduce_each_pack and state.accumulates:
+        gradients += sharing.reduce_bytes * _numel(trained)
+    kept, recomputing = _activations(cost_model, saved, pack, state, sharing.sequence)
+    casts = 0
+    if not sharing.gathers and state.compute_bytes < state.weight_bytes:
+        casts = state.compute_bytes * sum(cost_model.parameters[i].numel for i in _of_products(cost_model))
+    host = 0
+    if sharing.offload:
+        host = held + gradients + optimizer + average
+        held = gradients = optimizer = average = 0
+    head = _head(cost_model, pack, state, sharing)
+    return MemoryPlan(
+        held, casts, gradients, optimizer, average, gathered, reducing, kept, recomputing, head, host, state.accumulates
+    )
+
+
+def _shared(num_bytes: float, sharing: Sharing) -> int:
+    return -int(-num_bytes // sharing.shards)
+
+
+def _numel(parameters: Iterable[Parameter]) -> int:
+    return sum(p.numel for p in parameters)
+
+
+def _block_of(parameter: Parameter, saved: SavedActivations) -> str:
+    """The block that holds a parameter, "" for none."""
+    path = parameter.name
+    while path and path not in saved.blocks:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _is_hidden(parameter: Parameter) -> bool:
+    """Whether Muon updates it: a matrix of a hidden layer, or a stack of those of experts."""
+    part = parameter.component.rpartition(".")[2]
+    return part in _HIDDEN and not parameter.name.endswith("bias")
+
+
+def _of_products(cost_model: CostModel) -> set[int]:
+    """Numbers of the parameters that matrix products read."""
+    bits = functools.reduce(
+        operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
+    )
+    return {i for i in range(len(cost_model.parameters)) if bits >> i & 1}
+
+
+def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing: Sharing) -> tuple[int, int]:
+    """Bytes of the weights that FSDP2 gathers at a time, and of gradients on their way to being summed.
+
+    Each block is a unit, what is left of a vision tower, the input embedding, the head, and the root with the rest. The
+    root and the head stay gathered through forward and backward; of the others there are two at a time, the one that
+    computes and the one that is fetched meanwhile.
+    """
+    if not sharing.gathers:
+        return 0, 0
+    head = _head_parameter(cost_model)
+    units: dict[str, int] = {}
+    trained: dict[str, int] = {}
+    for number, parameter in enumerate(cost_model.parameters):
+        size = parameter.numel // (sharing.expert if parameter.component.endswith(".experts") else 1)
+        unit = _block_of(parameter, saved) or _outer_unit(number, parameter, cost_model, head)
+        units[unit] = units.get(unit, 0) + size
+        trained[unit] = trained.get(unit, 0) + (size if parameter.trainable else 0)
+    stays = sum(units.pop(name, 0) for name in ("(root)", "(head)"))
+    passing = sorted(units.values(), reverse=True)
+    at_once = passing[:2] if sharing.reshard else passing
+    reducing = max(trained.values()) * (state.compute_bytes + sharing.reduce_bytes)
+    return (stays + sum(at_once)) * state.compute_bytes, reducing
+
+
+def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: int | None) -> str:
+    tied = head is not None and not any(
+        p.numel == cost_model.parameters[head].numel for i, p in enumerate(cost_model.parameters) if i != head
+    )
+    if head is not None and parameter.numel == cost_model.parameters[head].numel and not tied:
+        return "(head)" if number == head else "(embedding)"
+    return "(vision)" if parameter.component.startswith("vision.") else "(root)"
+
+
+def _head_parameter(cost_model: CostModel) -> int | None:
+    """Number of the weight of the language model's head."""
+    for row in cost_model.rows:
+        if row.component == "language.head":
+            for gradient in row.gradients:
+                if gradient.phase == "wgrad":
+                    return gradient.needs.bit_length() - 1
+    return None
+
+
+def _activations(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sequence: int
+) -> tuple[int, int]:
+    """Bytes kept from forward to backward, and those of the largest block that is computed again."""
+    trained = sum(1 << i for i, p in enumerate(cost_model.parameters) if p.trainable)
+    again = run_again(cost_model.rows, trained, state.recompute, cost_model.name)
+    recomputed = {cost_model.rows[i].block for i in again}
+    blocks = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sequence)
+    outside = bytes_of(saved.blocks[""].plain, pack)
+    kept = sum(block.entry if name in recomputed else block.whole for name, block in blocks.items())
+    largest = max((block.whole - block.entry for name, block in blocks.items() if name in recomputed), default=0)
+    return kept - (-outside // sequence), largest
+
+
+def _head(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> int:
+    """Bytes of logits and of what is made with them.
+
+    In chunks: the hidden states' gradient, the weight's summed in float32, and a chunk's logits, log-probabilities in
+    float32 and slopes. Whole: logits, their log-probabilities in float32, and the gradients of both.
+    """
+    row = next((row for row in cost_model.rows if row.component == "language.head" and row.features), None)
+    if row is None or row.features is None:
+        return 0
+    width, vocabulary = row.features
+    slots = -(-pack.slots // sharing.sequence)
+    each = state.compute_bytes + FLOAT32
+    if state.chunk is None:
+        return slots * vocabulary * 2 * each
+    head = _head_parameter(cost_model)
+    learns = head is not None and cost_model.parameters[head].trainable
+    summed = FLOAT32 * width * vocabulary if learns else 0
+    chunk = min(state.chunk, slots) * vocabulary * (each + state.compute_bytes)
+    return state.compute_bytes * slots * width + summed + chunk

@@ -1,0 +1,92 @@
+"""How many processes each kind of parallelism takes; arithmetic alone, so that it is known before any process starts.
+
+Ranks are laid out as replicate x shard x sequence, the last running fastest.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headway.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """How many processes each kind of parallelism takes.
+
+    Attributes:
+        replicate: copies of the sharded weights [processes].
+        shard: processes that share one copy of the weights, times `sequence` [processes].
+        sequence: processes that share each pack [processes].
+        expert: processes that the experts of a layer are spread over [processes].
+
+    >>> MeshShape.of(8, sequence=2)
+    MeshShape(replicate=1, shard=4, sequence=2, expert=1)
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    sequence: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        world_size: int,
+        *,
+        replicate: int = 1,
+        shard: int | Literal["auto"] = "auto",
+        sequence: int = 1,
+        expert: int = 1,
+    ) -> "MeshShape":
+        """The shape that so many processes form.
+
+        Args:
+            world_size: processes that train together.
+            replicate: as the attribute.
+            shard: as the attribute; "auto" for all that the others leave.
+            sequence: as the attribute.
+            expert: as the attribute.
+
+        Raises:
+            ConfigError: the processes do not fit, or the experts' do not divide those that share the weights.
+        """
+        others = replicate * sequence
+        if shard == "auto":
+            if world_size % others:
+                raise ConfigError(
+                    f"parallel.replicate {replicate} x parallel.sequence {sequence} = {others} does not divide the "
+                    f"{_processes(world_size)} of this run. Start a multiple of {others} processes "
+                    f"(torchrun --nproc-per-node), or set both to numbers whose product divides {world_size}."
+                )
+            shard = world_size // others
+        if others * shard != world_size:
+            raise ConfigError(
+                f"parallel.replicate {replicate} x parallel.shard {shard} x parallel.sequence {sequence} = "
+                f"{others * shard} processes, but this run has {_processes(world_size)}. Start {others * shard} "
+                "(torchrun --nproc-per-node), or set parallel.shard=auto to take as many as there are."
+            )
+        if shard * sequence % expert:
+            raise ConfigError(
+                f"parallel.expert {expert} does not divide the {_processes(shard * sequence)} that share the weights "
+                f"(parallel.shard {shard} x parallel.sequence {sequence}). Set it to one of "
+                f"{', '.join(map(str, _divisors(shard * sequence)))}."
+            )
+        return cls(replicate, shard, sequence, expert)
+
+    @property
+    def fsdp(self) -> int:
+        """Processes that one copy of the weights is laid over."""
+        return self.shard * self.sequence
+
+    @property
+    def world_size(self) -> int:
+        """All processes."""
+        return self.replicate * self.fsdp
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,171 @@
+"""The model of a run: opened, traced, fitted with what the settings ask for, and laid over the processes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from headway.count import CostModel, trace
+from headway.data.vision import vision_tower
+from headway.errors import CheckpointError
+from headway.models.compiling import CompileWatch, compile_blocks
+from headway.models.draw import draw_weights
+from headway.models.flash import choose_kernel
+from headway.models.float8 import use_float8
+from headway.models.head import LossHead, loss_head
+from headway.models.kernels import use_kernels
+from headway.models.load import load_config, load_model
+from headway.models.lora import initialise_adapters, without_adapters
+from headway.models.materialise import make_room, read_weights
+from headway.models.parallel import Mesh, shard_model
+from headway.models.parallel.experts import spread_experts
+from headway.models.parallel.sequence import share_packs
+from headway.models.recompute import recompute_blocks
+from headway.train.checkpoint import Checkpoint, refuse_half_written
+from headway.train.config import TrainConfig
+from headway.train.device import Precision
+from headway.train.optim import adapt, freeze
+from headway.train.recompute import chosen_recompute
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model ready to be trained.
+
+    Attributes:
+        model: with weights, unless a checkpoint's are still to come.
+        cost_model: its ledger, as it trains.
+        head: runs it and its loss.
+        recompute: which blocks are computed again in backward, as `CostModel.count` takes it.
+        compile_watch: sees what is compiled.
+        notes: lines on kernels for the start of the run.
+    """
+
+    model: PreTrainedModel
+    cost_model: CostModel
+    head: LossHead
+    recompute: str
+    compile_watch: CompileWatch
+    notes: tuple[str, ...]
+
+
+def build_trained(
+    config: TrainConfig,
+    mesh: Mesh | None,
+    checkpoint: Checkpoint | None,
+    precision: Precision,
+    device: torch.device,
+) -> Trained:
+    """Build a run's model; the order matters: what changes modules comes before what looks at them.
+
+    Args:
+        config: everything there is to say.
+        mesh: of several processes; None for a lone one.
+        checkpoint: where the run left off; its weights are read later.
+        precision: of parameters and products.
+        device: where it computes.
+
+    Raises:
+        ConfigError: a setting that cannot take effect on this model or device.
+        CheckpointError: weights that are not whole, or a checkpoint of another model.
+    """
+    model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
+    cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
+    recompute = chosen_recompute(config, model, cost_model, precision)
+    choose_kernel(config.speed.attention, device)
+    notes = use_kernels(model, config.speed.kernels, device)
+    head = loss_head(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
+    if precision.is_float8:
+        notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
+    recompute_blocks(model, recompute)
+    compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
+    if config.speed.compile:
+        compile_blocks(model, compile_watch)
+    if mesh is not None:
+        distribute(model, mesh, config, checkpoint, precision, device)
+    initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
+    return Trained(model, cost_model, head, recompute, compile_watch, notes)
+
+
+def build_model(
+    config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The configured model: with saved weights or at random; what a checkpoint is read into, if there is one.
+
+    Args:
+        config: everything there is to say.
+        checkpoint: where the run left off.
+        dtype: the parameters' floating-point type.
+        device: where the model lives; on the meta device it has no weights yet, see `distribute`.
+
+    Raises:
+        CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
+    """
+    refuse_half_written(Path(config.model.path))
+    if checkpoint is not None:
+        _refuse_another_model(config, checkpoint)
+    # A checkpoint's weights come later, when there is an optimizer too; until then any will do.
+    random_init = config.model.random_init or checkpoint is not None or device.type == "meta"
+    return load_model(config.model.path, dtype=dtype, device=device, random_init=random_init)
+
+
+def distribute(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    config: TrainConfig,
+    checkpoint: Checkpoint | None,
+    precision: Precision,
+    device: torch.device,
+) -> None:
+    """Shard a model that has no weights yet, and give every process its slices of them, or room for a checkpoint's.
+
+    Raises:
+        CheckpointError: the weights are not whole, or of another model.
+    """
+    parallel = config.parallel
+    if mesh.expert is not None:
+        spread_experts(model, mesh.expert)
+    if mesh.sequence is not None:
+        share_packs(model, mesh.sequence.get_group())
+    shard_model(
+        model,
+        mesh,
+        compute_dtype=precision.compute,
+        reduce_dtype=getattr(torch, parallel.reduce_dtype),
+        reshard=parallel.reshard,
+        offload=parallel.offload,
+        vision=vision_tower(model),
+    )
+    keep_on = torch.device("cpu") if parallel.offload else device
+    with without_adapters(model):  # which have weights of their own later
+        if checkpoint is not None:
+            make_room(model, device, keep_on=keep_on)
+        elif config.model.random_init:
+            draw_weights(model, device, keep_on=keep_on)
+        else:
+            read_weights(model, config.model.path, device, keep_on=keep_on)
+
+
+def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.model_folder))
+    if wanted != found:
+        keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
+            f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
+        )
+
+
+def _architecture(path: str) -> dict[str, Any]:
+    """A model's configuration without what saving adds to it."""
+    volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
+
+    def clean(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: clean(value) for key, value in node.items() if key not in volatile}
+        return node
+
+    cleaned: dict[str, Any] = clean(load_config(path).to_dict())
+    return cleaned

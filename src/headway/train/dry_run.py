@@ -1,0 +1,304 @@
+"""What a run will need, from its recipe alone: parameters, memory of each device, FLOPs of a step, and packs.
+
+Nothing is trained, and neither weights nor data are read; lengths come from the recipe's `plan` section. For models
+whose ledger ships, torch is not needed either.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from headway.count import CostModel, FlopCount, Workload
+from headway.count.cost_model import ParamCount
+from headway.count.saved import SavedActivations
+from headway.data.plan import Budget, Items, Order, OverlongCounts, Plan, PlanReport
+from headway.data.plan.costs import square_grid
+from headway.data.plan.lengths import LengthTable, read_lengths
+from headway.data.plan.measure import report_on
+from headway.devices import Device
+from headway.errors import ConfigError
+from headway.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Sharing, State, plan_memory
+from headway.plan.mesh_shape import MeshShape
+from headway.plan.mixes import MIXES
+from headway.plan.recompute import block_bytes, fewest_recomputed
+from headway.train.config import TrainConfig
+
+SCHEMA_VERSION = 1
+STEPS = 16
+"""Optimizer steps that packs are planned for, as many as a plan's window has at least."""
+
+USABLE = 0.9
+"""Share of a device's memory that a plan may fill; the rest is for what it does not count."""
+
+Precision = Literal["bfloat16", "bfloat16-autocast", "float32"]
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Packs planned over typical lengths.
+
+    Attributes:
+        lengths: where the lengths are from.
+        report: fill, balance and mixing.
+        counts: what became of over-long samples.
+        samples_per_pack: mean number of segments in a pack.
+        most_tokens: of the fullest pack [tokens].
+        most_patches: of the pack with the most [patches].
+        flops: of a mean step, all devices together, by component.
+    """
+
+    lengths: str
+    report: PlanReport
+    counts: OverlongCounts
+    samples_per_pack: float
+    most_tokens: int
+    most_patches: int
+    flops: FlopCount
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        one = {
+            "lengths": self.lengths,
+            "samples_per_pack": self.samples_per_pack,
+            "most_tokens": self.most_tokens,
+            "most_patches": self.most_patches,
+        }
+        return {**one, **self.report.to_dict(), "overlong": self.counts.to_dict()}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Everything that a dry run finds.
+
+    Attributes:
+        model: name of the ledger.
+        shape: how the devices share the work.
+        device: whose memory it must fit; None if none was named.
+        params: numbers of parameters.
+        memory: of each device.
+        packs: None without lengths to plan over.
+        notes: what the numbers leave open.
+    """
+
+    model: str
+    shape: MeshShape
+    device: Device | None
+    params: ParamCount
+    memory: MemoryPlan
+    packs: Packs | None
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory leaves enough for what is not counted; None without a device."""
+        if self.device is None or self.device.memory_bytes is None:
+            return None
+        return self.memory.peak <= USABLE * self.device.memory_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        shape, params, device = self.shape, self.params, self.device
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "devices": shape.world_size,
+            "mesh": {
+                "replicate": shape.replicate,
+                "shard": shape.shard,
+                "sequence": shape.sequence,
+                "expert": shape.expert,
+            },
+            "device": None if device is None else {"name": device.title, "memory_bytes": device.memory_bytes},
+            "params": {"total": params.total, "trainable": params.trainable, "active": params.active},
+            "memory": self.memory.as_json(),
+            "fits": self.fits,
+            "flops": None if self.packs is None else _flops_json(self.packs.flops),
+            "packs": None if self.packs is None else self.packs.as_json(),
+            "notes": list(self.notes),
+        }
+
+
+def dry_run(
+    config: TrainConfig,
+    cost_model: CostModel,
+    saved: Mapping[Precision, SavedActivations],
+    *,
+    devices: int,
+    device: Device | None,
+) -> DryRun:
+    """Plan a run.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, as it ships or was traced.
+        saved: what autograd saves of the model, by precision; only `precision_of` is looked up.
+        devices: processes, a device each.
+        device: whose memory it must fit.
+
+    Raises:
+        ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
+        UsageError: a pattern that matches nothing.
+    """
+    shape = MeshShape.of(devices, **_mesh_settings(config))
+    learning = cost_model.freeze(config.model.freeze)
+    if config.model.lora is not None:
+        learning = learning.lora(config.model.lora.rank, config.model.lora.targets)
+    precision = precision_of(config, devices)
+    notes = []
+    recompute = _recompute(config, learning, saved[precision], shape)
+    packs = _plan_packs(config, learning, shape, recompute)
+    if packs is None:
+        notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
+        tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
+    else:
+        tokens, patches = packs.most_tokens, packs.most_patches
+    if learning.has_vision and not patches:
+        notes.append("no pictures are in the lengths, so the vision tower holds no activations")
+    if config.speed.kernels == "liger" and not config.speed.compile:
+        notes.append("activations are those of fused kernels, which Liger has for most elementwise operations, not all")
+    dtype: str = config.run.dtype
+    if dtype == "float8":
+        notes.append("float8 copies of weights and activations are not counted")
+    pack = Workload([tokens], images=_one_picture(patches, learning), slots=_slots(tokens, config))
+    state = _state(config, precision, recompute)
+    memory = plan_memory(learning, saved[precision], pack, state, _sharing(config, shape))
+    if saved[precision].left_out:
+        notes.append(f"activations of {', '.join(saved[precision].left_out[:3])} are not explained, and missing")
+    return DryRun(cost_model.name, shape, device, learning.params, memory, packs, tuple(notes))
+
+
+def precision_of(config: TrainConfig, devices: int) -> Precision:
+    """How forward computes: sharded weights are gathered in bfloat16, those of a lone device go through autocast."""
+    dtype = config.run.dtype
+    if dtype == "float32" or (dtype == "auto" and config.run.device == "cpu"):
+        return "float32"
+    return "bfloat16" if devices > 1 or dtype == "bfloat16-params" else "bfloat16-autocast"
+
+
+def _mesh_settings(config: TrainConfig) -> dict[str, Any]:
+    parallel = config.parallel
+    return {
+        "replicate": parallel.replicate,
+        "shard": parallel.shard,
+        "sequence": parallel.sequence,
+        "expert": parallel.expert,
+    }
+
+
+def _recompute(config: TrainConfig, cost_model: CostModel, saved: SavedActivations, shape: MeshShape) -> str:
+    """Which blocks are recomputed, as `CostModel.count` takes it; a size chooses them as training does."""
+    size = config.speed.recompute_bytes
+    if size is None:
+        return config.speed.recompute
+    patches = _most_patches(config, cost_model)
+    pack = Workload([config.data.tokens_per_pack], images=_one_picture(patches, cost_model))
+    kept = block_bytes(cost_model, saved, pack, fused=config.speed.compile, sequence=shape.sequence)
+    return ",".join(fewest_recomputed(kept, size)) or "none"
+
+
+def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
+    """The patches that a pack may hold: its budget, or as many as its tokens can stand for."""
+    if not cost_model.has_vision:
+        return 0
+    return config.data.patches_per_pack or config.data.tokens_per_pack * cost_model.merge_group
+
+
+def _state(config: TrainConfig, precision: Precision, recompute: str) -> State:
+    """What is kept per parameter, and how forward computes."""
+    weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
+    moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
+    return State(
+        weight_bytes=weight,
+        compute_bytes=FLOAT32 if precision == "float32" else BFLOAT16,
+        moment_bytes=moments[config.optim.state],
+        muon=config.optim.name == "muon",
+        averaged=config.optim.ema is not None,
+        accumulates=config.optim.accumulation > 1,
+        recompute=recompute,
+        fused=config.speed.compile or config.speed.kernels == "liger",
+        chunk=config.speed.loss_chunk,
+    )
+
+
+def _sharing(config: TrainConfig, shape: MeshShape) -> Sharing:
+    parallel = config.parallel
+    return Sharing(
+        shards=shape.fsdp,
+        gathers=shape.world_size > 1,
+        sequence=shape.sequence,
+        expert=shape.expert,
+        reshard=parallel.reshard,
+        reduce_each_pack=parallel.reduce == "pack",
+        reduce_bytes=FLOAT32 if parallel.reduce_dtype == "float32" else BFLOAT16,
+        offload=parallel.offload,
+    )
+
+
+def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, recompute: str) -> Packs | None:
+    """Plan a few steps over typical lengths."""
+    data, accumulation = config.data, config.optim.accumulation
+    budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
+    ranks = shape.world_size // shape.sequence
+    if config.plan.lengths is not None:
+        name, table = str(config.plan.lengths), _with_grids(read_lengths(config.plan.lengths), cost_model)
+    elif config.plan.mix is not None:
+        mix = MIXES[config.plan.mix]
+        name = f"{mix.name}: {mix.description}"
+        mean = float(mix.lengths(2000).tokens.mean())
+        filled = min(mean * (budget.items or np.inf), budget.tokens)
+        table = mix.lengths(int((STEPS + 1) * ranks * accumulation * filled / mean) + 1000)
+        table = _without_media(table) if not cost_model.has_vision else table
+    else:
+        return None
+    items, counts = Items.build({"planned": table}, budget, data.overlong, cost_model)
+    if not len(items):
+        raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
+    order = Order.epochs(items.sizes, 1, seed=data.seed)
+    plan = Plan(items, order, budget, ranks * accumulation, strategy=data.strategy, accumulation=accumulation)
+    steps = [step for step, _ in plan.steps()]
+    report, _ = report_on(steps, items, order, budget, ranks, data.strategy, 0.0)
+    whole = steps[:-1] or steps
+    chosen = np.concatenate([pack for step in whole for pack in step.packs])
+    rows = items.locate(chosen).row
+    assert table.grids is not None
+    assert table.grid_rows is not None
+    grids = table.grids[np.isin(table.grid_rows, rows)]
+    work = Workload(items.tokens[chosen], images=grids, packs=len(whole) * ranks * accumulation)
+    count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
+    segments = len(chosen) / sum(len(step.packs) for step in whole)
+    most = [
+        max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
+    ]
+    return Packs(name, report, counts["planned"], segments, most[0], most[1], count)
+
+
+def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
+    """Take the patches of each sample as one picture where grids are not known."""
+    if table.grids is not None:
+        return table
+    rows = np.flatnonzero(table.patches)
+    side = int(cost_model.merge_group**0.5)
+    grids = [square_grid(int(patches), side) for patches in table.patches[rows]]
+    return LengthTable(table.tokens, table.patches, np.array(grids, dtype=np.int64).reshape(-1, 3), rows)
+
+
+def _without_media(table: LengthTable) -> LengthTable:
+    none = np.zeros((0, 3), dtype=np.int64)
+    return LengthTable(table.tokens, np.zeros_like(table.patches), none, none[:, 0])
+
+
+def _one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
+    """One picture of so many patches; what is saved depends on their number alone."""
+    return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []
+
+
+def _slots(tokens: int, config: TrainConfig) -> int:
+    bucket = config.data.bucket_tokens or 1
+    return -(-tokens // bucket) * bucket
+
+
+def _flops_json(count: FlopCount) -> dict[str, Any]:
+    phases = {"forward": count.forward, "dgrad": count.dgrad, "wgrad": count.wgrad, "recompute": count.recompute}
+    return {"convention": count.convention, "total": count.total, **phases, "components": count.by_component()}

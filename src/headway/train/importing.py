@@ -1,0 +1,188 @@
+"""Read a configuration of LMMs-Engine as a recipe of Headway: every key is translated, or named with the reason.
+
+A key has one of four fates. It is translated; or it is not needed, since what it asks for is always so here; or it is
+left to do by hand, where another file than the recipe says it; or it is refused, as unknown or as what Headway cannot
+do, and then nothing is written unless the key is left out on purpose.
+
+Source: lmms-engine 0.1.4, its configuration classes and trainers; transformers' TrainingArguments, which it extends.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from headway.errors import ConfigError
+
+Fate = Literal["translated", "not needed", "by hand", "refused"]
+SECTIONS = ("dataset_config", "trainer_args", "model_config")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of one key.
+
+    Attributes:
+        fate: see the module.
+        reason: why, or what to do.
+        settings: dotted settings of the recipe and their values.
+    """
+
+    fate: Fate
+    reason: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rule may look up beside its own key.
+
+    Attributes:
+        sections: the whole configuration, defaults filled in, by section.
+        folder: of the configuration, where relative paths may start.
+    """
+
+    sections: Mapping[str, Mapping[str, Any]]
+    folder: Path
+
+    def get(self, key: str) -> Any:
+        """A value by its dotted key; None where it is not given and has no default."""
+        section, _, name = key.rpartition(".")
+        return self.sections[section].get(name)
+
+
+Rule = Callable[[Any, Context], Outcome]
+
+
+@dataclass(frozen=True)
+class KeyFate:
+    """One key of the configuration and what became of it.
+
+    Attributes:
+        key: dotted.
+        value: as given, or as it is when it is not.
+        given: whether the file says it.
+        outcome: what became of it.
+    """
+
+    key: str
+    value: Any
+    given: bool
+    outcome: Outcome
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        one = {"key": self.key, "value": self.value, "given": self.given, "fate": self.outcome.fate}
+        return {**one, "settings": dict(self.outcome.settings), "reason": self.outcome.reason}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A recipe and where it came from.
+
+    Attributes:
+        source: name of the configuration's file.
+        recipe: sections of settings, as plain types.
+        keys: every key and what became of it.
+    """
+
+    source: str
+    recipe: dict[str, Any]
+    keys: tuple[KeyFate, ...]
+
+    def as_yaml(self) -> str:
+        """The recipe as a file, with what is left to do above it."""
+        lines = [f"# From {self.source}, a configuration of LMMs-Engine."]
+        left = [key for key in self.keys if key.outcome.fate in ("by hand", "refused")]
+        lines += ["#", "# Not in here, and to be looked after:"] if left else []
+        lines += [f"#   {key.key} = {key.value!r}: {key.outcome.reason}" for key in left]
+        return "\n".join(lines) + "\n\n" + yaml.safe_dump(self.recipe, sort_keys=False)
+
+
+def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> Imported:
+    """Translate a configuration of LMMs-Engine.
+
+    Args:
+        path: its YAML or JSON file.
+        given: settings of the recipe that the configuration does not have, or that go before it, dotted.
+        leave_out: keys that are to be left out although they cannot be translated, dotted.
+
+    Raises:
+        ConfigError: no such file, another kind of configuration, keys that are refused, or a recipe that lacks what
+            every recipe needs; each with all of them named.
+    """
+    from headway.train.imported_keys import DEFAULTS, RULES
+
+    raw = _sections(path)
+    filled = {name: {**DEFAULTS.get(name, {}), **raw[name]} for name in (*SECTIONS, "")}
+    if "optim.steps" in given:
+        filled["trainer_args"]["max_steps"] = given["optim.steps"]
+    context = Context(filled, path.parent)
+    fates = []
+    for section, values in filled.items():
+        for name, value in values.items():
+            key = f"{section}.{name}".lstrip(".")
+            rule = RULES.get(key)
+            known = rule(value, context) if rule is not None else Outcome("refused", "no key of LMMs-Engine 0.1.4")
+            fates.append(KeyFate(key, value, name in raw[section], known))
+    refused = [fate for fate in fates if fate.outcome.fate == "refused" and fate.key not in leave_out]
+    if refused:
+        told = "; ".join(f"{fate.key} = {fate.value!r} ({fate.outcome.reason})" for fate in refused)
+        raise ConfigError(
+            f"{path}: {len(refused)} keys cannot be taken over: {told}. Change or remove them, or leave them out "
+            f"knowingly with --leave-out {refused[0].key}."
+        )
+    missing = [key for key in leave_out if key not in {fate.key for fate in fates}]
+    if missing:
+        raise ConfigError(f"--leave-out {missing[0]}: {path} has no such key; give it with its section.")
+    settings: dict[str, Any] = {}
+    for fate in fates:
+        settings |= fate.outcome.settings
+    settings |= given
+    return Imported(path.name, _nested(settings, path), tuple(fates))
+
+
+def _sections(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the file; sections that it leaves out are empty, keys outside of sections are in the section ""."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}. Give the path of a file."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if isinstance(raw, list) and len(raw) == 1 and isinstance(raw[0], dict) and isinstance(raw[0].get("config"), dict):
+        raw = raw[0]["config"]  # its older form: a list of tasks
+    if not isinstance(raw, dict) or not any(section in raw for section in SECTIONS):
+        raise ConfigError(
+            f"{path} is no configuration of LMMs-Engine, which has the sections {', '.join(SECTIONS)}. For one of "
+            "another framework, write a recipe by hand; recipes/ has some to start from."
+        )
+    found = {section: raw.pop(section, None) or {} for section in SECTIONS}
+    for name, section in found.items():
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: {name} is {section!r}, but must be a mapping of keys to values.")
+    return {**found, "": raw}
+
+
+def _nested(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Put dotted settings into sections, in the order of a recipe, and see that what is needed is there."""
+    needs = {
+        "model.path": ("model_config.load_from_pretrained_path", "--model"),
+        "data.train": ("dataset_config.dataset_path or datasets", "--data"),
+        "optim.steps": ("trainer_args.max_steps", "--steps"),
+    }
+    missing = [f"{source} (or give {option})" for key, (source, option) in needs.items() if key not in settings]
+    if missing:
+        raise ConfigError(f"{path} does not say everything that a run needs; it lacks {'; '.join(missing)}.")
+    recipe: dict[str, Any] = {name: {} for name in ("model", "data", "optim", "parallel", "speed", "checkpoint", "run")}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        node = recipe
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return {name: section for name, section in recipe.items() if section}

@@ -1,0 +1,171 @@
+"""Finished steps become records: in metrics.jsonl, on the screen, and an error where a loss is not finite."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headway.data import Batch
+from headway.errors import TrainingError
+from headway.meter import StepUtilisation
+from headway.models.compiling import Compilations
+from headway.models.router import RouterSummary
+from headway.train.record import MetricsLog, memory_bytes, write_json
+from headway.train.share import StepShare
+
+
+class Launched(NamedTuple):
+    """A step whose numbers may still be on their way from the device.
+
+    Attributes:
+        step: its number.
+        lr: its learning rate.
+        share: what all ranks computed.
+        utilisation: of the step.
+        batches: this rank's packs.
+        compilations: of this rank.
+    """
+
+    step: int
+    lr: float
+    share: StepShare
+    utilisation: StepUtilisation
+    batches: Sequence[Batch]
+    compilations: Compilations
+
+
+class HostCopy:
+    """A few numbers on their way from the device, read when they have arrived: no step waits for its own log line.
+
+    Args:
+        values_K: numbers on the device, shape (K,).
+    """
+
+    def __init__(self, values_K: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values_K.device.type == "cuda":
+            self._values_K = torch.empty(values_K.shape, dtype=values_K.dtype, pin_memory=True)
+            self._values_K.copy_(values_K, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event.record()
+        else:
+            self._values_K = values_K
+
+    def read(self) -> list[float]:
+        """Wait for the numbers, if they are not there yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._values_K.tolist()
+        return numbers
+
+
+class StepRecorder:
+    """Turns finished steps into records: into metrics.jsonl, onto the screen, and an error where a loss is not finite.
+
+    A step's numbers are read back when the next one has been launched, so no step waits for its own record.
+
+    Args:
+        log: the run's metrics.jsonl.
+        show: called with each record.
+        device: whose memory is recorded.
+        sources: names of the sources; where there are several, each has its loss and tokens recorded.
+        may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
+        bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
+    """
+
+    def __init__(
+        self,
+        log: MetricsLog,
+        show: Callable[[dict[str, Any]], None],
+        device: torch.device,
+        sources: Sequence[str],
+        *,
+        may_skip: int,
+        bad_samples: Path,
+    ) -> None:
+        self._log = log
+        self._show = show
+        self._device = device
+        self._sources = sources
+        self._may_skip, self._skipped, self._bad_samples = may_skip, 0, bad_samples
+        self._pending: tuple[Launched, HostCopy] | None = None
+
+    def add(self, launched: Launched, numbers_K: torch.Tensor) -> None:
+        """Take in a step that has been launched, and finish the record of the one before.
+
+        Args:
+            launched: what the host knows of it.
+            numbers_K: over all ranks, the summed losses of each source [nats], the recompilations, the gradient's norm
+                and, where the model has experts, the three numbers of a `RouterSummary`; on the device.
+
+        Raises:
+            TrainingError: the step before had a loss or gradient that is not finite.
+        """
+        copy = HostCopy(numbers_K)
+        self.flush()
+        self._pending = launched, copy
+
+    def flush(self) -> None:
+        """Finish the record of the last step.
+
+        Raises:
+            TrainingError: its loss or gradient is not finite.
+        """
+        if self._pending is None:
+            return
+        (launched, copy), self._pending = self._pending, None
+        read = copy.read()
+        losses, (recompiles, grad_norm, *router) = read[: len(self._sources)], read[len(self._sources) :]
+        loss = sum(losses) / max(1, launched.share.num_supervised)
+        is_finite = all(map(math.isfinite, (*losses, grad_norm)))
+        self._skipped = 0 if is_finite else self._skipped + 1
+        if self._skipped > self._may_skip:
+            raise TrainingError(self._not_finite(launched, loss, grad_norm))
+        record = {
+            "kind": "step",
+            "step": launched.step,
+            "loss": loss if is_finite else None,  # JSON has no numbers for what is not
+            "lr": launched.lr,
+            "grad_norm": grad_norm if is_finite else None,
+            **({} if is_finite else {"skipped": True}),
+            "memory_bytes": memory_bytes(self._device),
+            "compiled": launched.compilations.happened,
+            "recompiles": round(recompiles),
+            **launched.utilisation.as_record(),
+        }
+        if launched.compilations.guards:
+            record["recompile_guards"] = list(launched.compilations.guards)
+        if len(self._sources) > 1:
+            record["sources"] = self._by_source(losses, launched.share)
+        if router:
+            record["router"] = RouterSummary(router[0], router[1], int(router[2]))._asdict()
+        self._log.write(record)
+        self._show(record)
+
+    def _not_finite(self, launched: Launched, loss: float, grad_norm: float) -> str:
+        """What to say of a step that ends the run; the samples that this rank had in it go to a file."""
+        step, batches = launched.step, launched.batches
+        samples = [source for batch in batches for source in batch.sources]
+        write_json(self._bad_samples, {"step": step, "packs": [list(batch.sources) for batch in batches]})
+        row = f", after {self._may_skip} updates in a row that were left out" if self._may_skip else ""
+        return (
+            f"step {step} has loss {loss} and gradient norm {grad_norm}{row}: training has diverged or met a sample "
+            f"that it cannot digest. The learning rate was {launched.lr:.3g}; lower optim.lr or lengthen "
+            f"optim.warmup_steps. This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; "
+            f"all are in {self._bad_samples}. The checkpoints written before are whole."
+        )
+
+    def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
+        """Mean loss, tokens and targets of each source, and the share of its tokens that was cut or left out."""
+        parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
+        return {
+            name: {
+                "loss": loss / supervised if supervised and math.isfinite(loss) else None,
+                "tokens": tokens,
+                "supervised": supervised,
+                "waste": lost / (tokens + lost) if tokens + lost else 0.0,
+            }
+            for name, loss, tokens, supervised, lost in parts
+        }

@@ -1,0 +1,158 @@
+"""A recipe shrunk until a laptop trains it in about a minute, through the same code.
+
+The model keeps its structure and loses depth, width and vocabulary; packs and samples shrink by one factor, so that
+packs hold about as many samples as the real ones; data are made up, of the recipe's kind, and read through the real
+sources. What the machine at hand does not have - several processes, CUDA - is reduced to what it has.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from headway.count.models import shipped_name
+from headway.count.tracing.build import preset_config
+from headway.demo.small_data import vocabulary_texts, write_small_data
+from headway.demo.small_model import EXPERTS, write_small_model
+from headway.models.load import load_config
+from headway.plan.mixes import MIXES
+from headway.train.config import TrainConfig, with_overrides
+from headway.train.device import choose_device
+from headway.train.ranks import join_ranks
+from headway.train.record import refuse_existing_run
+
+STEPS = 30
+LR = 3e-3  # small models learn at higher rates
+_LEAST_TOKENS, _MOST_TOKENS, _SHARE = 512, 1024, 16  # a small pack: a sixteenth of the real one, within these
+_PACKS = 6  # packs' worth of samples that are written; they play again and again
+_MAX_SAMPLES = 512
+_IMAGE_TOKENS = 256  # larger images are shrunk to so many tokens
+
+
+@dataclass(frozen=True)
+class Small:
+    """A recipe that was scaled down.
+
+    Attributes:
+        config: what is trained.
+        mix: name of the mix that the samples are made of.
+        pixels: side of a vision patch, and patches per side of a token; 1 and 1 without vision.
+        scale: of all lengths.
+        source: the configuration of the real model.
+    """
+
+    config: TrainConfig
+    mix: str
+    pixels: tuple[int, int]
+    scale: float
+    source: PreTrainedConfig
+
+    @property
+    def folder(self) -> Path:
+        """Where model, data and run lie."""
+        return self.config.run.folder.parent
+
+
+def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: tuple[str, ...] = ()) -> Small:
+    """Shrink a recipe; nothing is written.
+
+    Args:
+        config: the recipe.
+        world_size: processes that train.
+        cuda: whether they have CUDA devices.
+        overrides: assignments `a.b=value` that go on top of what was shrunk.
+
+    Raises:
+        ConfigError: an override that is not allowed.
+        UnknownModelError: the recipe's model is not known here.
+    """
+    source = _model_config(config.model.path)
+    vision = getattr(source, "vision_config", None)
+    pixels = (1, 1) if vision is None else (vision.patch_size, vision.spatial_merge_size)
+    tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, config.data.tokens_per_pack // _SHARE))
+    tokens = min(tokens, config.data.tokens_per_pack)
+    scale = tokens / config.data.tokens_per_pack
+    folder = config.run.folder / "small"
+    raw = config.as_dict()
+    raw["model"] |= {"path": str(folder / "model"), "random_init": True}
+    raw["data"] |= {
+        "train": [{"path": str(folder / "data" / "samples.jsonl")}],
+        "eval": None,
+        "tokens_per_pack": tokens,
+        "patches_per_pack": _scaled(config.data.patches_per_pack, scale),
+        "bucket_tokens": _bucket(config.data.bucket_tokens, tokens),
+        "bucket_patches": _bucket(config.data.bucket_patches, 4 * tokens),
+        "workers": min(1, config.data.workers),
+    }
+    raw["optim"] |= {"steps": STEPS, "lr": LR, "warmup_steps": min(3, config.optim.warmup_steps), "lr_of": {}}
+    raw["optim"]["accumulation"] = min(2, config.optim.accumulation)
+    raw["eval"], raw["plan"] = {}, {}
+    raw["checkpoint"] |= {"every": None}
+    raw["parallel"] |= _mesh(config, world_size)
+    raw["run"] |= {"folder": str(folder / "run")}
+    if not cuda:
+        raw["parallel"] |= {"reduce_dtype": "float32", "offload": False}
+        raw["speed"] |= {"kernels": "torch"}
+        raw["run"] |= {"dtype": "auto"}
+    mix = config.plan.mix or ("images" if vision is not None else "chats")
+    return Small(with_overrides(raw, overrides), mix, pixels, scale, source)
+
+
+def write_small(small: Small) -> None:
+    """Write the model folder and the samples of a recipe that was scaled down; of several processes, the first does.
+
+    Raises:
+        ConfigError: its folder holds a run already.
+        DataError: the folder cannot be written.
+    """
+    data = small.config.data
+    device = choose_device(small.config.run)
+    ranks = join_ranks(device)
+    if ranks.is_first:
+        refuse_existing_run(small.config.run.folder)
+        patch_size, merge_size = small.pixels
+        area = (patch_size * merge_size) ** 2
+        texts = vocabulary_texts()
+        write_small_model(small.folder / "model", small.source, texts, max_pixels=_IMAGE_TOKENS * area)
+        mix = MIXES[small.mix]
+        tokens, _, _ = mix.draw(np.random.default_rng(0), 1000)
+        packs = ranks.size * small.config.optim.accumulation * _PACKS
+        wanted = math.ceil(packs * data.tokens_per_pack / max(1.0, float(tokens.mean()) * small.scale))
+        write_small_data(
+            small.folder / "data",
+            mix,
+            scale=small.scale,
+            num_samples=min(_MAX_SAMPLES, wanted),
+            longest=data.tokens_per_pack,
+            patch_size=patch_size,
+            merge_size=merge_size,
+            seed=small.config.run.seed,
+        )
+    ranks.wait()
+
+
+def _model_config(name: str) -> PreTrainedConfig:
+    """The configuration of a shipped model, or of one that is here or on the Hub."""
+    shipped = None if Path(name).exists() else shipped_name(name)
+    config: PreTrainedConfig = preset_config(shipped) if shipped is not None else load_config(name)
+    return config
+
+
+def _mesh(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """Degrees that so many processes have room for, each a divisor of the recipe's."""
+    parallel = config.parallel
+    sequence = math.gcd(parallel.sequence, world_size)
+    replicate = math.gcd(parallel.replicate, world_size // sequence)
+    expert = math.gcd(math.gcd(parallel.expert, world_size // replicate), EXPERTS)
+    return {"shard": "auto", "sequence": sequence, "replicate": replicate, "expert": expert}
+
+
+def _scaled(number: int | None, scale: float) -> int | None:
+    return None if number is None else max(1, round(number * scale))
+
+
+def _bucket(bucket: int | None, budget: int) -> int | None:
+    return None if bucket is None else min(bucket, budget)

@@ -1,0 +1,171 @@
+"""Modules are given to a kernel only where they compute what it computes."""
+
+import copy
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.nn.attention.varlen import varlen_attn
+
+from headway.errors import ConfigError
+from headway.models import kernels
+from headway.models.flash import choose_kernel, cuda_kernel, flash_kernel
+from headway.models.head import loss_head
+from headway.models.kernels import gated_mlps, rms_norms, rotary_functions, use_kernels
+from headway.models.segments import segment_attention
+from headway.models.varlen import varlen_attention
+from tiny_models import tiny_config
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def build(family):
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    kind = transformers.AutoModelForImageTextToText if "vision_config" in config else transformers.AutoModelForCausalLM
+    return kind.from_config(config)
+
+
+# Norms: two a layer, one at the end; of Qwen3 two more a layer, of queries and keys; of Gemma 2 four a layer.
+@pytest.mark.parametrize(
+    ("family", "num_norms", "casting", "num_mlps"),
+    [
+        ("llama", 5, "llama", 2),
+        ("qwen3", 9, "llama", 2),
+        ("gemma2_softcap", 9, "gemma", 0),  # its MLPs have GELU
+        ("qwen3_moe", 9, "llama", 0),  # experts are no MLP modules
+        ("gpt2", 0, None, 0),  # LayerNorm, and no gate
+        ("qwen3_vl", 9, "llama", 2),  # the vision tower has LayerNorm and no gate
+        (
+            "qwen2_5_vl",
+            5 + 2 * 3 + 1,
+            "llama",
+            2 + 3,
+        ),  # the tower: two norms a block, one in the merger; its MLPs have biases
+    ],
+)
+def test_norms_and_gated_mlps_are_found_by_what_they_compute(family, num_norms, casting, num_mlps):
+    model = build(family)
+    norms = rms_norms(model)
+    assert len(norms) == num_norms
+    assert {norm.casting for norm in norms.values()} == ({casting} if casting else set())
+    assert len(gated_mlps(model)) == num_mlps
+
+
+def test_what_looks_like_a_norm_or_an_mlp_and_is_none_is_left_alone():
+    model = build("llama")
+    kind = type(model.model.norm)
+
+    class Clipped(kind):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states).clamp(-1.0, 1.0)
+
+    model.model.norm.__class__ = Clipped
+    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    assert model.model.norm not in rms_norms(model)
+    assert len(rms_norms(model)) == 4
+    assert gated_mlps(model) == (model.model.layers[1].mlp,)
+
+
+def test_finding_leaves_a_model_as_it_was_even_without_weights():
+    model = build("qwen3")
+    before = copy.deepcopy(model.state_dict())
+    rms_norms(model), gated_mlps(model), rotary_functions(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    assert len(rms_norms(empty)) == len(rms_norms(model)) == 9
+    assert len(gated_mlps(empty)) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "functions"),
+    [
+        ("qwen3", {"apply_rotary_pos_emb"}),
+        ("qwen3_vl", {"apply_rotary_pos_emb", "apply_rotary_pos_emb_vision"}),
+        ("gpt_oss_sinks", set()),  # angles of half the width
+        ("gpt2", set()),
+    ],
+)
+def test_standard_rotary_functions_are_found(family, functions):
+    assert {name for name, _ in rotary_functions(build(family)).values()} == functions
+
+
+def test_liger_without_cuda_or_package_is_refused(monkeypatch):
+    model = build("qwen3")
+    with pytest.raises(ConfigError, match=r"speed\.kernels is 'liger', whose kernels run on CUDA only.*on cpu.*=torch"):
+        use_kernels(model, "liger", CPU)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None if name == "liger_kernel" else real(name))
+    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+        use_kernels(model, "liger", CUDA)
+    assert use_kernels(model, "torch", CPU) == ()
+
+
+def test_flash_attn_without_cuda_or_package_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"speed\.attention is 'flash-attn'.*on CUDA only.*speed\.attention=auto"):
+        choose_kernel("flash-attn", CPU)
+    monkeypatch.setattr("headway.models.flash.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install flash-attn.*speed\.attention=auto"):
+        choose_kernel("flash-attn", CUDA)
+    assert cuda_kernel() is varlen_attention
+
+
+def test_flash_attn_is_given_windows_scale_and_padded_heads_as_it_expects_them(monkeypatch):
+    """A stand-in for the package (no GPU here) that keeps its contract: a window counts the keys before the query."""
+
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == 16  # 12 and 10 channels, in multiples of 8
+        assert (cu_q.dtype, max_q, max_k) == (torch.int32, 7, 7)
+        window = None if window_size == (-1, -1) else window_size[0] + 1
+        return segment_attention(q, k, v, cu_q, causal, window, softmax_scale, None), "log-sums"
+
+    package = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setattr("headway.models.flash.find_spec", lambda name: object() if name == "flash_attn" else None)
+    monkeypatch.setattr("headway.models.flash.import_module", {"flash_attn": package}.__getitem__)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(12, heads, 12, generator=generator) for heads in (4, 2))
+    v = torch.randn(12, 2, 10, generator=generator)
+    cu = torch.tensor([0, 5, 12])
+    try:
+        choose_kernel("flash-attn", CUDA)
+        for window in (None, 3):
+            got = cuda_kernel()(q, k, v, cu, 7, True, window, 0.3, None)
+            wanted = segment_attention(q, k, v, cu.int(), True, window, 0.3, None)
+            torch.testing.assert_close(got, wanted)
+        with pytest.raises(ConfigError, match="attention sinks"):
+            cuda_kernel()(q, k, v, cu, 7, True, None, 0.3, torch.zeros(4))
+    finally:
+        choose_kernel("auto", CUDA)
+    assert cuda_kernel() is varlen_attention
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "gemma2_softcap", "qwen3_vl", "qwen2_5_vl"])
+def test_liger_computes_the_same_losses_and_gradients_on_cuda(family):
+    pytest.importorskip("liger_kernel")
+    model = build(family).cuda()
+    other = copy.deepcopy(model)
+    ids = torch.randint(7, 160, (1, 64), device="cuda")
+    plain = loss_head(model, chunk=16)({"input_ids": ids}, ids[0], per=64, judge=True)
+    lines = use_kernels(other, "liger", CUDA)
+    found = loss_head(other, chunk=16, liger=True)({"input_ids": ids}, ids[0], per=64, judge=True)
+    assert lines
+    torch.testing.assert_close(found.loss_T, plain.loss_T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.right_T, plain.right_T)
+    plain.total.backward(), found.total.backward()
+    for (name, wanted), got in zip(model.named_parameters(), other.parameters(), strict=True):
+        if wanted.grad is not None:
+            assert (got.grad - wanted.grad).norm() <= 1e-3 * wanted.grad.norm() + 1e-6, name
+
+
+@pytest.mark.gpu
+def test_flash_attn_equals_torch_on_cuda():
+    package = pytest.importorskip("flash_attn")
+    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
+    ours = flash_kernel(package.flash_attn_varlen_func)(q, k, v, cu, 200, True, None, 0.125, None)
+    wanted = varlen_attn(q, k, v, cu, cu, 200, 200, scale=0.125, window_size=(-1, 0))
+    torch.testing.assert_close(ours, wanted, rtol=2e-2, atol=2e-2)
