@@ -2,9 +2,11 @@
 
 import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
@@ -17,6 +19,7 @@ from headway.train.evaluate import EvalSet
 from headway.train.loop import train
 from headway.train.ranks import Ranks
 from headway.train.record import read_metrics
+from processes import TRAIN, run_processes
 
 CPU, BUDGET, ALONE = torch.device("cpu"), Budget(160, None), Ranks(0, 1)
 
@@ -86,6 +89,20 @@ def test_a_run_writes_answers_beside_its_records(raw, digits):
     assert records[0]["prompt"]
     summaries = [r for r in read_metrics(config.run.folder / "metrics.jsonl") if r["kind"] == "answers"]
     assert [(r["step"], r["samples"], len(r["answers"])) for r in summaries] == [(3, 2, 2), (6, 2, 2)]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_processes_that_share_packs_give_the_answers_of_one(raw, digits, tmp_path):
+    raw["data"]["eval"] = str(digits / "data/eval.jsonl")
+    raw["eval"] = {"at_end": True, "generate": 4, "max_new_tokens": 6}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    train(parse_config(raw))
+    run_processes([*TRAIN, path, "--set", f"run.folder={tmp_path}/two", "--set", "parallel.sequence=2"], 2)
+    one, two = (Path(folder, "samples.jsonl").read_text() for folder in (raw["run"]["folder"], tmp_path / "two"))
+    assert one.count("\n") == 4
+    assert two == one
 
 
 def test_an_answer_that_cannot_fit_is_an_error(reader):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from headway.data import Budget, Encoder, Sample
+from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
 from headway.data.encoded import IGNORED, EncodedSample
 from headway.data.plan.budget import Size
@@ -72,7 +72,7 @@ class Questions:
         budget: of a pack.
         collator: lays them into packs as in training.
         ranks: the processes, which all give every answer together.
-        group: those that share each pack with this one; None where it computes packs alone.
+        group: those of them that compute each pack together; None where each pack is one process's.
         count: the first so many chats are answered, all if there are fewer [samples].
         max_new_tokens: an answer that has not closed by then is cut [tokens].
 
@@ -109,8 +109,7 @@ class Questions:
                 )
         self._packs = pack(sizes, budget)
         self._collator = collator
-        self._ranks = ranks
-        self._group = group
+        self._ranks, self._group = ranks, group
         self._max_new_tokens = max_new_tokens
 
     @torch.no_grad()
@@ -158,18 +157,26 @@ class Questions:
         while any(self._ranks.gather_all(bool(going))):
             batch = self._collator([texts[i] for i in indices]).to(device)
             with autocast():
-                logits_LV = model(**batch.model_inputs()).logits[0]
-            likeliest_T = torch.zeros(batch.slots, dtype=torch.long, device=device)
-            likeliest_T[local_slots(batch.slots, self._group)] = logits_LV.argmax(-1)
-            if self._group is not None:
-                dist.all_reduce(likeliest_T, group=self._group)
-            ends_N = batch.cu_seqlens_N[1 : len(indices) + 1].long() - 1
-            for i, token in zip(indices, likeliest_T[ends_N].tolist(), strict=True):
+                next_tokens = self._next(model, batch, len(indices))
+            for i, token in zip(indices, next_tokens, strict=True):
                 if i in going:
                     new[i].append(token)
                     texts[i] = _longer(texts[i], token)
             going = [i for i in going if new[i][-1] not in self._closing(i) and len(new[i]) < self._max_new_tokens]
         return new
+
+    def _next(self, model: torch.nn.Module, batch: Batch, num_texts: int) -> list[int]:
+        """The most likely token after each text of a pack; logits are computed where texts end only."""
+        local = local_slots(batch.slots, self._group)
+        ends_N = batch.cu_seqlens_N[1 : num_texts + 1].long() - 1
+        is_mine_N = (ends_N >= local.start) & (ends_N < local.stop)
+        logits_MV = model(**batch.model_inputs(), logits_to_keep=ends_N[is_mine_N] - local.start).logits[0]
+        tokens_N = torch.zeros_like(ends_N)
+        tokens_N[is_mine_N] = logits_MV.argmax(-1)
+        if self._group is not None:
+            dist.all_reduce(tokens_N, group=self._group)
+        tokens: list[int] = tokens_N.tolist()
+        return tokens
 
     def _closing(self, index: int) -> set[int]:
         """Tokens that end an answer: the one that ends the gold answer, and the tokenizer's own."""

@@ -222,10 +222,10 @@ def _evaluate(
     run: Run, eval_set: EvalSet, step: int, log: MetricsLog, samples: MetricsLog, progress: Progress
 ) -> Evaluation:
     """Judge the model on the held-out samples and write down what was found, with some answers in words."""
-    model, device, autocast = run.model, run.device, run.precision.autocast
+    device, autocast = run.device, run.precision.autocast
     with run.weights_to_judge():
         evaluation = eval_set.evaluate(run.trained.head, device, autocast)
-        answers = [] if run.questions is None else run.questions.answer(model, device, autocast)
+        answers = [] if run.questions is None else run.questions.answer(run.model, device, autocast)
     record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
     log.write(record)
     progress.note(evaluation_line(record))

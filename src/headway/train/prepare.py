@@ -150,12 +150,11 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         group = _sequence_group(mesh)
         eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model), group)
         if config.eval.generate is not None:
-            collator = make_collator(config.data, encoder, model, ranks)
             questions = Questions(
                 samples,
                 encoder,
                 budget_of(config.data),
-                collator,
+                make_collator(config.data, encoder, model, ranks),
                 ranks,
                 group,
                 count=config.eval.generate,
