@@ -94,7 +94,9 @@ def test_a_resumed_run_goes_on_with_its_adapters(lora, tmp_path):
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("random_init", [True, False])
-def test_two_processes_train_adapters_as_one(lora, tmp_path, random_init):
+def test_two_processes_train_adapters_as_one(lora, digits, tmp_path, random_init):
+    lora["data"]["eval"] = str(digits / "data/eval.jsonl")
+    lora["eval"] = {"every": 6, "generate": 3, "max_new_tokens": 3}
     lora["model"]["random_init"] = random_init
     lora["optim"] |= {"accumulation": 4, "name": "muon"}
     path = tmp_path / "lora.yaml"
@@ -104,6 +106,9 @@ def test_two_processes_train_adapters_as_one(lora, tmp_path, random_init):
     two = tmp_path / "two"
     run_processes([*TRAIN, path, "--set", f"run.folder={two}", "--set", "optim.accumulation=2"], 2)
     assert losses(two) == pytest.approx(one, rel=1e-5)
+    answers = Path(lora["run"]["folder"], "samples.jsonl").read_text()
+    assert answers
+    assert (two / "samples.jsonl").read_text() == answers
 
 
 def test_a_target_that_matches_nothing_is_an_error(lora):
