@@ -91,12 +91,13 @@ def test_each_tower_compiles_once_for_images_of_every_number_and_size(family):
 
 @pytest.fixture
 def compiled():
-    """A compiled model that has taken a step, and its watch."""
+    """A compiled model that is warm, and its watch."""
 
     def build(**options):
         model, watch = model_of("qwen3"), CompileWatch(**options)
         compile_blocks(model, watch, backend="eager")
-        gradients(model, pack([20, 13]))
+        for lengths in PACKS[:2]:
+            gradients(model, pack(lengths))
         return model, watch
 
     return build
@@ -120,7 +121,8 @@ def test_a_recompilation_is_counted_and_named_once(compiled):
 def test_where_there_are_two_kinds_of_layers_the_guards_of_both_are_named():
     model, watch = model_of("gpt_oss_sinks"), CompileWatch()
     compile_blocks(model, watch, backend="eager")
-    gradients(model, pack([20, 13]))
+    for lengths in PACKS[:2]:
+        gradients(model, pack(lengths))
     assert not watch.since().guards
     gradients(model.double(), pack([20, 13]))
     guards = watch.since().guards
@@ -148,7 +150,7 @@ def test_the_first_evaluation_may_compile(compiled):
     assert watch.since() == (True, (), ())
 
 
-def test_giving_up_on_a_function_is_named_even_in_a_first_forward(monkeypatch):
+def test_giving_up_on_a_function_is_named_even_in_the_warm_up(monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     model, watch = model_of("gpt_oss_sinks"), CompileWatch()  # two kinds of layers: one too many
     compile_blocks(model, watch, backend="eager")

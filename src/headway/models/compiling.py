@@ -3,13 +3,14 @@
 A block's own forward is compiled and laid over the module as `forward`: hooks, those of FSDP among them, and names of
 parameters stay as they are, and the blocks of a tower share one compilation, as their parameters are its inputs. The
 sizes that differ from pack to pack (slots, patches, segments, the longest of them) are marked as dynamic before the
-first compilation, so that one is enough. A block's first forward in training, and in evaluation, is expected to
-compile; whatever compiles later does so because a guard failed, and is a recompilation.
+first compilation, so that one is enough. A block's first two forwards in training, and in evaluation, are its warm-up;
+whatever compiles later does so because a guard failed, and is a recompilation.
 """
 
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,8 +22,10 @@ from headway.errors import TrainingError
 from headway.models.blocks import blocks
 from headway.models.recompute import checkpointed, is_recomputed
 
-# Arguments of blocks that are numbers of Python and differ from pack to pack: the longest segment, by all its names.
-_DYNAMIC_NUMBERS = r"L\['(kwargs'\]\[')?(pack_)?max_(seqlen|length)(_[qk])?'\]"
+# Numbers of Python among blocks' arguments that differ from pack to pack: the longest segment, by all its names, and
+# the slots of a pack that several processes share.
+_DYNAMIC_NUMBERS = r"L\['(kwargs'\]\[')?((pack_)?max_(seqlen|length)(_[qk])?'\]|pack_split'\]\.slots)"
+_WARM_UP = 2  # forwards of a block: behind a graph break torch finds out what differs from two packs
 
 
 class Compilations(NamedTuple):
@@ -76,7 +79,7 @@ class CompileWatch:
             )
         return Compilations(happened, guards, news)
 
-    def first(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def warm_up(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a forward that is expected to compile."""
         self._look(expected=False)
         out = forward(*args, **kwargs)
@@ -151,17 +154,17 @@ def _compile(module: nn.Module, watch: CompileWatch, backend: str) -> None:
     plain = types.MethodType(_own_forward(type(module)), module)
     judging = torch.compile(plain, backend=backend)
     training = torch.compile(_recomputed(type(module), plain), backend=backend) if is_recomputed(module) else judging
-    modes: set[tuple[bool, bool]] = set()
+    forwards: Counter[tuple[bool, bool]] = Counter()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _without_empty_masks(args, kwargs)
         _mark_dynamic(args, kwargs)
         run = training if module.training else judging
         mode = (module.training, torch.is_grad_enabled())
-        if mode in modes:
+        if forwards[mode] == _WARM_UP:
             return run(*args, **kwargs)
-        modes.add(mode)
-        return watch.first(run, args, kwargs)
+        forwards[mode] += 1
+        return watch.warm_up(run, args, kwargs)
 
     module.forward = forward
 

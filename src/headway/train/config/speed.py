@@ -17,7 +17,8 @@ class SpeedConfig(Section):
         default=False, description="Compile every block with torch.compile, once for packs of every size"
     )
     recompiles: Literal["warn", "error"] = Field(
-        default="warn", description="What a compilation after a block's first forward is; each is counted and named"
+        default="warn",
+        description="What a compilation after a block's first two forwards is; each is counted and named",
     )
     recompute: str = Field(
         default="none",
