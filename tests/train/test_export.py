@@ -8,7 +8,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from headway.errors import CheckpointError, UsageError
+from headway.models.attention import use_attention
 from headway.models.load import load_model, load_processor
+from headway.models.lora import add_adapters, initialise_adapters, write_adapter_config
 from headway.train.checkpoint import CheckpointSaver, Contents, random_state, training_tensors
 from headway.train.checkpoint.export import export, find_checkpoint_in
 from headway.train.ranks import Ranks
@@ -101,11 +103,62 @@ def test_the_average_takes_the_weights_place_where_there_is_one(tmp_path):
     assert torch.equal(opened.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.fixture
+def adapted(tmp_path):
+    """A model with adapters in two kinds of layers and on the head, and a checkpoint of it."""
+    torch.manual_seed(0)
+    model = load_model(tiny_config("qwen3_moe"), random_init=True)
+    model.save_pretrained(tmp_path / "base")
+    names = [name for name, _ in model.named_modules() if name.endswith(("q_proj", "down_proj", "lm_head"))]
+    add_adapters(model, names, rank=3, alpha=5.0, dropout=0.0, base=str(tmp_path / "base"))
+    initialise_adapters(model, 0, "cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.5)
+
+    def describe(folder):
+        model.config.save_pretrained(folder)
+        write_adapter_config(model, folder)
+
+    with CheckpointSaver(tmp_path / "checkpoints", Ranks(0, 1), keep=1) as saver:
+        saver.save(3, Contents(training_tensors(model), random_state(), {}, {"data": 1}, describe))
+        return model.eval(), saver.wait()
+
+
+def test_merged_adapters_give_the_answers_of_the_model_that_was_trained(adapted, tmp_path):
+    model, checkpoint = adapted
+    export(checkpoint, tmp_path / "merged", merge_adapters=True)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    ids = torch.arange(1, 20)[None]
+    use_attention(model, "eager")
+    torch.testing.assert_close(opened(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not (tmp_path / "merged/adapter_config.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_adapters_alone_are_a_folder_that_peft_opens(adapted, tmp_path):
+    from peft import PeftModel
+
+    model, checkpoint = adapted
+    export(checkpoint, tmp_path / "adapters")
+    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors"
+    ]  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    opened = PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    ids = torch.arange(1, 20)[None]
+    use_attention(model, "eager")
+    torch.testing.assert_close(opened(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_what_cannot_be_exported_is_told(tmp_path):
     model = load_model(tiny_config("qwen3"), random_init=True)
     checkpoint = saved(tmp_path, model)
     with pytest.raises(UsageError, match="holds no moving average"):
         export(checkpoint, tmp_path / "model", average=True)
+    with pytest.raises(UsageError, match="holds no adapters to merge"):
+        export(checkpoint, tmp_path / "model", merge_adapters=True)
     (tmp_path / "model").mkdir()
     with pytest.raises(UsageError, match="exists already"):
         export(checkpoint, tmp_path / "model")

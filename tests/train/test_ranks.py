@@ -6,8 +6,10 @@ import pytest
 import torch
 import yaml
 
-from headway.train.config import load_config
+from headway.errors import ConfigError
+from headway.train.config import ParallelConfig, load_config, parse_config
 from headway.train.loop import train
+from headway.train.prepare import make_mesh
 from headway.train.ranks import Ranks
 from headway.train.record import read_metrics
 from processes import TRAIN, run_processes
@@ -20,6 +22,31 @@ def test_one_process_sums_to_itself():
     tensor = torch.tensor(2.0)
     ranks.sum_(tensor)
     assert tensor == 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sequence": 2}, "does not divide the 1 process"),
+        ({"shard": 4}, "but this run has 1 process"),
+        ({"offload": True}, "parallel.offload has no effect on one process"),
+        ({"reduce": "step", "reshard": False}, "parallel.reduce has no effect on one process"),
+    ],
+)
+def test_a_lone_process_refuses_what_needs_more(raw, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        train(parse_config(raw | {"parallel": settings}))
+
+
+def test_offloading_from_a_cpu_is_refused():
+    with pytest.raises(ConfigError, match=r"parallel\.offload has no effect on a CPU"):
+        make_mesh(ParallelConfig(offload=True), Ranks(0, 2), torch.device("cpu"))
+
+
+def test_groups_that_share_packs_are_counted_once():
+    ranks = [Ranks(rank, 6, sequence=2) for rank in range(6)]
+    assert [each.data_rank for each in ranks] == [0, 0, 1, 1, 2, 2]
+    assert {each.num_data_ranks for each in ranks} == {3}
 
 
 @pytest.mark.dist

@@ -32,6 +32,9 @@ DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Floating-point type of the weights; that of training if not given.")
 ]
 EmaOption = Annotated[bool, typer.Option("--ema", help="The weights' moving average instead of the last weights.")]
+MergeOption = Annotated[
+    bool, typer.Option("--merge-lora", help="Low-rank adapters added into the weights, instead of a folder of them.")
+]
 
 
 def export(
@@ -39,6 +42,7 @@ def export(
     folder: FolderArgument,
     dtype: DtypeOption = None,
     ema: EmaOption = False,
+    merge_lora: MergeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint: weights, config, generation config and processor.
@@ -53,7 +57,8 @@ def export(
         from headway.train.checkpoint.export import find_checkpoint_in
 
     checkpoint = find_checkpoint_in(source)
-    write(checkpoint, folder, dtype=None if dtype is None else getattr(torch, dtype.value), average=ema)
+    chosen = None if dtype is None else getattr(torch, dtype.value)
+    write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
     if as_json:
         content = {"schema_version": SCHEMA_VERSION, "folder": str(folder), "step": checkpoint.step}
         print(json.dumps(content))

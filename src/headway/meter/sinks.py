@@ -224,12 +224,7 @@ def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
         return spec
     if isinstance(spec, Path):
         spec = f"{spec.suffix.removeprefix('.')}:{spec}" if spec.suffix in {".jsonl", ".csv"} else str(spec)
-    kind, _, place = spec.partition(":")
-    if kind not in _FORMS or (not place and kind in _NEEDS_PLACE):
-        raise ConfigError(
-            f"{spec!r} is not a place for records. Give one of {', '.join(_FORMS.values())}, or a path that ends in "
-            ".jsonl or .csv."
-        )
+    kind, place = _parse(spec)
     if kind == "jsonl":
         sink: Sink = JsonlSink(Path(place))
     elif kind == "csv":
@@ -250,6 +245,25 @@ def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
         else:
             sink = trackers.PrometheusSink.parse(place, rank=rank)
     return sink
+
+
+def check_spec(spec: str) -> None:
+    """Check that a few words describe a sink, without opening it.
+
+    Raises:
+        ConfigError: they describe none.
+    """
+    _parse(spec)
+
+
+def _parse(spec: str) -> tuple[str, str]:
+    kind, _, place = spec.partition(":")
+    if kind not in _FORMS or (not place and kind in _NEEDS_PLACE):
+        raise ConfigError(
+            f"{spec!r} is not a place for records. Give one of {', '.join(_FORMS.values())}, or a path that ends in "
+            ".jsonl or .csv."
+        )
+    return kind, place
 
 
 _FORMS = {

@@ -232,7 +232,10 @@ def _within_segments(
             raise TrainingError("The pack's boundaries came without its longest segment; pass pack_max_seqlen as well.")
         return cuda_kernel()(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, sinks_H)
     if softcap is not None or dropout > 0.0:
-        return exact_segments(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, softcap, sinks_H, dropout)
+        out_THD: torch.Tensor = exact_segments(
+            q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, softcap, sinks_H, dropout
+        )
+        return out_THD
     return segment_attention(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, sinks_H)
 
 

@@ -52,7 +52,9 @@ class CompileWatch:
         self._guards: list[str] = []
         self._named: set[str] = set()
         self._last: Any = None
-        self._newest()
+        self._num_failed: dict[types.CodeType, int] = {}
+        self._look(expected=True)
+        self._happened = False
 
     def since(self) -> Compilations:
         """What compiled since the last call.
@@ -82,17 +84,32 @@ class CompileWatch:
         return out
 
     def _look(self, *, expected: bool) -> None:
+        failed = self._failed()
         for metrics in self._newest():
             self._happened = True
             gives_up = "recompile limit" in (metrics.fail_reason or "")  # from then on this function runs uncompiled
-            if metrics.recompile_reason is not None and (gives_up or not expected):
-                guard = metrics.recompile_reason.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
-                limit = ", and torch's recompile limit is reached: it runs uncompiled" if gives_up else ""
-                self._guards.append(f"{metrics.co_name}: {guard}{limit}")
+            if metrics.recompile_reason is None or (expected and not gives_up):
+                continue
+            # One guard failed of each compilation that there was; torch's own record names that of one of them.
+            function = f"{metrics.compile_id}".partition("/")[0] + "/"
+            reasons = [reason for reason in failed if reason.startswith(function)] or [metrics.recompile_reason]
+            guards = " and ".join(dict.fromkeys(map(_guard, reasons)))
+            limit = ", and torch's recompile limit is reached: it runs uncompiled" if gives_up else ""
+            self._guards.append(f"{metrics.co_name}: {guards}{limit}")
+
+    def _failed(self) -> list[str]:
+        """Why compilations of a function did not serve a call, since this was last asked."""
+        dynamo = sys.modules.get("torch._dynamo.utils")  # where nobody imported it, nothing has been compiled
+        new: list[str] = []
+        for code, reasons in (dynamo.guard_failures if dynamo is not None else {}).items():
+            seen = self._num_failed.get(code, 0)
+            new += reasons[seen if seen <= len(reasons) else 0 :]  # torch._dynamo.reset forgets them
+            self._num_failed[code] = len(reasons)
+        return new
 
     def _newest(self) -> list[Any]:
         """Records of compilations since the last call, as far back as torch keeps them (64)."""
-        dynamo = sys.modules.get("torch._dynamo.utils")  # where nobody imported it, nothing has been compiled
+        dynamo = sys.modules.get("torch._dynamo.utils")
         new: list[Any] = []
         for metrics in reversed(dynamo.get_compilation_metrics() if dynamo is not None else []):
             if metrics is self._last:
@@ -100,6 +117,11 @@ class CompileWatch:
             new.append(metrics)
         self._last = new[0] if new else self._last
         return new[::-1]
+
+
+def _guard(reason: str) -> str:
+    """The guard in a reason such as `0/1: L['x'].size()[0] == 3  # source line`, with a stack below."""
+    return reason.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
 
 
 def compile_blocks(model: PreTrainedModel, watch: CompileWatch, backend: str = "inductor") -> int:

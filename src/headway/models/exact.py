@@ -42,6 +42,7 @@ def exact_attention(
     return weights.to(v.dtype) @ v
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
 def exact_segments(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,

@@ -9,7 +9,6 @@ result is the same on every run. `headway.models.parallel.experts` spreads exper
 there and back in between.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from headway.models.grouped import grouped_linear
 from headway.models.take import take
 
 NAME = "headway_experts"
-Apply = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _DECLARED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_apply_gate")
 
 
@@ -62,31 +60,13 @@ def run_experts(
     """Run a layer's experts; the function that transformers' models call.
 
     Args:
-        module: the layer's experts.
+        module: the layer's experts. Where they are spread, its attribute `apply_rows` stands in for `apply_experts`.
         hidden_TD: what the experts see, shape (T, D).
         chosen_TK: the experts of each slot, shape (T, K), each below E.
         weights_TK: their weights, shape (T, K).
 
     Returns:
         The weighted sums of what each slot's experts made of it, shape (T, D).
-    """
-    return route(module, hidden_TD, chosen_TK, weights_TK, apply_experts)
-
-
-def route(
-    module: Any, hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, apply: Apply
-) -> torch.Tensor:
-    """Sort rows by expert, have them worked on, and put them together again.
-
-    Args:
-        module: the layer's experts.
-        hidden_TD: as in `run_experts`.
-        chosen_TK: as in `run_experts`.
-        weights_TK: as in `run_experts`.
-        apply: what works on the rows: `apply_experts`, or its like.
-
-    Returns:
-        As `run_experts`.
     """
     sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
     place_S = order_S.argsort()
@@ -96,9 +76,10 @@ def route(
         module.router_load.add_(sizes_of(ends_E))
 
     rows_SD = take(hidden_TD, order_S, place_S, chosen_TK.shape[1])
-    out_SD = apply(module, rows_SD, ends_E, sorted_S)
+    out_SD = getattr(module, "apply_rows", apply_experts)(module, rows_SD, ends_E, sorted_S)
     out_TKD = take(out_SD, place_S, order_S).view(*chosen_TK.shape, -1)
-    return (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+    out_TD: torch.Tensor = (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+    return out_TD
 
 
 def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ _NAME = "default"  # peft's name for an adapter that is alone
 _BASE = ".base_layer."
 
 
-def adapter_modules(model: PreTrainedModel, cost_model: CostModel, targets: Sequence[str] | None) -> list[str]:
+def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> list[str]:
     """Find the linear modules that take adapters, by the rule of `headway flops --lora`.
 
     Args:
-        model: without adapters.
-        cost_model: traced from it, with what is frozen on purpose; modules with a frozen weight take no adapter.
+        cost_model: traced from the model without adapters, with what is frozen on purpose; modules with a frozen weight
+            take no adapter.
         targets: last parts of module names, or globs over names; None for all linear modules but the head.
 
     Raises:
@@ -44,16 +45,11 @@ def adapter_modules(model: PreTrainedModel, cost_model: CostModel, targets: Sequ
             named = targets_of(cost_model, None if target is None else [target])
         except UsageError as error:
             raise ConfigError(f"model.lora.targets: {str(error).removeprefix('--lora ')}") from error
-        hits = {
-            name
-            for name in named
-            if f"{name}.weight" in learning and isinstance(model.get_submodule(name), nn.Linear | Conv1D)
-        }
+        hits = {name for name in named if f"{name}.weight" in learning}
         if not hits:
             raise ConfigError(
                 f"model.lora.targets: of the {len(named)} modules that {target or 'all linear modules'} names, none "
-                "can take an adapter: model.freeze holds them all, or they are no plain linear layers. Name others, or "
-                "take them out of model.freeze."
+                "can take an adapter: model.freeze holds them all. Name others, or take some out of model.freeze."
             )
         found |= hits
     return sorted(found)
@@ -112,9 +108,24 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Take the adapters out for a while: the model has its plain modules and names, the same tensors."""
+    layers = [
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], layer) for name, layer in _layers(model)
+    ]
+    for parent, leaf, layer in layers:
+        setattr(parent, leaf, layer.base_layer)
+    try:
+        yield
+    finally:
+        for parent, leaf, layer in layers:
+            setattr(parent, leaf, layer)
+
+
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str) -> None:
-    """Give adapters their first weights: A at random and B zero, so that the model starts as it was.
+    """Give adapters, if there are any, their first weights: A at random and B zero, so the model starts as it was.
 
     The numbers depend on the seed and the module's name alone, not on how many processes hold them.
 

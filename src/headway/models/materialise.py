@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from headway.models.load import check_weights, load_model, weights_of
 from headway.models.parallel import own_classes
@@ -61,7 +62,7 @@ def read_weights(
         )
         sliced, whole = _sorted_out(stored, model, plan)
         done = _read_whole(whole, model, plan)
-        info, _ = convert_and_load_state_dict_in_model(model, sliced, plan)
+        info = _read_slices(sliced, model, plan)
         for key in done:
             model.get_parameter(key)._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark
         info.missing_keys -= done
@@ -89,7 +90,8 @@ def make_room(model: PreTrainedModel, device: torch.device | str, *, keep_on: to
     saved: set[Any] = set(model.state_dict(keep_vars=True).values())
     for tensor in saved:
         tensor._is_hf_initialized = True  # transformers' rules leave it alone then
-    model.initialize_weights()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    with own_classes(model):
+        model.initialize_weights()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     for tensor in saved:
         del tensor._is_hf_initialized
 
@@ -119,6 +121,30 @@ def _sorted_out(
     return sliced, whole
 
 
+@torch.no_grad()
+def _read_slices(sliced: dict[str, Any], model: PreTrainedModel, plan: LoadStateDictConfig) -> LoadStateDictInfo:
+    """Read this process's rows into the memory of its parameters.
+
+    The loader's own tensors are windows on the mapped files, which would have to stay as they are.
+    """
+    parameters = dict(model.named_parameters())
+    info: LoadStateDictInfo = convert_and_load_state_dict_in_model(model, sliced, plan)[0]
+    for name, parameter in parameters.items():
+        read: Any = model.get_parameter(name)
+        if read is parameter:
+            continue
+        _rows(parameter).copy_(_rows(read))
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        home, _, own = name.rpartition(".")
+        model.get_submodule(home)._parameters[own] = parameter
+    return info
+
+
+def _rows(parameter: Any) -> torch.Tensor:
+    rows: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return rows
+
+
 def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
     """Whether rows of what a rule makes are made of the same rows of what it takes."""
     merges = all(
@@ -126,7 +152,7 @@ def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
         for op in rule.operations
     )
     by_rows = all(place.is_replicate() or place.is_shard(0) for place in parameter.placements)
-    return merges and by_rows and parameter.to_local().numel() > 0
+    return merges and by_rows and _rows(parameter).numel() > 0
 
 
 @torch.no_grad()
@@ -148,7 +174,7 @@ def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: 
             if value.shape != parameter.shape:
                 raise RuntimeError(f"{name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}.")
             cut = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(cut.to_local())
+            _rows(parameter).copy_(cut.to_local())
             home, _, own = name.rpartition(".")
             twin.get_submodule(home)._parameters[own] = nn.Parameter(value.to("meta"), requires_grad=False)
         names |= made.keys()

@@ -17,6 +17,7 @@ from headway.models.float8 import use_float8
 from headway.models.head import LossHead, loss_head
 from headway.models.kernels import use_kernels
 from headway.models.load import load_config, load_model
+from headway.models.lora import initialise_adapters, without_adapters
 from headway.models.materialise import make_room, read_weights
 from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
@@ -25,7 +26,7 @@ from headway.models.recompute import recompute_blocks
 from headway.train.checkpoint import Checkpoint, refuse_half_written
 from headway.train.config import TrainConfig
 from headway.train.device import Precision
-from headway.train.optim import freeze
+from headway.train.optim import adapt, freeze
 from headway.train.recompute import chosen_recompute
 
 
@@ -71,7 +72,7 @@ def build_trained(
         CheckpointError: weights that are not whole, or a checkpoint of another model.
     """
     model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
-    cost_model = freeze(model, trace(model), config.model.freeze)
+    cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
     recompute = chosen_recompute(config, model, cost_model, precision)
     choose_kernel(config.speed.attention, device)
     notes = use_kernels(model, config.speed.kernels, device)
@@ -84,6 +85,7 @@ def build_trained(
         compile_blocks(model, compile_watch)
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
+    initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
     return Trained(model, cost_model, head, recompute, compile_watch, notes)
 
 
@@ -137,12 +139,13 @@ def distribute(
         vision=vision_tower(model),
     )
     keep_on = torch.device("cpu") if parallel.offload else device
-    if checkpoint is not None:
-        make_room(model, device, keep_on=keep_on)
-    elif config.model.random_init:
-        draw_weights(model, device, keep_on=keep_on)
-    else:
-        read_weights(model, config.model.path, device, keep_on=keep_on)
+    with without_adapters(model):  # which have weights of their own later
+        if checkpoint is not None:
+            make_room(model, device, keep_on=keep_on)
+        elif config.model.random_init:
+            draw_weights(model, device, keep_on=keep_on)
+        else:
+            read_weights(model, config.model.path, device, keep_on=keep_on)
 
 
 def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:

@@ -48,14 +48,7 @@ def open_feed(
     data = config.data
     sources, stages = open_stages(data)
     bad = bad_samples(config)
-    collator = Collator(
-        geometry=vision_geometry(model),
-        pixel_scale=encoder.pixel_scale,
-        position_rows=1 if encoder.rope_index is None else 3,
-        sources=tuple(source.name for source in sources),
-        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # those who share a pack have equally many
-        bucket_patches=data.bucket_patches,
-    )
+    collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
     maker = PackMaker(sources, encoder, collator, bad.skips)
     accumulation = config.optim.accumulation
     share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
@@ -87,6 +80,24 @@ def open_feed(
         accumulation=accumulation,
     )
     return IndexedFeed(plan, maker, share, bad, planned=planned)
+
+
+def make_collator(
+    data: DataConfig, encoder: Encoder, model: PreTrainedModel, ranks: Ranks, sources: tuple[str, ...] = ()
+) -> Collator:
+    """What lays samples into packs as the run's settings say.
+
+    Raises:
+        ConfigError: buckets that the model has no use for.
+    """
+    return Collator(
+        geometry=vision_geometry(model),
+        pixel_scale=encoder.pixel_scale,
+        position_rows=1 if encoder.rope_index is None else 3,
+        sources=sources,
+        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # those who share a pack have equally many
+        bucket_patches=data.bucket_patches,
+    )
 
 
 def _indices(

@@ -111,15 +111,26 @@ class EvalSet:
         # samples, exact answers, summed cross-entropy, supervised tokens
         totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         for batch in self._packs:
-            totals_4 += _judge(head, batch.to(device), autocast, self._group)
+            totals_4 += judge(head, batch.to(device), autocast, self._group)
         head.model.train(was_training)
         self._ranks.sum_(totals_4)
         samples, exact, loss, tokens = totals_4.tolist()
         return Evaluation(int(samples), int(exact), loss / tokens)
 
 
-def _judge(head: LossHead, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This process's part of a pack's totals, L being its slots; what a group finds together, its first one counts."""
+def judge(head: LossHead, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This process's part of what a pack adds to the totals; L are its slots.
+
+    Args:
+        head: of a model in evaluation mode.
+        batch: on the model's device.
+        autocast: context of the forward pass.
+        group: the processes that compute the pack together. What only all of them know, whether an answer is right
+            from beginning to end, the first one counts.
+
+    Returns:
+        Samples, exact answers, summed cross-entropy [nats] and supervised tokens, shape (4,).
+    """
     local = local_slots(batch.slots, group)
     labels_L = batch.labels_1T[0, local]
     with autocast():

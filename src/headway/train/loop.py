@@ -20,14 +20,18 @@ from headway.errors import TrainingError
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel import clip_, reduce_gradients
 from headway.models.parallel.sequence import local_slots
+from headway.train.answers import answers_record
 from headway.train.config import TrainConfig
-from headway.train.memory_error import explain
+from headway.train.evaluate import EvalSet, Evaluation
+from headway.train.memory_error import Explanation
 from headway.train.nonfinite import take_step
 from headway.train.optim import learning_rate, set_learning_rate
-from headway.train.prepare import prepare, save
+from headway.train.prepare import Run, prepare, save
+from headway.train.profiling import ProfileWindow
 from headway.train.progress import Progress, evaluation_line
 from headway.train.record import (
     METRICS,
+    SAMPLES,
     SUMMARY,
     MetricsLog,
     RunLedger,
@@ -72,7 +76,12 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     steps = iter(run.feed)
     evaluation, stopped_by, place = None, 0, Place(step)
     progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
-    log = MetricsLog(config.run.folder / METRICS if ranks.is_first else None, last_step=step)
+    window = ProfileWindow(config.run.profile, config.run.folder, rank=ranks.rank, size=ranks.size, device=device)
+    log = MetricsLog(
+        config.run.folder / METRICS if ranks.is_first else None, last_step=step, trackers=config.run.trackers
+    )
+    writes_samples = ranks.is_first and run.questions is not None
+    samples = MetricsLog(config.run.folder / SAMPLES if writes_samples else None, last_step=step)
 
     ledger = RunLedger(
         config.run.folder / GOODPUT if ranks.is_first else None,
@@ -84,12 +93,14 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     with (
         progress,
         log,
+        samples,
+        window,
         ledger,
         run.feed,
         saver,
         stop_requests() as stop_signal,
         Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{ranks.rank}.txt", ranks.rank),
-        told(place, lambda error: explain(error, run, config, place)),
+        told(place, Explanation(run, config, place)),
     ):
         for line in run.describe():
             progress.note(line)
@@ -107,6 +118,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             step += 1
             lr = learning_rate(step, optim)
             set_learning_rate(optimizer, lr)
+            window.before(step)
 
             # This rank's packs come before its first forward, and with them what the other ranks' hold: all supervised
             # tokens normalise the loss, and the meter counts the step as a whole.
@@ -159,6 +171,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             utilisation = meter.end_step(compiled=compilations.happened)
             recorder.add(Launched(step, lr, whole, utilisation, batches, compilations), numbers_K)
             progress.recompiled(step, compilations.news)
+            window.after(step, progress.note)
 
             # Now and then, and at the end.
             is_last = step == optim.steps
@@ -166,11 +179,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
                 recorder.flush()
                 ledger.spend("evaluation")
                 place.at("evaluation")
-                with run.weights_to_judge():
-                    evaluation = run.eval_set.evaluate(trained.head, device, run.precision.autocast)
-                record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
-                log.write(record)
-                progress.note(evaluation_line(record))
+                evaluation = _evaluate(run, run.eval_set, step, log, samples, progress)
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
                 recorder.flush()
                 ledger.spend("checkpoint")
@@ -207,6 +216,24 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         run.exports.make(last)
         write_json(config.run.folder / SUMMARY, summary.as_json())
     return summary
+
+
+def _evaluate(
+    run: Run, eval_set: EvalSet, step: int, log: MetricsLog, samples: MetricsLog, progress: Progress
+) -> Evaluation:
+    """Judge the model on the held-out samples and write down what was found, with some answers in words."""
+    model, device, autocast = run.model, run.device, run.precision.autocast
+    with run.weights_to_judge():
+        evaluation = eval_set.evaluate(run.trained.head, device, autocast)
+        answers = [] if run.questions is None else run.questions.answer(model, device, autocast)
+    record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
+    log.write(record)
+    progress.note(evaluation_line(record))
+    for answer in answers:
+        samples.write(answer.as_record(step))
+    if answers:
+        log.write(answers_record(step, answers))
+    return evaluation
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -18,9 +18,11 @@ from headway.devices import peak_for
 from headway.errors import ConfigError
 from headway.meter import StepMeter
 from headway.models.load import Processor, load_processor, rope_index
+from headway.models.lora import write_adapter_config
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
 from headway.plan.mesh_shape import MeshShape
+from headway.train.answers import Questions
 from headway.train.build import Trained, build_trained
 from headway.train.checkpoint import (
     Checkpoint,
@@ -35,7 +37,7 @@ from headway.train.checkpoint import (
 from headway.train.checkpoint.export import Exports
 from headway.train.config import ParallelConfig, TrainConfig
 from headway.train.config.sections import changed
-from headway.train.data import budget_of, open_feed
+from headway.train.data import budget_of, make_collator, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
 from headway.train.optim import Optimizer, WeightAverage, make_optimizer
@@ -59,6 +61,7 @@ class Run:
     feed: Feed
     router_load: RouterLoad
     eval_set: EvalSet | None
+    questions: Questions | None
     resumes: bool
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
@@ -94,6 +97,7 @@ class Run:
         self.model.config.save_pretrained(folder)
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
+        write_adapter_config(self.model, folder)
         self.processor.save_pretrained(folder)
 
 
@@ -140,19 +144,31 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
 
     encoder = Encoder(processor, rope_index(model))
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
-    eval_set = None
+    eval_set = questions = None
     if config.data.eval is not None:
         samples = read_samples(config.data.eval)[: config.eval.max_samples]
-        eval_set = EvalSet(
-            samples, encoder, budget_of(config.data), ranks, vision_geometry(model), _sequence_group(mesh)
-        )
+        group = _sequence_group(mesh)
+        eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model), group)
+        if config.eval.generate is not None:
+            collator = make_collator(config.data, encoder, model, ranks)
+            questions = Questions(
+                samples,
+                encoder,
+                budget_of(config.data),
+                collator,
+                ranks,
+                group,
+                count=config.eval.generate,
+                max_new_tokens=config.eval.max_new_tokens,
+            )
 
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
         feed.load_state_dict(checkpoint.position())
         restore_random_state(checkpoint.random_state(ranks.rank))
     saving = config.checkpoint
-    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep)
+    # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
+    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep, merge_adapters=config.model.random_init)
     saver = CheckpointSaver(
         config.run.folder / CHECKPOINTS,
         ranks,
@@ -173,6 +189,7 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         feed,
         RouterLoad(model, device),
         eval_set,
+        questions,
         resume,
         checkpoint,
         saver,

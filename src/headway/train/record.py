@@ -3,6 +3,8 @@
 config.yaml     the configuration as it was resolved
 run.json        versions, device, git commit, peak and convention
 metrics.jsonl   one record per step and per evaluation
+samples.jsonl   answers in words, if `eval.generate` asks for them
+profile/        traces of the steps that `run.profile` names
 summary.json    the run in one object, written at the end
 checkpoints/    see `checkpoint/`
 export/         model folders made of checkpoints, one for each exported step
@@ -13,6 +15,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +28,12 @@ import headway
 from headway.errors import ConfigError, TrainingError
 from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
+from headway.meter.sinks import Sinks
 from headway.meter.surroundings import Compilation
 from headway.train.config import TrainConfig, parse_config
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
-CHECKPOINTS, EXPORTS = "checkpoints", "export"
+CHECKPOINTS, EXPORTS, SAMPLES = "checkpoints", "export", "samples.jsonl"
 # What may change between a run and its continuation: it does not touch the sequence of losses.
 _FREE_ON_RESUME = (
     "eval",
@@ -43,6 +47,8 @@ _FREE_ON_RESUME = (
     "run.folder",
     "run.device",
     "run.log_every",
+    "run.trackers",
+    "run.profile",
     "run.watchdog_s",
 )
 
@@ -117,18 +123,21 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """metrics.jsonl, one JSON object per line, each flushed as it is written.
+    """metrics.jsonl, one JSON object per line, each flushed as it is written; trackers get the same records.
 
     Args:
         path: the file; appended to. None writes nowhere, as on all ranks but the first.
         last_step: records of later steps are cut off, as a continuation from this step will write them again.
+        trackers: other places, as for `headway.meter.sinks.open_sink`; unused where there is no file.
 
     Raises:
         TrainingError: a record before `last_step` cannot be read.
+        ConfigError: a tracker cannot be opened.
     """
 
-    def __init__(self, path: Path | None, *, last_step: int) -> None:
+    def __init__(self, path: Path | None, *, last_step: int, trackers: Sequence[str] = ()) -> None:
         self._file: TextIO | None = None
+        self._trackers = Sinks.open(trackers if path is not None else ())
         if path is None:
             return
         kept = _records_until(path, last_step) if path.exists() else []
@@ -142,6 +151,7 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+            self._trackers.write(record)
 
     def __enter__(self) -> Self:
         return self
@@ -149,6 +159,7 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._trackers.close()
         if self._file is not None:
             self._file.close()
 

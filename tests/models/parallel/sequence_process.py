@@ -5,6 +5,8 @@ processes, the gradient of every parameter must be the same. Cases differ in whe
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ from headway.data.collate import Collator
 from headway.data.samples import Origin
 from headway.data.vision import vision_geometry
 from headway.models import load_model
+from headway.models.head import loss_head
 from headway.models.parallel.sequence import local_slots, share_packs
+from headway.train.evaluate import judge
 from tiny_models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
 
 TOLERANCE = 1e-5  # float32, relative
@@ -33,6 +37,7 @@ LAYOUTS: dict[str, tuple[list[Any], ...]] = {
     "last": ([12], [11, (1, 6, 4)]),
     "many over the borders": ([3, (1, 8, 8), 2, (1, 2, 2), 4], [2, (1, 4, 4), (1, 4, 12), 3], [2, (1, 10, 6), 1]),
     "one token's image": ([9, (1, 2, 2), 12],),
+    "as many slots as channels": ([2, (1, 8, 8), 3], [(1, 4, 8), 3]),
     "films": ([2, (3, 4, 4), 6, (1, 4, 4), 5], [8, (2, 6, 4), 3]),
 }
 
@@ -149,6 +154,24 @@ def check(case):
         assert (own_gradients[name] - expected).norm() < TOLERANCE * norm, f"{name} of {case}"
 
 
+def every_answer_is_judged_once_and_whole():
+    """Three of four segments are answered exactly; the longest lies on several processes and fails on one of them."""
+    group = dist.group.WORLD
+    model, batch = build(Case("qwen3", "text"))
+    right_T = model.eval()(**batch.model_inputs()).logits[0].argmax(-1)
+    labels_T = torch.where(batch.labels_1T[0] >= 0, right_T, -100)
+    labels_T[batch.cu_seqlens_N[1] + 2] = (right_T[batch.cu_seqlens_N[1] + 2] + 1) % 160
+    batch = replace(batch, labels_1T=labels_T[None])
+    with torch.no_grad():
+        head = loss_head(model, chunk=8)
+        expected = judge(head, batch, nullcontext, None)
+        assert expected[:2].tolist() == [4, 3]
+        share_packs(model, group)
+        found = judge(head, batch, nullcontext, group)
+    dist.all_reduce(found)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=0)
+
+
 def what_is_no_pack_is_left_alone():
     model, _ = build(Case("qwen3", "text"))
     ids = torch.arange(10, 22).view(2, 6)
@@ -163,6 +186,7 @@ def main():
     dist.init_process_group("gloo")
     for case in CASES:
         check(case)
+    every_answer_is_judged_once_and_whole()
     what_is_no_pack_is_left_alone()
     dist.destroy_process_group()
 

@@ -178,8 +178,10 @@ def _columns_of_all_slots(
     x_LW: torch.Tensor, slots: int, widths: list[int], unit: int, rank: int, group: str
 ) -> torch.Tensor:
     sizes, width = _sizes(slots, unit, len(widths)), widths[rank]
-    sent = torch.cat([part.flatten() for part in torch.split(x_LW, widths, dim=1)])
     messages = [sizes[rank] * each for each in widths]
+    sent = x_LW.new_empty(x_LW.numel())
+    for message, part in zip(torch.split(sent, messages), torch.split(x_LW, widths, dim=1), strict=True):
+        message.view_as(part).copy_(part)
     return _all_to_all(sent, messages, [size * width for size in sizes], group).view(slots, width)
 
 

@@ -17,13 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
 
 from headway.errors import ConfigError
-from headway.models.experts import apply_experts, experts_of, route, sizes_of, use_experts
+from headway.models.experts import apply_experts, experts_of, sizes_of, use_experts
 from headway.models.take import take
-
-NAME = "headway_spread_experts"
 
 
 def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -34,7 +31,7 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     same experts, so that it sums their gradients; the rest of the model over all processes.
 
     Args:
-        model: its experts are switched to "headway_spread_experts".
+        model: its experts are switched to "headway_experts".
         mesh: the processes that share the experts, one-dimensional.
 
     Raises:
@@ -50,15 +47,8 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-    ExpertsInterface.register(NAME, run_spread_experts)
-    use_experts(model, NAME)
-
-
-def run_spread_experts(
-    module: Any, hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor
-) -> torch.Tensor:
-    """Run a layer's spread experts, as `headway.models.experts.run_experts`; all processes of the group together."""
-    return route(module, hidden_TD, chosen_TK, weights_TK, _exchange)
+        module.apply_rows = _exchange
+    use_experts(model)
 
 
 @torch.compiler.disable(reason="how many rows arrive is known when they do")  # type: ignore[no-untyped-call, untyped-decorator]

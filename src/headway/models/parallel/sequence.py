@@ -26,6 +26,7 @@ from headway.models.parallel.exchange import split_over
 from headway.models.parallel.sequence_vision import share_patches
 
 _SLOT_AXIS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
+_DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 _ATTENDING = ("full_attention", "sliding_attention")  # kinds of layers that mix tokens by attention alone
 
 
@@ -83,12 +84,16 @@ def _cut(inputs: dict[str, Any], parameters: list[str], group: dist.ProcessGroup
         value = inputs.get(name)
         if name in _SLOT_AXIS and value is not None:
             inputs[name] = value.narrow(_SLOT_AXIS[name], local.start, local.stop - local.start)
-        elif any(isinstance(leaf, torch.Tensor) and split.slots in leaf.shape for leaf in tree_leaves(value)):
+        elif name not in _DEEPSTACK and _holds_slots(value, split.slots):
             raise ConfigError(
                 f"The language model is given {name!r}, which holds something for each token and which Headway cannot "
                 "cut for the processes that share a pack. Set parallel.sequence to 1."
             )
     inputs["pack_split"] = split
+
+
+def _holds_slots(value: Any, slots: int) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and slots in leaf.shape for leaf in tree_leaves(value))
 
 
 def _cut_deepstack(inputs: dict[str, Any], local: slice) -> None:
@@ -97,7 +102,7 @@ def _cut_deepstack(inputs: dict[str, Any], local: slice) -> None:
     The number of visual tokens before this process's slots is known on the device only; rows for all slots spare the
     wait.
     """
-    visual_T = inputs.pop("visual_pos_masks")[0]
+    visual_T = inputs["visual_pos_masks"][0]
     rows_T = (visual_T.cumsum(0) - 1).clamp(min=0)[local]
     elsewhere_T1 = ~visual_T[local, None]
     inputs["deepstack_visual_embeds"] = [

@@ -19,11 +19,20 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from headway.errors import CheckpointError, UsageError
 from headway.models.load import load_model
+from headway.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapters_alone,
+    add_saved_adapters,
+    base_name,
+    merged,
+)
 from headway.train.checkpoint.folder import MANIFEST, Checkpoint, latest_checkpoint, open_checkpoint, step_folders
 from headway.train.checkpoint.restore import check_architecture, read_tensors, saved_tensors
 from headway.train.checkpoint.state import AVERAGE, WEIGHTS
 
 MAX_FILE_BYTES = 5 * 10**9
+WHOLE, ADAPTERS = "model", Path(ADAPTER_WEIGHTS).stem
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # as far as the first number: model.layers.7
 
 
@@ -37,6 +46,7 @@ class Exports:
         keep: newest folders that stay.
         dtype: of the weights; None for that of training.
         average: whether the weights' moving average is exported in their place.
+        merge_adapters: whether adapters, if there are any, are added into the weights, or exported alone.
     """
 
     root: Path
@@ -44,6 +54,7 @@ class Exports:
     keep: int
     dtype: torch.dtype | None = None
     average: bool = False
+    merge_adapters: bool = False
 
     def folder(self, checkpoint: Checkpoint) -> Path | None:
         """Where a checkpoint's model folder is; None if there is to be none."""
@@ -53,7 +64,8 @@ class Exports:
         """Export a checkpoint and delete the oldest folders beyond `keep`; one that is there already stays."""
         folder = self.folder(checkpoint)
         if folder is not None and not folder.exists():
-            export(checkpoint, folder, dtype=self.dtype, average=self.average)
+            merge = self.merge_adapters and holds_adapters(checkpoint)
+            export(checkpoint, folder, dtype=self.dtype, average=self.average, merge_adapters=merge)
         for old in step_folders(self.root)[: -self.keep]:
             shutil.rmtree(old)
 
@@ -64,19 +76,21 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     average: bool = False,
+    merge_adapters: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a folder that `from_pretrained` opens, whole or not at all.
+    """Write a folder that `from_pretrained` opens, whole or not at all; of a model with adapters, one that peft opens.
 
     Args:
         checkpoint: of any layout, checked or not; what is read of it is compared with the model's shapes.
         folder: must not exist.
         dtype: of the floating-point weights; None for that of training.
         average: whether the weights' moving average is exported in their place.
+        merge_adapters: whether adapters are added into the weights and all of the model is written, not they alone.
         max_file_bytes: largest weight file; a single larger tensor has a file of its own [bytes].
 
     Raises:
-        UsageError: the folder exists, or there is no moving average.
+        UsageError: the folder exists, there is no moving average, or there are no adapters to merge.
         CheckpointError: the checkpoint cannot be read, or the disk refuses.
     """
     if folder.exists():
@@ -87,18 +101,29 @@ def export(
             f"the checkpoint {checkpoint.folder} holds no moving average of the weights; train with optim.ema, or "
             "export the weights themselves."
         )
-    model = load_model(checkpoint.model_folder, random_init=True, device="meta")
+    plain = load_model(checkpoint.model_folder, random_init=True, device="meta")
+    model = plain
+    if adapts := holds_adapters(checkpoint):
+        model = load_model(checkpoint.model_folder, random_init=True, device="meta")
+        add_saved_adapters(model, checkpoint.model_folder)
+    elif merge_adapters:
+        raise UsageError(f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave --merge-lora out.")
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
     temporary = folder.with_name(f".{folder.name}.writing")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         kind = dtype or next(t.dtype for name, t in saved.items() if name.startswith(WEIGHTS) and t.is_floating_point())
-        _write_described(checkpoint.model_folder, temporary, model, kind)
-        files = _WeightFiles(temporary, max_file_bytes)
+        files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if adapts and not merge_adapters else WHOLE)
+        _write_described(checkpoint.model_folder, temporary, plain, kind, adapters=adapts and not merge_adapters)
         for part in _parts(checkpoint, saved, model, average=average):
             cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in part.items()}
-            files.add(revert_weight_conversion(model, cast))
+            if not adapts:
+                files.add(revert_weight_conversion(plain, cast))
+            elif merge_adapters:
+                files.add(revert_weight_conversion(plain, merged(model, cast)))
+            else:
+                files.add(adapters_alone(cast))
         files.close()
         temporary.rename(folder)
     except OSError as error:
@@ -106,6 +131,11 @@ def export(
         raise CheckpointError(
             f"cannot write the model folder {folder}: {error.strerror or error}. Make room or give another folder."
         ) from error
+
+
+def holds_adapters(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of a model with adapters."""
+    return (checkpoint.model_folder / ADAPTER_CONFIG).is_file()
 
 
 def find_checkpoint_in(path: Path) -> Checkpoint:
@@ -134,7 +164,7 @@ def _parts(
     for name in (name.removeprefix(WEIGHTS) for name in saved if name.startswith(WEIGHTS)):
         if name not in left_out:
             layer = _LAYER.match(name)
-            groups.setdefault(layer[1] if layer else name, []).append(name)
+            groups.setdefault(layer[1] if layer else base_name(name), []).append(name)
     for names in groups.values():
         sources = {
             name: AVERAGE + name if average and AVERAGE + name in saved else WEIGHTS + name for name in sorted(names)
@@ -144,16 +174,18 @@ def _parts(
         yield {name: read[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
 
 
-def _write_described(source: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+def _write_described(source: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters: bool) -> None:
     """Config, generation config and processor, the first with the class and dtype of what lies beside it."""
+    left_out = {"config.json", "generation_config.json"} if adapters else {"config.json", ADAPTER_CONFIG}
     for path in source.iterdir():
         if path.is_dir():
             shutil.copytree(path, folder / path.name)
-        elif path.name != "config.json":
+        elif path.name not in left_out:
             shutil.copyfile(path, folder / path.name)
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = dtype
-    model.config.save_pretrained(folder)
+    if not adapters:
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
 
 
 class _WeightFiles:
@@ -162,10 +194,11 @@ class _WeightFiles:
     Args:
         folder: to write to.
         max_bytes: of a file [bytes].
+        stem: of their names.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path, max_bytes: int, stem: str) -> None:
+        self._folder, self._max_bytes, self._stem = folder, max_bytes, stem
         self._open: dict[str, torch.Tensor] = {}
         self._open_bytes, self._total_bytes, self._total_numel = 0, 0, 0
         self._names: list[list[str]] = []
@@ -183,16 +216,16 @@ class _WeightFiles:
         """Write the last file, and give all of them the names that say how many they are."""
         self._write()
         if len(self._names) == 1:
-            self._path(1).rename(self._folder / "model.safetensors")
+            self._path(1).rename(self._folder / f"{self._stem}.safetensors")
             return
         where: dict[str, str] = {}
         for number, names in enumerate(self._names, start=1):
-            file = f"model-{number:05d}-of-{len(self._names):05d}.safetensors"
+            file = f"{self._stem}-{number:05d}-of-{len(self._names):05d}.safetensors"
             self._path(number).rename(self._folder / file)
             where |= dict.fromkeys(names, file)
         totals = {"total_parameters": self._total_numel, "total_size": self._total_bytes}
         index: dict[str, Any] = {"metadata": totals, "weight_map": where}
-        path = self._folder / "model.safetensors.index.json"
+        path = self._folder / f"{self._stem}.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _write(self) -> None:

@@ -1,11 +1,29 @@
 """Where a run happens, what it leaves behind and how it is judged."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from headway.train.config.sections import Positive, Section
+from headway.errors import ConfigError
+from headway.meter.sinks import check_spec
+from headway.train.config.sections import Positive, Section, changed
+
+
+class ProfileConfig(Section):
+    """A window of steps under torch.profiler."""
+
+    start: Positive = Field(description="First step recorded; the steps before it warm up [steps]")
+    steps: Positive = Field(default=3, description="Steps recorded [steps]")
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(0,), min_length=1, description="Processes that record, each a trace of its own"
+    )
+    memory: bool = Field(default=False, description="Record what holds the GPU's memory too; CUDA only")
+
+    @property
+    def last(self) -> int:
+        """Last step recorded."""
+        return self.start + self.steps - 1
 
 
 class RunConfig(Section):
@@ -22,11 +40,27 @@ class RunConfig(Section):
     )
     threads: Positive | None = Field(default=None, description="CPU threads of PyTorch; null for its choice [threads]")
     log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")
+    trackers: tuple[str, ...] = Field(
+        default=(),
+        description="Where records go besides metrics.jsonl: 'tensorboard:FOLDER', 'wandb:PROJECT', 'mlflow:URI', ...; "
+        "docs/trackers.md lists them",
+    )
+    profile: ProfileConfig | None = Field(default=None, description="Steps to profile; null for none")
     watchdog_s: float | None = Field(
         default=1800.0,
         gt=0.0,
         description="A rank without progress for so long writes where it stands and ends; null for no watch [s]",
     )
+
+    @field_validator("trackers")
+    @classmethod
+    def _are_places(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
+        for spec in trackers:
+            try:
+                check_spec(spec)
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return trackers
 
 
 class CheckpointConfig(Section):
@@ -46,8 +80,19 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """Exact match of greedy answers on held-out samples."""
+    """Exact match of greedy answers on held-out samples, and some answers in words."""
 
     every: Positive | None = Field(default=None, description="Steps between evaluations; null for none [steps]")
     at_end: bool = Field(default=False, description="Evaluate once more after the last step")
     max_samples: Positive | None = Field(default=None, description="Only the first so many [samples]")
+    generate: Positive | None = Field(
+        default=None,
+        description="Chats whose answers are written out after each evaluation; null for none [samples]",
+    )
+    max_new_tokens: Positive = Field(default=64, description="Longest answer written out [tokens]")
+
+    @model_validator(mode="after")
+    def _answers_are_asked_for(self) -> Self:
+        if self.generate is None and "max_new_tokens" in changed(self):
+            raise ValueError("max_new_tokens has no effect without eval.generate; remove it or set that")
+        return self

@@ -34,6 +34,12 @@ class TrainConfig(Section):
             raise ValueError("eval.every or eval.at_end is set, but data.eval names no file of held-out samples")
         if self.data.eval is not None and not evaluates:
             raise ValueError("data.eval is given, but neither eval.every nor eval.at_end uses it")
+        if self.eval.generate is not None and not evaluates:
+            raise ValueError("eval.generate has no effect without an evaluation; set eval.every or eval.at_end")
+        if self.run.profile is not None and self.run.profile.last > self.optim.steps:
+            raise ValueError(
+                f"run.profile ends with step {self.run.profile.last}, never reached in {self.optim.steps} steps"
+            )
         if self.optim.ema is not None and not self.optim.ema.evaluate and not evaluates:
             raise ValueError("optim.ema.evaluate is false, but there is no evaluation; take it out")
         if self.eval.every is not None and self.eval.every > self.optim.steps:

@@ -1,12 +1,12 @@
 """What turns gradients into weights: what learns, in which groups, by which rule, how fast, and the average of it.
 
-`schedule.py` the learning rate of a step; `freezing.py` what does not learn; `groups.py` who shares settings;
+`schedule.py` the learning rate of a step; `freezing.py` what learns; `groups.py` who shares settings;
 `optimizer.py` AdamW and Muon as one optimizer; `muon.py` Muon's matrices across processes; `moments.py` how moments are
 held; `ema.py` the average of the weights.
 """
 
 from headway.train.optim.ema import WeightAverage
-from headway.train.optim.freezing import freeze
+from headway.train.optim.freezing import adapt, freeze
 from headway.train.optim.groups import parameter_groups
 from headway.train.optim.optimizer import Optimizer, make_optimizer, set_learning_rate
 from headway.train.optim.schedule import learning_rate
@@ -14,6 +14,7 @@ from headway.train.optim.schedule import learning_rate
 __all__ = [
     "Optimizer",
     "WeightAverage",
+    "adapt",
     "freeze",
     "learning_rate",
     "make_optimizer",

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from headway.models.load import load_model
 from processes import run_processes
@@ -38,3 +39,24 @@ def test_saved_weights_are_read_in_slices(count, tmp_path):
 @pytest.mark.slow
 def test_the_gradient_norm_is_that_of_the_whole_on_any_mesh():
     run(4, "clipped")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A model of about 400 MB, and how much its parameters take [bytes]."""
+    folder = tmp_path_factory.mktemp("large")
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 7, "num_attention_heads": 8}
+    model = load_model(LlamaConfig(**sizes, vocab_size=8000, tie_word_embeddings=False), random_init=True)
+    model.save_pretrained(folder, max_shard_size="200MB")
+    return folder, sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["draw", "read"])
+def test_no_process_ever_holds_the_whole_model(large, way):
+    folder, weight_bytes = large
+    assert weight_bytes > 400e6
+    for process in run(4, "memory", way, folder):
+        # A quarter to keep, and beside it pages of the mapped files, or one whole parameter (33 MB at most).
+        assert int(process.stdout) < 0.75 * weight_bytes

@@ -1,0 +1,203 @@
+"""What the model answers, in words: greedy answers to held-out prompts, written down beside the gold ones.
+
+The prompts are packed and run as in training, once for every token of the longest answer, each answer a token longer
+every time. There is no cache: whatever runs a pack (sharded weights, adapters, M-RoPE of images and videos) runs this,
+by the same kernels, and every process runs equally often. It costs the prompts' tokens once per new token, so it is for
+a handful of samples.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from headway.data import Budget, Encoder, Sample
+from headway.data.collate import Collator
+from headway.data.encoded import IGNORED, EncodedSample
+from headway.data.plan.budget import Size
+from headway.data.plan.packer import pack
+from headway.data.samples import Chat
+from headway.errors import ConfigError
+from headway.models.parallel.sequence import local_slots
+from headway.train.ranks import Ranks
+
+_SHOWN = 200  # characters of an answer that trackers get
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to one held-out sample.
+
+    Attributes:
+        where: file and place of the sample.
+        prompt: what the model was shown, media left out.
+        gold: the answer in the data.
+        answer: the model's.
+        is_exact: whether they agree, closing token included.
+    """
+
+    where: str
+    prompt: str
+    gold: str
+    answer: str
+    is_exact: bool
+
+    def as_record(self, step: int) -> dict[str, Any]:
+        """Flatten into JSON-ready values."""
+        words = {"where": self.where, "prompt": self.prompt, "gold": self.gold, "answer": self.answer}
+        return {"kind": "sample", "step": step, **words, "exact": self.is_exact}
+
+
+def answers_record(step: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    """What metrics.jsonl and trackers get of some answers: how many are exact, and the answers, cut short."""
+    return {
+        "kind": "answers",
+        "step": step,
+        "samples": len(answers),
+        "exact": sum(answer.is_exact for answer in answers),
+        "answers": [f"{answer.answer[:_SHOWN]} (gold: {answer.gold[:_SHOWN]})" for answer in answers],
+    }
+
+
+class Questions:
+    """Held-out chats to be answered, encoded once.
+
+    Args:
+        samples: chats; of each the last assistant turn is the gold answer. Documents are left out.
+        encoder: turns samples into tokens and patches.
+        budget: of a pack.
+        collator: lays them into packs as in training.
+        ranks: the processes, which all give every answer together.
+        group: those that share each pack with this one; None where it computes packs alone.
+        count: the first so many chats are answered, all if there are fewer [samples].
+        max_new_tokens: an answer that has not closed by then is cut [tokens].
+
+    Raises:
+        ConfigError: there is no chat, or a prompt with its answer does not fit into a pack.
+        DataError: a sample cannot be used.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        encoder: Encoder,
+        budget: Budget,
+        collator: Collator,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None = None,
+        *,
+        count: int,
+        max_new_tokens: int,
+    ) -> None:
+        chats = [sample for sample in samples if isinstance(sample, Chat)][:count]
+        if not chats:
+            raise ConfigError("eval.generate is set, but data.eval holds no chat to answer. Take it out.")
+        self._tokenizer = encoder.tokenizer
+        self._prompts = [encoder.encode_prompt(chat) for chat in chats]
+        self._gold = [_last_answer(encoder.encode(chat)) for chat in chats]
+        sizes = [Size(prompt.tokens + max_new_tokens, prompt.patches) for prompt in self._prompts]
+        for chat, size in zip(chats, sizes, strict=True):
+            if not budget.holds(size):
+                raise ConfigError(
+                    f"eval.generate: {chat.where} and an answer of {max_new_tokens} tokens (eval.max_new_tokens) need "
+                    f"{size.tokens} tokens and {size.patches} patches, more than a pack holds. Lower "
+                    "eval.max_new_tokens, or raise data.tokens_per_pack."
+                )
+        self._packs = pack(sizes, budget)
+        self._collator = collator
+        self._ranks = ranks
+        self._group = group
+        self._max_new_tokens = max_new_tokens
+
+    @torch.no_grad()
+    def answer(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> list[Answer]:
+        """Answer every prompt with the model as it is, always taking the most likely token.
+
+        Args:
+            model: put into evaluation mode for the time being.
+            device: where it lives.
+            autocast: context of the forward pass.
+        """
+        was_training = model.training
+        model.eval()
+        answers: dict[int, list[int]] = {}
+        for indices in self._packs:
+            answers |= self._continued(indices, model, device, autocast)
+        model.train(was_training)
+        return [
+            Answer(
+                prompt.where,
+                self._words(prompt.input_ids_S.tolist()),
+                self._words(gold),
+                self._words(answers[i]),
+                answers[i] == gold,
+            )
+            for i, (prompt, gold) in enumerate(zip(self._prompts, self._gold, strict=True))
+        ]
+
+    def _continued(
+        self,
+        indices: Sequence[int],
+        model: torch.nn.Module,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> dict[int, list[int]]:
+        """The answers to the prompts of one pack; all processes stop after the same token."""
+        texts = {i: self._prompts[i] for i in indices}
+        new: dict[int, list[int]] = {i: [] for i in indices}
+        going = list(indices)
+        while any(self._ranks.gather_all(bool(going))):
+            batch = self._collator([texts[i] for i in indices]).to(device)
+            with autocast():
+                logits_LV = model(**batch.model_inputs()).logits[0]
+            likeliest_T = torch.zeros(batch.slots, dtype=torch.long, device=device)
+            likeliest_T[local_slots(batch.slots, self._group)] = logits_LV.argmax(-1)
+            if self._group is not None:
+                dist.all_reduce(likeliest_T, group=self._group)
+            ends_N = batch.cu_seqlens_N[1 : len(indices) + 1].long() - 1
+            for i, token in zip(indices, likeliest_T[ends_N].tolist(), strict=True):
+                if i in going:
+                    new[i].append(token)
+                    texts[i] = _longer(texts[i], token)
+            going = [i for i in going if new[i][-1] not in self._closing(i) and len(new[i]) < self._max_new_tokens]
+        return new
+
+    def _closing(self, index: int) -> set[int]:
+        """Tokens that end an answer: the one that ends the gold answer, and the tokenizer's own."""
+        return {self._gold[index][-1], self._tokenizer.eos_token_id}
+
+    def _words(self, ids: list[int]) -> str:
+        words: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return words.strip()
+
+
+def _last_answer(sample: EncodedSample) -> list[int]:
+    """The tokens of the last supervised run: of the last assistant turn."""
+    is_target_S = sample.labels_S != IGNORED
+    ends = is_target_S.nonzero()[-1].item() + 1
+    before = (~is_target_S[: int(ends)]).nonzero()
+    start = int(before[-1]) + 1 if len(before) else 0
+    tokens: list[int] = sample.labels_S[start : int(ends)].tolist()
+    return tokens
+
+
+def _longer(sample: EncodedSample, token: int) -> EncodedSample:
+    """A sample with one more token of text, which all axes of positions count alike."""
+    position = int(sample.position_ids_RS.max()) + 1
+    types = sample.token_types_S
+    return replace(
+        sample,
+        input_ids_S=pad(sample.input_ids_S, (0, 1), value=token),
+        labels_S=pad(sample.labels_S, (0, 1), value=IGNORED),
+        position_ids_RS=pad(sample.position_ids_RS, (0, 1), value=position),
+        token_types_S=None if types is None else pad(types, (0, 1), value=0),
+    )

@@ -1,0 +1,103 @@
+"""Answers in words: they agree with what exact match says of the same model, and with transformers' own generation."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+
+from headway.data import Encoder, read_samples
+from headway.data.collate import Collator
+from headway.data.plan.budget import Budget
+from headway.errors import ConfigError
+from headway.models.load import load_model, load_processor, rope_index
+from headway.train.answers import Questions
+from headway.train.config import parse_config
+from headway.train.evaluate import EvalSet
+from headway.train.loop import train
+from headway.train.ranks import Ranks
+from headway.train.record import read_metrics
+
+CPU, BUDGET, ALONE = torch.device("cpu"), Budget(160, None), Ranks(0, 1)
+
+
+@pytest.fixture(scope="module")
+def reader(digits):
+    torch.manual_seed(0)
+    model = load_model(str(digits / "model"), random_init=True)
+    encoder = Encoder(load_processor(str(digits / "model")), rope_index(model))
+    return model, encoder, read_samples(digits / "data/eval.jsonl")
+
+
+def questions(encoder, samples, **settings):
+    collator = Collator(pixel_scale=encoder.pixel_scale)
+    return Questions(samples, encoder, BUDGET, collator, ALONE, **{"count": 100, "max_new_tokens": 12} | settings)
+
+
+def test_answers_are_those_of_transformers_generate(reader):
+    """Which uses a cache, one prompt at a time, and its own attention and positions."""
+    model, encoder, samples = reader
+    witness = load_model(deepcopy(model.config), random_init=True, attention="sdpa")
+    witness.load_state_dict(model.state_dict())
+    answers = questions(encoder, samples).answer(model, CPU)
+    assert len(answers) == len(samples) == 12
+    for sample, answer in zip(samples, answers, strict=True):
+        prompt = encoder.encode_prompt(sample)
+        batch = Collator(pixel_scale=encoder.pixel_scale)([prompt]).model_inputs()
+        inputs = {k: batch[k] for k in ("input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids")}
+        closing = [int(encoder.encode(sample).labels_S[-1]), encoder.tokenizer.eos_token_id]
+        ids = witness.eval().generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=closing)
+        words = encoder.tokenizer.decode(ids[0, prompt.tokens :], skip_special_tokens=True)
+        assert answer.answer == words.strip()
+        assert answer.where == sample.where
+
+
+def test_answers_are_exact_where_exact_match_says_so(reader):
+    """On a model that was made to know some answers: its head is trained on half of the samples."""
+    model, encoder, samples = reader
+    known = EvalSet(samples[:6], encoder, BUDGET, ALONE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    for _ in range(60):
+        for batch in known._packs:
+            logits = model(**batch.model_inputs()).logits[0]
+            torch.nn.functional.cross_entropy(logits, batch.labels_1T[0], ignore_index=-100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = EvalSet(samples, encoder, BUDGET, ALONE).evaluate(model, CPU)
+    answers = questions(encoder, samples).answer(model, CPU)
+    assert 0 < found.exact <= 12
+    assert sum(answer.is_exact for answer in answers) == found.exact
+    for answer in answers:
+        assert answer.is_exact == (answer.answer == answer.gold)
+    assert model.training
+
+
+def test_a_run_writes_answers_beside_its_records(raw, digits):
+    raw["data"]["eval"] = str(digits / "data/eval.jsonl")
+    raw["eval"] = {"every": 3, "generate": 2, "max_new_tokens": 4}
+    config = parse_config(raw)
+    train(config)
+    records = [json.loads(line) for line in (config.run.folder / "samples.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["where"]) for record in records] == [
+        (step, f"{digits}/data/eval.jsonl, line {line}") for step in (3, 6) for line in (1, 2)
+    ]
+    gold = json.loads((digits / "data/eval.jsonl").read_text().splitlines()[0])
+    assert records[0]["gold"] in json.dumps(gold)
+    assert records[0]["prompt"]
+    summaries = [r for r in read_metrics(config.run.folder / "metrics.jsonl") if r["kind"] == "answers"]
+    assert [(r["step"], r["samples"], len(r["answers"])) for r in summaries] == [(3, 2, 2), (6, 2, 2)]
+
+
+def test_an_answer_that_cannot_fit_is_an_error(reader):
+    _, encoder, samples = reader
+    with pytest.raises(
+        ConfigError, match=r"and an answer of 150 tokens \(eval.max_new_tokens\) need .* more than a pa"
+    ):
+        questions(encoder, samples, max_new_tokens=150)
+
+
+def test_settings_without_effect_are_errors(raw, digits):
+    with pytest.raises(ConfigError, match=r"eval.generate has no effect without an evaluation"):
+        parse_config(raw | {"eval": {"generate": 2}})
+    with pytest.raises(ConfigError, match=r"max_new_tokens has no effect without eval.generate"):
+        parse_config(raw | {"eval": {"max_new_tokens": 2}})
