@@ -21,6 +21,7 @@ PAGES = [
     "metering.md",
     "mfu-tracker.md",
     "packing.md",
+    "recipes.md",
     "sequence-parallel.md",
     "tracing.md",
     "trackers.md",

@@ -89,6 +89,8 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     }
     raw["optim"] |= {"steps": STEPS, "lr": LR, "warmup_steps": min(3, config.optim.warmup_steps), "lr_of": {}}
     raw["optim"]["accumulation"] = min(2, config.optim.accumulation)
+    if config.optim.ema is not None:
+        raw["optim"]["ema"]["every"] = min(config.optim.ema.every, STEPS)
     raw["eval"], raw["plan"] = {}, {}
     raw["checkpoint"] |= {"every": None}
     raw["parallel"] |= _mesh(config, world_size)
