@@ -52,7 +52,7 @@ def run_processes(
     count: int,
     *,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 240.0,
+    timeout_s: float = 600.0,
     check: bool = True,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run `count` processes of one group to their end; what each said and how it ended, by rank.

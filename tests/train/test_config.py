@@ -57,6 +57,7 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("data.train.0.epoch=1", "unknown key 'data.train.0.epoch', did you mean 'epochs'?"),
         ("modle.path=x", "unknown key 'modle', did you mean 'model'?"),
         ("optim.lr=fast", "optim.lr = 'fast': input should be a valid number"),
+        ("parallel.reduce=step", "parallel.reduce 'step' has no effect with one pack per step"),
         ("optim.lr=-1", "optim.lr = -1: input should be greater than 0"),
         ("optim.steps=0", "optim.steps = 0: input should be greater than or equal to 1"),
         ("optim.schedule=triangle", "optim.schedule = 'triangle': input should be 'cosine', 'constant', 'linear'"),

@@ -49,7 +49,7 @@ CASES = (
     Case("replicas x 2", 2, {"parallel": {"replicate": 2, "shard": 1}}),
     Case("weights kept gathered", 2, {"parallel": {"reshard": False}}),
     Case("gradients summed once a step", 2, {"parallel": {"reduce": "step"}}),
-    Case("hsdp, gradients summed once a step", 4, {"parallel": {"replicate": 2, "reduce": "step"}}),
+    Case("replicas, summed once a step", 2, {"parallel": {"replicate": 2, "shard": 1, "reduce": "step"}}),
     Case("sequence x 2", 2, {"parallel": {"sequence": 2}}),
     Case("sequence x 3, heads that do not divide", 3, {"parallel": {"sequence": 3}}),
     Case("sequence x 4, more processes than key heads", 4, {"parallel": {"sequence": 4}}),

@@ -30,7 +30,7 @@ def test_one_process_sums_to_itself():
         ({"sequence": 2}, "does not divide the 1 process"),
         ({"shard": 4}, "but this run has 1 process"),
         ({"offload": True}, "parallel.offload has no effect on one process"),
-        ({"reduce": "step", "reshard": False}, "parallel.reduce has no effect on one process"),
+        ({"reduce_dtype": "bfloat16", "reshard": False}, "parallel.reduce_dtype has no effect on one process"),
     ],
 )
 def test_a_lone_process_refuses_what_needs_more(raw, settings, said):

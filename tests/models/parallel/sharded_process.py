@@ -43,7 +43,8 @@ def assert_same(model, plain):
         assert torch.equal(value, buffers[name]), name
     ids = torch.arange(20, 40)[None]
     with torch.no_grad():
-        assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+        # not bit for bit: kernels differ with where in memory the same numbers lie
+        torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
 def drawn(mesh, *families):

@@ -48,6 +48,12 @@ class TrainConfig(Section):
             raise ValueError(f"checkpoint.every {self.checkpoint.every} is never reached in {self.optim.steps} steps")
         return self
 
+    @model_validator(mode="after")
+    def _gradients_are_summed_over_packs(self) -> Self:
+        if self.parallel.reduce == "step" and self.optim.accumulation == 1:
+            raise ValueError("parallel.reduce 'step' has no effect with one pack per step; see optim.accumulation")
+        return self
+
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML and JSON types."""
         return as_written(self)
