@@ -12,6 +12,7 @@ from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
 from headway.data.plan.budget import Budget
 from headway.errors import ConfigError
+from headway.models.head import loss_head
 from headway.models.load import load_model, load_processor, rope_index
 from headway.train.answers import Questions
 from headway.train.config import parse_config
@@ -66,7 +67,7 @@ def test_answers_are_exact_where_exact_match_says_so(reader):
             torch.nn.functional.cross_entropy(logits, batch.labels_1T[0], ignore_index=-100).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = EvalSet(samples, encoder, BUDGET, ALONE).evaluate(model, CPU)
+    found = EvalSet(samples, encoder, BUDGET, ALONE).evaluate(loss_head(model, chunk=64), CPU)
     answers = questions(encoder, samples).answer(model, CPU)
     assert 0 < found.exact <= 12
     assert sum(answer.is_exact for answer in answers) == found.exact
