@@ -101,7 +101,7 @@ class Started:
     def end(self):
         """How each ended; none may hang."""
         try:
-            return [process.wait(timeout=240) for process in self.processes]
+            return [process.wait(timeout=600) for process in self.processes]
         finally:
             for process in self.processes:
                 process.kill()
@@ -125,7 +125,7 @@ def test_a_killed_rank_ends_the_others_and_fewer_processes_go_on_with_the_same_l
         assert saved.step in range(kill_at - 5, kill_at)
         assert saved.world_size == processes
         assert saved.mesh["shard"] == processes
-    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1)
+    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1, timeout_s=600.0)
     assert_same(curve(folder), alone)
     assert read_goodput(folder).restarts == 2
 
@@ -160,7 +160,7 @@ def test_a_rank_killed_in_the_middle_of_saving_leaves_the_checkpoint_before(reci
     assert "Traceback" not in run.texts()[1 - rank]
     whole = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
     assert whole == ["step-000003"]
-    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2)
+    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2, timeout_s=600.0)
     assert not list((folder / "checkpoints").glob(".step-*"))
     assert_same(curve(folder), alone)
 
@@ -169,7 +169,7 @@ def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp
     folder = tmp_path / "run"
     program = signalled(signal.SIGSTOP, 1, 5)
     run = Started([*program, *arguments(recipe, folder, 2, "--set", "run.watchdog_s=30.0")], 2, tmp_path)
-    assert run.processes[0].wait(timeout=240) == 1
+    assert run.processes[0].wait(timeout=600) == 1
     run.processes[1].send_signal(signal.SIGKILL)
     run.processes[1].wait()
     said = " ".join(run.texts()[0].split())
@@ -179,7 +179,7 @@ def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp
     assert "most recent call first" in traces
     assert "loop.py" in traces
     assert not (folder / "hung-rank-1.txt").exists()
-    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1)
+    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1, timeout_s=600.0)
     assert_same(curve(folder), alone)
 
 
@@ -191,7 +191,7 @@ def test_sigterm_to_one_rank_saves_and_ends_all_with_0(recipe, alone, tmp_path):
     assert 5 <= steps < STEPS, "the run ended before it could be stopped"
     assert f"stopped by SIGTERM after step {steps}" in run.texts()[0]
     assert find_checkpoint(folder / "checkpoints", Ranks(0, 1)).step == steps
-    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2)
+    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2, timeout_s=600.0)
     assert_same(curve(folder), alone)
 
 

@@ -40,7 +40,7 @@ main()
 
 @pytest.mark.slow
 def test_a_process_without_memory_says_what_held_it(raw, digits, tmp_path):
-    raw["data"] |= {"train": [{"path": str(digits / "data/one_digit.jsonl")}], "tokens_per_pack": 4000}
+    raw["data"] |= {"train": [{"path": str(digits / "data/one_digit.jsonl")}], "tokens_per_pack": 1500}
     raw["checkpoint"] = {"every": 1, "asynchronous": False}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -52,22 +52,24 @@ def test_a_process_without_memory_says_what_held_it(raw, digits, tmp_path):
         check=False,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     said = " ".join(done.stderr.split())
     assert done.returncode == 1, said
     assert "Traceback" not in said
     assert "Error: out of memory on cpu (rank 0) in step 3, forward and backward" in said
     assert re.search(r"when [\d.]+ \w+ more were asked for", said), said
-    assert re.search(r"Held were [\d.]+ \w+: weights [\d.]+ \w+, .*optimizer [\d.]+ \w+, activations", said), said
+    size = r"[\d.]+ \w+"
+    rest = rf"activations and temporaries {size}, the program {size}\."
+    assert re.search(rf"Held were {size}: weights {size}, .*optimizer {size}, {rest}", said), said
     assert re.search(r"The pack had [\d,]+ tokens in [\d,]+ segments .* and [\d,]+ vision patches", said), said
-    assert re.search(r"data.tokens_per_pack=2000 \(from 4000\): about [\d.]+ \w+ less", said), said
+    assert re.search(r"data.tokens_per_pack=750 \(from 1500\): about [\d.]+ \w+ less", said), said
     assert (tmp_path / "run/checkpoints/step-000002/manifest.json").exists()
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """A model that has taken a step, as the loop holds it; 10 MB more are in use than its parts explain."""
+def run():
+    """A model that has taken a step, as the loop holds it."""
     model = load_model(tiny_config("qwen3"), random_init=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None], use_cache=False).loss.backward()
@@ -78,6 +80,7 @@ def run(monkeypatch):
         ema=WeightAverage(model, EmaConfig(decay=0.5)),
         device=torch.device("cpu"),
         ranks=SimpleNamespace(size=2, rank=0),
+        mesh=None,
         precision=SimpleNamespace(compute=torch.float32),
     )
 
@@ -97,8 +100,8 @@ def test_estimates_follow_from_what_is_held(run, raw):
     raw["optim"]["ema"] = {"decay": 0.5}
     place = Place(3)
     place.at("forward", batch=SimpleNamespace(workload=Workload([60, 40])))
-    held = {"weights": 100, "gradients": 100, "optimizer": 200, "average": 100, "activations": 1_000_000}
-    savings = dict(possible_savings(held, run, parse_config(raw), place))
+    held = {"weights": 100, "gradients": 100, "optimizer": 200, "average": 100}
+    savings = dict(possible_savings(held, 1_000_000, run, parse_config(raw), place))
     # Of 2 layers, one's activations and the inputs of both: 100 slots x 32 values x 4 bytes each.
     assert savings["speed.recompute=full"] == 500_000 - 2 * 100 * 32 * 4
     assert savings["data.tokens_per_pack=80 (from 160)"] == 500_000

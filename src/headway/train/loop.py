@@ -23,7 +23,7 @@ from headway.models.parallel.sequence import local_slots
 from headway.train.answers import answers_record
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
-from headway.train.memory_error import explain
+from headway.train.memory_error import Explanation
 from headway.train.nonfinite import take_step
 from headway.train.optim import learning_rate, set_learning_rate
 from headway.train.prepare import Run, prepare, save
@@ -100,7 +100,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         saver,
         stop_requests() as stop_signal,
         Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{ranks.rank}.txt", ranks.rank),
-        told(place, lambda error: explain(error, run, config, place)),
+        told(place, Explanation(run, config, place)),
     ):
         for line in run.describe():
             progress.note(line)

@@ -22,65 +22,77 @@ _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _WORTH = 0.01  # of what is held; a setting that saves less is not named
 
 
-def explain(error: BaseException, run: Run, config: TrainConfig, place: Place) -> str:
-    """Say why memory ran out, in one paragraph.
+class Explanation:
+    """Says why memory ran out, in one paragraph. Made before the first step, when nothing is held but what stays.
 
     Args:
-        error: as raised, with what it holds still held.
         run: its model, optimizer and device.
         config: its settings.
-        place: where it stood.
+        place: where it stands.
     """
-    held = held_bytes(run)
-    asked = asked_bytes(error)
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
-    pack = ""
-    if place.batch is not None:
-        load = place.batch.workload
-        pack = (
-            f" The pack had {format_count(load.tokens)} tokens in {format_count(load.num_segments)} segments"
-            f" ({format_count(load.slots)} slots) and {format_count(load.patches)} vision patches."
+
+    def __init__(self, run: Run, config: TrainConfig, place: Place) -> None:
+        self._run, self._config, self._place = run, config, place
+        self._program = max(0, used_bytes(run.device) - sum(held_bytes(run).values()))
+
+    def __call__(self, error: BaseException) -> str:
+        """Explain an error, as raised, with what it holds still held."""
+        run, place = self._run, self._place
+        held = held_bytes(run)
+        activations = max(0, used_bytes(run.device) - sum(held.values()) - self._program)
+        held |= {"activations and temporaries": activations, "the program": self._program}
+        asked, total = asked_bytes(error), sum(held.values())
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
+        pack = ""
+        if place.batch is not None:
+            load = place.batch.workload
+            pack = (
+                f" The pack had {format_count(load.tokens)} tokens in {format_count(load.num_segments)} segments"
+                f" ({format_count(load.slots)} slots) and {format_count(load.patches)} vision patches."
+            )
+        savings = sorted(
+            possible_savings(held, activations + (asked or 0), run, self._config, place), key=lambda one: -one[1]
         )
-    savings = sorted(possible_savings(held, run, config, place), key=lambda saving: -saving[1])
-    total = sum(held.values())
-    ways = "; ".join(
-        f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > _WORTH * total
-    )
-    return (
-        f"out of memory on {run.device} (rank {run.ranks.rank}) in {place}"
-        f"{f', when {format_bytes(asked)} more were asked for' if asked else ''}. Held were {format_bytes(total)}: "
-        f"{parts}.{pack} What would need less, by estimate: {ways or 'a smaller model or a larger device'}. "
-        "The last checkpoint is whole; change the setting and go on with --resume where it may be changed."
-    )
+        ways = [f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > _WORTH * total]
+        return (
+            f"out of memory on {run.device} (rank {run.ranks.rank}) in {place}"
+            f"{f', when {format_bytes(asked)} more were asked for' if asked else ''}. Held were {format_bytes(total)}: "
+            f"{parts}.{pack} What would need less, by estimate: "
+            f"{'; '.join(ways) or 'a smaller model or a larger device'}. "
+            "The last checkpoint is whole; change the setting and go on with --resume where it may be changed."
+        )
 
 
 def held_bytes(run: Run) -> dict[str, int]:
-    """What memory this process holds, by part; what no part explains is held by activations and kernels [bytes]."""
+    """What this process holds of the model and of what training keeps of it, by part [bytes]."""
     parameters = list(run.model.parameters())
     states = [value for state in run.optimizer.state.values() for value in state.values()]
     averages = [] if run.ema is None else list(run.ema.state_dict().values())
-    device = run.device
-    parts = {
-        "weights": local_bytes([*parameters, *run.model.buffers()], device),
-        "gradients": local_bytes((p.grad for p in parameters if p.grad is not None), device),
-        "optimizer": local_bytes((value for value in states if isinstance(value, torch.Tensor)), device),
-        "average": local_bytes(averages, device),
+    return {
+        "weights": local_bytes([*parameters, *run.model.buffers()], run.device),
+        "gradients": local_bytes((p.grad for p in parameters if p.grad is not None), run.device),
+        "optimizer": local_bytes((value for value in states if isinstance(value, torch.Tensor)), run.device),
+        "average": local_bytes(averages, run.device),
     }
-    used = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
-    rest = "activations and temporaries" if device.type == "cuda" else "activations, temporaries and the program"
-    held = {**parts, rest: max(0, used - sum(parts.values()))}
-    return {name: size for name, size in held.items() if size}
 
 
-def possible_savings(held: dict[str, int], run: Run, config: TrainConfig, place: Place) -> Iterable[tuple[str, int]]:
+def possible_savings(
+    held: dict[str, int], activations: int, run: Run, config: TrainConfig, place: Place
+) -> Iterable[tuple[str, int]]:
     """Settings that need less memory, each with its estimated effect on this process [bytes].
 
     Activations are taken to grow with a pack's slots; with recompute, a block's input stays of each block, and all of
     one block; sharded and offloaded are weights, gradients, moments and averages alike.
+
+    Args:
+        held: as `held_bytes` gives it.
+        activations: of the pack, what was asked for last included [bytes].
+        run: its model, optimizer and device.
+        config: its settings.
+        place: with the pack that is computed.
     """
-    *_, (rest, activations) = held.items()
-    state = sum(size for name, size in held.items() if name != rest)
-    moments = held.get("optimizer", 0)
+    moments = held["optimizer"]
+    state = held["weights"] + held["gradients"] + moments + held["average"]
     budget = config.data.tokens_per_pack
     yield f"data.tokens_per_pack={budget // 2} (from {budget})", activations // 2
     num_blocks = _num_blocks(run.model)
@@ -90,14 +102,14 @@ def possible_savings(held: dict[str, int], run: Run, config: TrainConfig, place:
         yield "speed.recompute=full", max(0, activations - activations // num_blocks - kept)
     yield f"twice the processes that share the weights ({run.ranks.size} train now)", state // 2
     if run.device.type == "cuda" and run.mesh is not None and not config.parallel.offload:
-        yield "parallel.offload=true", held.get("weights", 0) + moments + held.get("average", 0)
+        yield "parallel.offload=true", held["weights"] + moments + held["average"]
     if config.optim.state in ("auto", "float32"):
         yield "optim.state=bfloat16", moments // 2
         yield "optim.state=8bit", moments * 3 // 4
     elif config.optim.state == "bfloat16":
         yield "optim.state=8bit", moments // 2
     if run.ema is not None:
-        yield "no optim.ema", held.get("average", 0)
+        yield "no optim.ema", held["average"]
 
 
 def local_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
@@ -129,8 +141,14 @@ def _num_blocks(model: PreTrainedModel) -> int:
         return 0
 
 
-def _resident_bytes() -> int:
-    """Memory that this process has in use now, or the most that it had where the system does not tell [bytes]."""
+def used_bytes(device: torch.device) -> int:
+    """Memory in use: on a CUDA device by tensors, else by the whole process; its peak where the system tells no more.
+
+    Returns:
+        Memory [bytes].
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
