@@ -230,7 +230,7 @@ def _peft() -> Any:
         import peft
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "model.lora needs peft, which is not installed. Install it with pip install 'peft>=0.17', or take "
+            "model.lora needs peft, which is not installed. Install it with pip install 'headway[engine]', or take "
             "model.lora out."
         ) from error
     return peft

@@ -170,7 +170,10 @@ class Questions:
         local = local_slots(batch.slots, self._group)
         ends_N = batch.cu_seqlens_N[1 : num_texts + 1].long() - 1
         is_mine_N = (ends_N >= local.start) & (ends_N < local.stop)
-        logits_MV = model(**batch.model_inputs(), logits_to_keep=ends_N[is_mine_N] - local.start).logits[0]
+        mine_M = ends_N[is_mine_N] - local.start
+        logits_MV = model(**batch.model_inputs(), logits_to_keep=mine_M).logits[0]
+        if len(logits_MV) != len(mine_M):  # a model that returns all of them, whatever it is asked for
+            logits_MV = logits_MV[mine_M]
         tokens_N = torch.zeros_like(ends_N)
         tokens_N[is_mine_N] = logits_MV.argmax(-1)
         if self._group is not None:
