@@ -104,6 +104,7 @@ def test_estimates_follow_from_what_is_held(run, raw):
     savings = dict(possible_savings(held, 1_000_000, run, parse_config(raw), place))
     # Of 2 layers, one's activations and the inputs of both: 100 slots x 32 values x 4 bytes each.
     assert savings["speed.recompute=full"] == 500_000 - 2 * 100 * 32 * 4
+    assert "speed.loss_chunk=1024" not in savings
     assert savings["data.tokens_per_pack=80 (from 160)"] == 500_000
     assert savings["twice the processes that share the weights (2 train now)"] == 250
     assert savings["optim.state=bfloat16"] == 100
@@ -121,3 +122,15 @@ def test_estimates_follow_from_what_is_held(run, raw):
 )
 def test_what_was_asked_for_is_read_from_the_error(text, expected):
     assert asked_bytes(RuntimeError(text)) == expected
+
+
+def test_only_settings_that_are_not_yet_made_are_named(run, raw):
+    raw["speed"] = {"recompute": "full", "loss_chunk": None}
+    raw["optim"]["state"] = "8bit"
+    place = Place(3)
+    place.at("forward", batch=SimpleNamespace(workload=Workload([2000, 24])))
+    held = {"weights": 100, "gradients": 100, "optimizer": 200, "average": 0}
+    savings = dict(possible_savings(held, 1_000_000, run, parse_config(raw), place))
+    # 1,000 of 2,024 slots' logits and gradients would be gone, for 160 words, 4 bytes each.
+    assert savings["speed.loss_chunk=1024"] == 1000 * 160 * 8
+    assert not {"speed.recompute=full", "optim.state=8bit", "optim.state=bfloat16"} & savings.keys()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.report import format_bytes, format_count
-from headway.train.config import TrainConfig
+from headway.train.config import SpeedConfig, TrainConfig
 from headway.train.prepare import Run
 from headway.train.watch import Place
 
@@ -95,11 +95,14 @@ def possible_savings(
     state = held["weights"] + held["gradients"] + moments + held["average"]
     budget = config.data.tokens_per_pack
     yield f"data.tokens_per_pack={budget // 2} (from {budget})", activations // 2
-    num_blocks = _num_blocks(run.model)
-    if place.batch is not None and num_blocks:
-        hidden: int = run.model.config.get_text_config().hidden_size
-        kept = place.batch.workload.slots * hidden * run.precision.compute.itemsize * num_blocks
+    num_blocks, text = _num_blocks(run.model), run.model.config.get_text_config()
+    slots = 0 if place.batch is None else place.batch.workload.slots
+    if slots and num_blocks and config.speed.recompute == "none":
+        kept = slots * text.hidden_size * run.precision.compute.itemsize * num_blocks
         yield "speed.recompute=full", max(0, activations - activations // num_blocks - kept)
+    chunk = SpeedConfig().loss_chunk or 0
+    if slots > chunk and config.speed.loss_chunk is None:  # logits and their gradient, in float32
+        yield f"speed.loss_chunk={chunk}", (slots - chunk) * text.vocab_size * 2 * 4
     yield f"twice the processes that share the weights ({run.ranks.size} train now)", state // 2
     if run.device.type == "cuda" and run.mesh is not None and not config.parallel.offload:
         yield "parallel.offload=true", held["weights"] + moments + held["average"]
