@@ -1,7 +1,7 @@
 import pytest
 
 from headway.errors import ConfigError
-from headway.models.parallel import MeshShape
+from headway.plan.mesh_shape import MeshShape
 
 
 @pytest.mark.parametrize(
