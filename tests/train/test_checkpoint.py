@@ -1,9 +1,12 @@
 """Checkpoints of one process: what is saved is found, what is damaged is refused, a full disk leaves those before."""
 
+import dataclasses
 import json
 import random
 import resource
 import signal
+import threading
+from concurrent import futures
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, RankLostError
 from headway.train.checkpoint import (
     CheckpointSaver,
     Contents,
@@ -188,11 +191,24 @@ def test_a_background_failure_is_told_at_the_next_step(tmp_path):
     with CheckpointSaver(tmp_path, ALONE, keep=1) as saver:
         with a_full_disk(10):
             saver.save(10, contents(*parts()))
-            saver._thread.shutdown(wait=True)
+            futures.wait([saver._in_flight])
         assert saver.has_failed
         assert saver.finished(wait=False) == []
         with pytest.raises(CheckpointError, match="cannot write the checkpoint of step 10"):
             saver.finished(wait=True)
+
+
+def test_a_process_that_has_lost_the_others_waits_for_nothing(tmp_path):
+    """What it was writing with them would never be whole."""
+    waiting = threading.Event()
+    model, optimizer = parts()
+    stuck = dataclasses.replace(contents(model, optimizer), write_model=lambda _: waiting.wait(60))
+    saver = CheckpointSaver(tmp_path, ALONE, keep=1)
+    saver.save(10, stuck)
+    saver.__exit__(RankLostError, RankLostError("another rank ended"), None)
+    assert not saver._in_flight.done()
+    waiting.set()
+    assert saver.wait().step == 10
 
 
 def test_a_root_that_is_no_folder_is_an_error(tmp_path):

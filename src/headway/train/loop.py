@@ -91,6 +91,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     )
 
     with (
+        Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{ranks.rank}.txt", ranks.rank),
         progress,
         log,
         samples,
@@ -99,7 +100,6 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         run.feed,
         saver,
         stop_requests() as stop_signal,
-        Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{ranks.rank}.txt", ranks.rank),
         told(place, Explanation(run, config, place)),
     ):
         for line in run.describe():

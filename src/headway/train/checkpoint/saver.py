@@ -6,9 +6,10 @@ whose disk is full fails the checkpoint for all of them, and none waits for anot
 
 import json
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, RankLostError
 from headway.train.checkpoint.folder import (
     INDEX,
     MODEL,
@@ -85,8 +86,7 @@ class CheckpointSaver:
         self._root, self._ranks, self._keep, self._export = root, ranks, keep, export
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if ranks.size > 1 else None
         self._asynchronous = asynchronous
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._in_flight: Future[Checkpoint] | None = None
+        self._in_flight: futures.Future[Checkpoint] | None = None
         self._last: Checkpoint | None = None
 
     def save(self, step: int, contents: Contents) -> None:
@@ -100,7 +100,11 @@ class CheckpointSaver:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         if self._asynchronous:
             contents = Contents(**{**vars(contents), "tensors": on_host(contents.tensors)})
-        self._in_flight = self._thread.submit(self._write, step, contents)
+        self._in_flight = futures.Future()
+        # A process that has lost the others must be able to end without waiting for what it writes with them.
+        threading.Thread(
+            target=self._write_for, args=(self._in_flight, step, contents), name="checkpoint", daemon=True
+        ).start()
         if not self._asynchronous:
             self._settle()
 
@@ -144,10 +148,20 @@ class CheckpointSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the checkpoint in flight be finished; an error of its own is told where no other one is on its way."""
-        self._thread.shutdown(wait=True)
+        """Let the checkpoint in flight be finished; an error of its own is told where no other one is on its way.
+
+        Nothing is waited for without the other processes, or when the user interrupts.
+        """
         if error is None:
             self._settle()
+        elif self._in_flight is not None and isinstance(error, Exception) and not isinstance(error, RankLostError):
+            futures.wait([self._in_flight])
+
+    def _write_for(self, waiting: futures.Future[Checkpoint], step: int, contents: Contents) -> None:
+        try:
+            waiting.set_result(self._write(step, contents))
+        except BaseException as error:  # noqa: BLE001 - told to who waits
+            waiting.set_exception(error)
 
     def _write(self, step: int, contents: Contents) -> Checkpoint:
         folder = step_folder(self._root, step)
