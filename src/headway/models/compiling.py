@@ -21,8 +21,9 @@ from headway.errors import TrainingError
 from headway.models.blocks import blocks
 from headway.models.recompute import checkpointed, is_recomputed
 
-# Arguments of blocks that are numbers of Python and differ from pack to pack: the longest segment, by all its names.
-_DYNAMIC_NUMBERS = r"L\['(kwargs'\]\[')?(pack_)?max_(seqlen|length)(_[qk])?'\]"
+# Arguments of blocks that are numbers of Python and differ from pack to pack: the longest segment, by all its names,
+# and the slots of a pack that several processes share.
+_DYNAMIC_NUMBERS = r"L\['(kwargs'\]\[')?((pack_)?max_(seqlen|length)(_[qk])?'\]|pack_split'\]\.slots)"
 
 
 class Compilations(NamedTuple):
