@@ -39,6 +39,7 @@ class Case(NamedTuple):
     like: str = "one process"
 
 
+COMPILED = {"compile": True, "recompiles": "error"}
 FROZEN = {"model": {"freeze": ["vision"]}}
 CASES = (
     Case("one process", 1, {}),
@@ -51,6 +52,9 @@ CASES = (
     Case("gradients summed once a step", 2, {"parallel": {"reduce": "step"}}),
     Case("replicas, summed once a step", 2, {"parallel": {"replicate": 2, "shard": 1, "reduce": "step"}}),
     Case("sequence x 2", 2, {"parallel": {"sequence": 2}}),
+    Case("sequence x 2, recomputed", 2, {"parallel": {"sequence": 2}, "speed": {"recompute": "full"}}, ("qwen3_vl",)),
+    Case("sequence x 2, compiled", 2, {"parallel": {"sequence": 2}, "speed": COMPILED}, ("qwen3_vl",)),
+    Case("sequence x 2, experts x 2", 2, {"parallel": {"sequence": 2, "expert": 2}}, MIXTURES),
     Case("sequence x 3, heads that do not divide", 3, {"parallel": {"sequence": 3}}),
     Case("sequence x 4, more processes than key heads", 4, {"parallel": {"sequence": 4}}),
     Case("fsdp2 x 2, sequence x 2", 4, {"parallel": {"sequence": 2}}),
