@@ -271,7 +271,7 @@ def _trackers(value: Any, context: Context) -> Outcome:
     names = [name for name in names if name not in ("none", "console")]
     folder = context.get("trainer_args.output_dir")
     known = {
-        "wandb": f"wandb:{context.get('trainer_args.project') or 'lmms-engine'}",
+        "wandb": f"wandb:{context.get('trainer_args.project') or "huggingface"}",
         "tensorboard": f"tensorboard:{folder}/tensorboard",
         "mlflow": "mlflow:",
     }
