@@ -270,10 +270,11 @@ def _trackers(value: Any, context: Context) -> Outcome:
     names = [value] if isinstance(value, str) else list(value or [])
     names = [name for name in names if name not in ("none", "console")]
     folder = context.get("trainer_args.output_dir")
+    project = context.get("trainer_args.project") or "huggingface"  # transformers' default
     known = {
-        "wandb": f"wandb:{context.get('trainer_args.project') or 'lmms-engine'}",
+        "wandb": f"wandb:{project}",
         "tensorboard": f"tensorboard:{folder}/tensorboard",
-        "mlflow": "mlflow:",
+        "mlflow": "mlflow",
     }
     if unknown := [name for name in names if name not in known]:
         return Outcome("refused", f"{', '.join(unknown)} is no tracker here; known are {', '.join(known)}")

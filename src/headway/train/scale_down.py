@@ -94,7 +94,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     raw["eval"], raw["plan"] = {}, {}
     raw["checkpoint"] |= {"every": None}
     raw["parallel"] |= _mesh(config, world_size)
-    raw["run"] |= {"folder": str(folder / "run")}
+    raw["run"] |= {"folder": str(folder / "run"), "trackers": [], "profile": None}
     if not cuda:
         raw["parallel"] |= {"reduce_dtype": "float32", "offload": False}
         raw["speed"] |= {"kernels": "torch"}
