@@ -150,11 +150,11 @@ def test_the_first_evaluation_may_compile(compiled):
     assert watch.since() == (True, (), ())
 
 
-def test_giving_up_on_a_function_is_named_even_in_the_warm_up(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+def test_giving_up_on_a_function_is_named_even_in_the_warm_up():
     model, watch = model_of("gpt_oss_sinks"), CompileWatch()  # two kinds of layers: one too many
     compile_blocks(model, watch, backend="eager")
-    model(**pack([20, 13]))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        model(**pack([20, 13]))
     (guard,) = watch.since().guards
     assert "torch's recompile limit is reached: it runs uncompiled" in guard
 

@@ -39,20 +39,23 @@ class Case(NamedTuple):
     like: str = "one process"
 
 
-COMPILED = {"compile": True, "recompiles": "error"}
+COMPILED, RECOMPUTED = {"compile": True, "recompiles": "error"}, {"recompute": "full"}
 FROZEN = {"model": {"freeze": ["vision"]}}
 CASES = (
     Case("one process", 1, {}),
+    Case("one process, compiled", 1, {"speed": COMPILED}),
+    Case("one process, recomputed", 1, {"speed": RECOMPUTED}),
     Case("one process, frozen vision", 1, FROZEN, FAMILIES[1:], "one process, frozen vision"),
     Case("fsdp2 x 2", 2, {}),
     Case("fsdp2 x 4", 4, {}),
+    Case("fsdp2 x 2, compiled and recomputed", 2, {"speed": COMPILED | RECOMPUTED}, ("qwen3_vl",)),
     Case("hsdp 2 x 2", 4, {"parallel": {"replicate": 2}}),
     Case("replicas x 2", 2, {"parallel": {"replicate": 2, "shard": 1}}),
     Case("weights kept gathered", 2, {"parallel": {"reshard": False}}),
     Case("gradients summed once a step", 2, {"parallel": {"reduce": "step"}}),
     Case("replicas, summed once a step", 2, {"parallel": {"replicate": 2, "shard": 1, "reduce": "step"}}),
     Case("sequence x 2", 2, {"parallel": {"sequence": 2}}),
-    Case("sequence x 2, recomputed", 2, {"parallel": {"sequence": 2}, "speed": {"recompute": "full"}}, ("qwen3_vl",)),
+    Case("sequence x 2, recomputed", 2, {"parallel": {"sequence": 2}, "speed": RECOMPUTED}, ("qwen3_vl",)),
     Case("sequence x 2, compiled", 2, {"parallel": {"sequence": 2}, "speed": COMPILED}, ("qwen3_vl",)),
     Case("sequence x 2, experts x 2", 2, {"parallel": {"sequence": 2, "expert": 2}}, MIXTURES),
     Case("sequence x 3, heads that do not divide", 3, {"parallel": {"sequence": 3}}),
@@ -61,12 +64,13 @@ CASES = (
     Case("frozen vision x 2", 2, FROZEN, FAMILIES[1:], "one process, frozen vision"),
     Case("frozen vision x 4", 4, FROZEN, FAMILIES[1:], "one process, frozen vision"),
     Case("experts x 2", 2, {"parallel": {"expert": 2}}, MIXTURES),
+    Case("experts x 2, compiled", 2, {"parallel": {"expert": 2}, "speed": COMPILED}, MIXTURES),
     Case("experts x 4", 4, {"parallel": {"expert": 4}}, MIXTURES),
     Case("experts x 2, fsdp2 x 2", 4, {"parallel": {"expert": 2}}, MIXTURES),
     Case("experts x 2, replicas x 2", 4, {"parallel": {"expert": 2, "replicate": 2}}, MIXTURES),
 )
 ROWS = [
-    pytest.param(case, family, id=f"{case.name}-{family}")
+    pytest.param(case, family, id=f"{case.name}-{family}", marks=pytest.mark.xdist_group(f"engine-{case.processes}"))
     for case in CASES
     for family in case.families
     if case.name != case.like
@@ -111,6 +115,9 @@ def test_every_way_of_running_is_the_same_run(steps_of, case, family):
     for one, other in zip(expected, found, strict=True):
         for name in ("loss", "grad_norm"):
             assert other[name] == pytest.approx(one[name], rel=1e-5), f"{name} of step {one['step']}"
-        for name in ("tokens", "flops", "flops_by_component"):
+        for name in ("tokens", "flops_by_component"):
             assert other[name] == one[name], f"{name} of step {one['step']}"
+        again = other["flops"].pop("recompute")
+        assert (again > 0) == ("recompute" in case.overrides.get("speed", {}))
+        assert other["flops"] == {kind: flops for kind, flops in one["flops"].items() if kind != "recompute"}
         assert other["world_size"] == case.processes

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import headway
+import headway.quiet
 from headway.cli import (
     audit,
     ceiling,

@@ -12,6 +12,7 @@ export/         model folders made of checkpoints, one for each exported step
 
 import json
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -118,6 +119,11 @@ def memory_bytes(device: torch.device) -> int:
     """Largest memory so far: allocated on the device, or resident in the process on a CPU [bytes]."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    # Linux's getrusage has the peak of the program that started this one in it
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if found is not None:
+        return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -121,7 +121,7 @@ def write_small(small: Small) -> None:
         write_small_model(small.folder / "model", small.source, texts, max_pixels=_IMAGE_TOKENS * area)
         mix = MIXES[small.mix]
         tokens, _, _ = mix.draw(np.random.default_rng(0), 1000)
-        packs = ranks.size * small.config.optim.accumulation * _PACKS
+        packs = ranks.size // small.config.parallel.sequence * small.config.optim.accumulation * _PACKS
         wanted = math.ceil(packs * data.tokens_per_pack / max(1.0, float(tokens.mean()) * small.scale))
         write_small_data(
             small.folder / "data",

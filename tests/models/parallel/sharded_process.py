@@ -1,8 +1,6 @@
 """Run by several processes of a group: python tests/models/parallel/sharded_process.py CHECK [ARGUMENT...]."""
 
-import resource
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, build_mesh, clip_, shard_model
 from headway.plan.mesh_shape import MeshShape
+from headway.train.record import memory_bytes
 from tiny_models import tiny_config
 
 
@@ -97,13 +96,12 @@ def clipped(mesh):
 def memory(mesh, way, folder):
     """Print the most that the process grew by while it came to its slices, pages of the files included [bytes]."""
     model = sharded(f"{folder}/config.json" if way == "draw" else folder, mesh)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = memory_bytes(torch.device("cpu"))
     if way == "draw":
         draw_weights(model, "cpu")
     else:
         read_weights(model, folder, "cpu")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sys.stdout.write(f"{peak - before}\n")
+    sys.stdout.write(f"{memory_bytes(torch.device('cpu')) - before}\n")
 
 
 def main(check, *arguments):
