@@ -20,7 +20,7 @@ demo: $(SETUP)
 check: lint types fast-tests
 
 test: $(SETUP)
-	$(BIN)/python -m pytest -q --numprocesses=auto --dist=loadgroup
+	$(BIN)/python -m pytest -q --numprocesses=auto
 
 lint: $(SETUP)
 	$(BIN)/ruff check $(SOURCES)

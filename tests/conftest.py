@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import PurePath
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side on few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -38,3 +39,20 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# Modules whose tests share what took minutes to run: xdist gives each to one worker, the largest first.
+SHARED_RUNS = {"test_laws_engine.py", "test_laws_keep.py", "test_shard.py"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Spread tests over the workers one by one, but not those that share runs."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            module = nodeid.partition("::")[0]
+            return module if PurePath(module).name in SHARED_RUNS else nodeid
+
+    return Scheduling(config, log)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import tiny_models
 from headway.errors import TrainingError
 from headway.models.attention import use_attention
-from headway.models.compiling import CompileWatch, compile_blocks
+from headway.models.compiling import CompileWatch, WarmUp, compile_blocks
 from headway.models.recompute import recompute_blocks
 from processes import run_processes
 
@@ -129,6 +129,15 @@ def test_where_there_are_two_kinds_of_layers_the_guards_of_both_are_named():
     assert len(guards) == 2
     assert all("dtype mismatch. expected Float, actual Double" in guard for guard in guards)
     assert any(" and " in guard for guard in guards)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_before"),
+    [([8, 9, 8], 2), ([8, 8, 8, 9, 8, 9, 10], 3), ([8, 9, 10, 8], 2)],
+)
+def test_two_forwards_and_the_first_of_another_size_are_the_warm_up(sizes, num_before):
+    warm_up = WarmUp()
+    assert sum(not warm_up.is_over(size) for size in sizes) == num_before
 
 
 def test_a_recompilation_is_an_error_where_it_is_said_to_be(compiled):

@@ -3,15 +3,16 @@
 A block's own forward is compiled and laid over the module as `forward`: hooks, those of FSDP among them, and names of
 parameters stay as they are, and the blocks of a tower share one compilation, as their parameters are its inputs. The
 sizes that differ from pack to pack (slots, patches, segments, the longest of them) are marked as dynamic before the
-first compilation, so that one is enough. A block's first two forwards in training, and in evaluation, are its warm-up;
+first compilation, so that one is enough. A block's first forwards in training, and in evaluation, are its warm-up;
 whatever compiles later does so because a guard failed, and is a recompilation.
 """
 
+import inspect
 import re
 import sys
 import types
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from headway.models.recompute import checkpointed, is_recomputed
 # Numbers of Python among blocks' arguments that differ from pack to pack: the longest segment, by all its names, and
 # the slots of a pack that several processes share.
 _DYNAMIC_NUMBERS = r"L\['(kwargs'\]\[')?((pack_)?max_(seqlen|length)(_[qk])?'\]|pack_split'\]\.slots)"
-_WARM_UP = 2  # forwards of a block: behind a graph break torch finds out what differs from two packs
+_OF_TOWERS = ("image_", "video_")
 
 
 class Compilations(NamedTuple):
@@ -127,6 +128,25 @@ def _guard(reason: str) -> str:
     return reason.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
 
 
+class WarmUp:
+    """The forwards of a block that may compile: two, and then the first of another size.
+
+    Behind a graph break, where sizes cannot be marked, torch finds out from two packs what differs between packs.
+    """
+
+    def __init__(self) -> None:
+        self._num_forwards = 0
+        self._sizes: set[int] = set()
+
+    def is_over(self, size: int) -> bool:
+        """Whether a forward of this size [slots] comes after the warm-up; one that does not belongs to it."""
+        if self._num_forwards >= 2 and (size in self._sizes or len(self._sizes) >= 2):
+            return True
+        self._num_forwards += 1
+        self._sizes.add(size)
+        return False
+
+
 def compile_blocks(model: PreTrainedModel, watch: CompileWatch, backend: str = "inductor") -> int:
     """Compile every block of a model, after it has been chosen which are recomputed.
 
@@ -154,16 +174,15 @@ def _compile(module: nn.Module, watch: CompileWatch, backend: str) -> None:
     plain = types.MethodType(_own_forward(type(module)), module)
     judging = torch.compile(plain, backend=backend)
     training = torch.compile(_recomputed(type(module), plain), backend=backend) if is_recomputed(module) else judging
-    forwards: Counter[tuple[bool, bool]] = Counter()
+    warm_ups: defaultdict[tuple[bool, bool], WarmUp] = defaultdict(WarmUp)
+    names = inspect.signature(plain).parameters.keys()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _without_empty_masks(args, kwargs)
-        _mark_dynamic(args, kwargs)
+        args, kwargs = _alike(args, kwargs, names)
+        slots = _mark_dynamic(args, kwargs)
         run = training if module.training else judging
-        mode = (module.training, torch.is_grad_enabled())
-        if forwards[mode] == _WARM_UP:
+        if warm_ups[module.training, torch.is_grad_enabled()].is_over(slots):
             return run(*args, **kwargs)
-        forwards[mode] += 1
         return watch.warm_up(run, args, kwargs)
 
     module.forward = forward
@@ -196,8 +215,19 @@ def _recomputed(cls: type[nn.Module], plain: Callable[..., Any]) -> Callable[...
 _CODES: dict[type[nn.Module], types.CodeType] = {}
 
 
-def _without_empty_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave out masks that only say that positions restart: some packs have them, and the boundaries say it better."""
+def _alike(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave out what only some packs have and no block needs, so that all packs pass the same guards.
+
+    That is masks that only say that positions restart, as the boundaries say it better, and what transformers hands
+    down to blocks of text though it is the vision tower's: `image_cu_seqlens` and the like.
+
+    Args:
+        args: a block's arguments.
+        kwargs: those that were given by name.
+        names: of the block's own parameters.
+    """
     if kwargs.get("pack_cu_seqlens") is None:
         return args, kwargs
 
@@ -205,11 +235,16 @@ def _without_empty_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         return isinstance(value, torch.Tensor) and value.dim() == 4 and value.dtype == torch.bool and not value.numel()
 
     args = tuple(None if is_empty_mask(value) else value for value in args)
-    return args, {name: None if is_empty_mask(value) else value for name, value in kwargs.items()}
+    kept = {name: value for name, value in kwargs.items() if name in names or not name.startswith(_OF_TOWERS)}
+    return args, {name: None if is_empty_mask(value) else value for name, value in kept.items()}
 
 
-def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark the sizes that differ from pack to pack: slots, next to last in the hidden states, and segments."""
+def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Mark the sizes that differ from pack to pack: slots, next to last in the hidden states, and segments.
+
+    Returns:
+        The slots, or patches of a tower.
+    """
     hidden, *others = _tensors((*args, *kwargs.values()))
     slots = hidden.shape[-2]
     torch._dynamo.maybe_mark_dynamic(hidden, hidden.dim() - 2)
@@ -218,6 +253,7 @@ def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         elif slots in tensor.shape:
             torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(slots))
+    return slots
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
