@@ -8,8 +8,8 @@ import yaml
 
 from headway.errors import ConfigError
 from headway.train.config import parse_config
-from headway.train.imported_keys import RULES
 from headway.train.importing import import_config
+from headway.train.importing.keys import RULES
 
 # The key settings of its MFU reference, as printed there.
 TEXT_PAGE = """

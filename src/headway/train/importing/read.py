@@ -7,53 +7,18 @@ do, and then nothing is written unless the key is left out on purpose.
 Source: lmms-engine 0.1.4, its configuration classes and trainers; transformers' TrainingArguments, which it extends.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from headway.errors import ConfigError
+from headway.train.importing.fates import Context, Outcome
+from headway.train.importing.keys import DEFAULTS, RULES
 
-Fate = Literal["translated", "not needed", "by hand", "refused"]
 SECTIONS = ("dataset_config", "trainer_args", "model_config")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What becomes of one key.
-
-    Attributes:
-        fate: see the module.
-        reason: why, or what to do.
-        settings: dotted settings of the recipe and their values.
-    """
-
-    fate: Fate
-    reason: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a rule may look up beside its own key.
-
-    Attributes:
-        sections: the whole configuration, defaults filled in, by section.
-        folder: of the configuration, where relative paths may start.
-    """
-
-    sections: Mapping[str, Mapping[str, Any]]
-    folder: Path
-
-    def get(self, key: str) -> Any:
-        """A value by its dotted key; None where it is not given and has no default."""
-        section, _, name = key.rpartition(".")
-        return self.sections[section].get(name)
-
-
-Rule = Callable[[Any, Context], Outcome]
 
 
 @dataclass(frozen=True)
@@ -113,8 +78,6 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
         ConfigError: no such file, another kind of configuration, keys that are refused, or a recipe that lacks what
             every recipe needs; each with all of them named.
     """
-    from headway.train.imported_keys import DEFAULTS, RULES
-
     raw = _sections(path)
     filled = {name: {**DEFAULTS.get(name, {}), **raw[name]} for name in (*SECTIONS, "")}
     if "optim.steps" in given:
