@@ -27,8 +27,10 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from headway.data import EncodedSample
-from headway.data.collate import collate
+from headway.data.collate import Collator, collate
+from headway.data.vision import vision_geometry
 from headway.models import load_model
+from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import loss_head
 from headway.train.config.speed import SpeedConfig
 from mixes import Mix
@@ -98,19 +100,21 @@ def build_model(mix: Mix, attention: str, device: torch.device) -> PreTrainedMod
     return load_model(mix.config, device=device, attention=attention, random_init=True).train()
 
 
-def run_headway(mix: Mix, shape: Shape, device: torch.device) -> Timing:
-    """Train in packs; the statements of a step are those of `headway.train.loop`."""
+def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool = False) -> Timing:
+    """Train in packs; the statements of a step are those of `headway.train.loop`, compiled as by `speed.compile`."""
     model = build_model(mix, "headway_flash", device)
     head = loss_head(model, chunk=SpeedConfig().loss_chunk)
+    if compiled:
+        compile_blocks(model, CompileWatch())
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
         lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True,
     )  # fmt: skip
-    clock, sizes = Clock(device), []
+    clock, sizes, collator = Clock(device), [], Collator(geometry=vision_geometry(model))
     for start in range(0, shape.steps * shape.batch, shape.batch):
-        batch = collate(mix.samples[start : start + shape.batch])
+        batch = collator(mix.samples[start : start + shape.batch])
         sizes.append((batch.workload.tokens, batch.workload.slots))
         batch = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

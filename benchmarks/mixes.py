@@ -9,13 +9,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, Qwen3Config
 
+from headway.count.tracing.build import preset_config
 from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.demo.digits import write_digits
 from headway.demo.reader import write_reader
+from headway.demo.small_data import vocabulary_texts, write_small_data
+from headway.demo.small_model import write_small_model
 from headway.models import load_config, load_model, load_processor, rope_index
 from headway.models.patch_layout import normalised
+from headway.plan.mixes import MIXES
 
 MIX_MEDIAN, MIX_SIGMA, MIX_MAX = 128, 1.0, 2048  # tokens; the lognormal's median and sigma; lengths are clipped
+IMAGES_SCALE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -67,22 +72,53 @@ def _text_sample(token_ids: Any, row: int) -> EncodedSample:
     )
 
 
+def images_mix(num_samples: int, seed: int = 0) -> Mix:
+    """Long-tailed chats about images, an eighth as long as real ones, and Qwen3-VL-8B scaled down as its recipe is."""
+    mix = MIXES["images"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source: Any = preset_config("qwen3-vl-8b")
+        vision = source.vision_config
+        area = (vision.patch_size * vision.spatial_merge_size) ** 2
+        write_small_model(folder / "model", source, vocabulary_texts(), max_pixels=MIX_MAX // 4 * area)
+        path = write_small_data(
+            folder / "data",
+            mix,
+            scale=IMAGES_SCALE,
+            num_samples=num_samples,
+            longest=MIX_MAX,
+            patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size,
+            seed=seed,
+        )
+        config, samples, facts = _encoded(folder / "model", path)
+    return Mix("images", f"{mix.description}; all lengths divided by {1 / IMAGES_SCALE:.0f}: {facts}", config, samples)
+
+
 def digits_mix(num_samples: int) -> Mix:
     """The demonstration's data and model: 1 to 4 handwritten digits per sample, each an image of varied size."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = write_digits(folder / "data", num_train=num_samples, num_eval=1)
-        config = load_config(write_reader(folder / "model"))
-        model = load_model(config, random_init=True)  # only for its rule of M-RoPE positions
-        encoder = Encoder(load_processor(folder / "model"), rope_index(model))
-        assert encoder.pixel_scale is not None
-        # Both sides are given what the model reads.
-        encoded = (encoder.encode(sample) for sample in read_samples(data.train))
-        samples = [replace(each, pixels_PD=normalised(each.pixels_PD, encoder.pixel_scale)) for each in encoded]
+        config, samples, facts = _encoded(write_reader(folder / "model"), data.train)
+    return Mix("digits", f"1 to 4 digits per sample: {facts}", config, samples)
+
+
+def _encoded(folder: Path, path: Path) -> tuple[PreTrainedConfig, list[EncodedSample], str]:
+    """A model folder's configuration, the samples as the model reads them, and what there is to say of them."""
+    config = load_config(folder)
+    model = load_model(config, random_init=True)  # only for its rule of M-RoPE positions
+    encoder = Encoder(load_processor(folder), rope_index(model))
+    scale = encoder.pixel_scale
+    assert scale is not None
+    samples = []
+    for sample in map(encoder.encode, read_samples(path)):
+        pixels_PD = sample.pixels_PD
+        samples.append(replace(sample, pixels_PD=None if pixels_PD is None else normalised(pixels_PD, scale)))
     lengths = np.array([sample.tokens for sample in samples])
-    description = (
-        f"1 to 4 digits per sample, mean {lengths.mean():.0f} tokens (from {lengths.min()} to {lengths.max()}), "
-        f"mean {np.mean([sample.patches for sample in samples]):.0f} patches; the demonstration's Qwen3-VL, "
+    facts = (
+        f"mean {lengths.mean():.0f} tokens (from {lengths.min()} to {lengths.max():,}), mean "
+        f"{np.mean([sample.patches for sample in samples]):.0f} patches; {type(model).__name__}, "
         f"{model.num_parameters() / 1e6:.1f} M parameters"
     )
-    return Mix("digits", description, config, samples)
+    return config, samples, facts

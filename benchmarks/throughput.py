@@ -1,6 +1,6 @@
 """Real tokens per second: Headway's packs, transformers.Trainer three ways, and TRL's packs, in one interleaved run.
 
-    .venv/bin/python benchmarks/throughput.py            # about ten minutes on 2 cores; run on a quiet machine
+    .venv/bin/python benchmarks/throughput.py            # about half an hour on 2 cores; run on a quiet machine
     .venv/bin/python benchmarks/throughput.py --mix text --rounds 1 --steps 6
 
 Writes benchmarks/results/throughput_<hardware>_<yyyymm>.json and the .md table rendered from it.
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from contenders import Shape, Timing, compare_first_losses, run_headway, run_trainer, run_trl
-from mixes import Mix, digits_mix, text_mix
+from mixes import Mix, digits_mix, images_mix, text_mix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 POOL_STEPS = 64  # samples for this many steps are at hand: group_by_length needs many to group well
 TITLES = {
     "trainer": "Trainer, padded to the longest",
     "headway": "Headway, packed",
+    "headway_compiled": "Headway, packed and compiled",
     "trainer_grouped": "Trainer, group_by_length",
     "trainer_flattened": "Trainer, padding-free",
     "trl": "TRL SFT, packing",
@@ -32,14 +33,14 @@ TEXT_ALONE = ("trainer_flattened", "trl")  # neither lays samples with images en
 def main() -> None:
     """Measure, write the record, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mix", choices=["text", "digits", "all"], default="all", help="data to compare on")
+    parser.add_argument("--mix", choices=["text", "images", "digits", "all"], default="all", help="data to compare on")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of every contender")
     parser.add_argument(
-        "--steps", type=int, default=12, help="optimizer steps a round of the text mix, warm-up included"
+        "--steps", type=int, default=12, help="optimizer steps a round of text and images, warm-up included"
     )
     parser.add_argument("--digits-steps", type=int, default=42, help="the same of the digits, whose steps are short")
     parser.add_argument("--warmup", type=int, default=2, help="first steps of a round that are not timed")
-    parser.add_argument("--batch", type=int, default=16, help="samples per optimizer step of the text mix")
+    parser.add_argument("--batch", type=int, default=16, help="samples per optimizer step of text and images")
     parser.add_argument("--digits-batch", type=int, default=96, help="samples per optimizer step of the digits")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides; PyTorch's own choice if not given")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -61,6 +62,8 @@ def main() -> None:
     record["mixes"] = []
     if options.mix in ("text", "all"):
         record["mixes"].append(measure(text_mix(POOL_STEPS * text.batch), text, options.rounds, device))
+    if options.mix in ("images", "all"):
+        record["mixes"].append(measure(images_mix(POOL_STEPS * text.batch), text, options.rounds, device))
     if options.mix in ("digits", "all"):
         record["mixes"].append(measure(digits_mix(POOL_STEPS * digits.batch), digits, options.rounds, device))
     table = render(record)
@@ -103,8 +106,8 @@ def measure(mix: Mix, shape: Shape, num_rounds: int, device: torch.device) -> di
 
 def run(name: str, mix: Mix, shape: Shape, device: torch.device) -> Timing:
     """Run one contender for one round."""
-    if name == "headway":
-        return run_headway(mix, shape, device)
+    if name in ("headway", "headway_compiled"):
+        return run_headway(mix, shape, device, compiled=name == "headway_compiled")
     if name == "trl":
         return run_trl(mix, shape, device)
     sampling = "group_by_length" if name == "trainer_grouped" else "sequential"
