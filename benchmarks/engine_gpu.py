@@ -21,20 +21,22 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from engine_setups import SETUPS, Setup
 from headway.count import Workload, trace
 from headway.count.conventions import Step, architecture, get_convention
 from headway.count.models import presets
-from headway.data.collate import collate
+from headway.data.collate import Collator
+from headway.data.vision import vision_geometry
 from headway.devices import peak_for
 from headway.devices.ceilings import matmul_ceiling
 from headway.meter import StepMeter
 from headway.models import load_model, rope_index
-from headway.models.blocks import blocks
+from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import loss_head
 from headway.models.kernels import use_kernels
+from headway.models.recompute import recompute_blocks
 from headway.train.config.speed import SpeedConfig
 from headway.train.record import memory_bytes
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
@@ -126,19 +128,20 @@ def run(
     cost_model = trace(model)
     use_kernels(model, kernels, device)
     head = loss_head(model, chunk=options.loss_chunk, liger=kernels == "liger")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_blocks(model, "full")
     if is_compiled:
-        _compile_blocks(model)
+        compile_blocks(model, CompileWatch())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     meter = StepMeter(
         cost_model, peak_for(device, _dtype_name(device)), recompute="full", num_warmup_steps=options.warmup
     )
+    collator = Collator(geometry=vision_geometry(model))
     packs = setup.packs(config, rope_index(model), is_small=is_small)
     workloads = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for number in range(options.warmup + options.steps):
-        batch = collate(next(packs))  # made up before the clock starts: what is measured is the device
+        batch = collator(next(packs))  # made up before the clock starts: what is measured is the device
         batch = batch.to(device)
         meter.start_step()
         pack = head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
@@ -208,11 +211,6 @@ def gpt2(
         "step_s": found.wall_s / found.num_steps,
         "mfu": found.mfu,
     }
-
-
-def _compile_blocks(model: PreTrainedModel) -> None:
-    for block in blocks(model):
-        block.module.compile(dynamic=True)
 
 
 def _num_parameters(setup: Setup, layers: int, *, is_small: bool) -> int:
