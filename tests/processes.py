@@ -1,6 +1,9 @@
 """Several real processes that train together, as torchrun would start them: over gloo, one thread each."""
 
+import atexit
+import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -13,17 +16,75 @@ ROOT = Path(__file__).parents[1]
 TRAIN = (sys.executable, "-m", "headway", "train")
 
 
+class Forked:
+    """A process made by multiprocessing's fork server, which has imported the engine already, with Popen's methods.
+
+    It is a process as any other but for the seconds that imports take.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> None:
+        self.args = command
+        self._process = _SERVER.Process(target=_become, args=(command, dict(environment), out, err))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["headway.quiet", "headway.train.loop", "headway.cli.app"])
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> None:
+    """Run a command of Python's in a process that the fork server made."""
+    for path, number in ((out, 1), (err, 2)):
+        with Path(path).open("w") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    _, how, *arguments = command
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    try:
+        if how == "-m":
+            sys.argv = arguments
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        elif how == "-c":
+            sys.argv = ["-c", *arguments[1:]]
+            exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = [how, *arguments]
+            runpy.run_path(how, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
 def start_processes(
-    command: Sequence[object], count: int, *, env: Mapping[str, str] | None = None, stdout=None, stderr=None
-) -> list[subprocess.Popen[str]]:
+    command: Sequence[object], count: int, said: Path, *, env: Mapping[str, str] | None = None
+) -> list[Forked]:
     """Start `count` processes of one group; each finds its place in RANK, LOCAL_RANK and WORLD_SIZE.
 
     Args:
-        command: the program and its arguments, the same for all.
+        command: Python and its arguments: -m and a module, -c and a program, or a script; the same for all.
         count: processes of the group; a group of one is a process that torchrun did not start.
+        said: folder of what they say: RANK.out and RANK.err.
         env: environment variables on top of this process's.
-        stdout: where each one's output goes, as for `subprocess.Popen`; a sequence has one for each.
-        stderr: the same for what they say on stderr.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,15 +96,11 @@ def start_processes(
     started = []
     for rank in range(count):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-        started.append(
-            subprocess.Popen(
-                [str(part) for part in command],
-                env=shared | place | dict(env or {}),
-                stdout=stdout[rank] if isinstance(stdout, Sequence) else stdout,
-                stderr=stderr[rank] if isinstance(stderr, Sequence) else stderr,
-                text=True,
-            )
-        )
+        environment = shared | place | dict(env or {})
+        files = said / f"{rank}.out", said / f"{rank}.err"
+        for file in files:
+            file.touch()
+        started.append(Forked([str(part) for part in command], environment, *files))
     return started
 
 
@@ -65,9 +122,7 @@ def run_processes(
         check: fail, with what the failing process said, as soon as one ends with another status than 0.
     """
     with tempfile.TemporaryDirectory() as folder:
-        paths = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(count)]
-        files = [(out.open("w"), err.open("w")) for out, err in paths]
-        running = start_processes(command, count, env=env, stdout=[o for o, _ in files], stderr=[e for _, e in files])
+        running = start_processes(command, count, Path(folder), env=env)
         deadline_s = time.monotonic() + timeout_s
         try:
             while any(process.poll() is None for process in running) and time.monotonic() < deadline_s:
@@ -79,12 +134,14 @@ def run_processes(
             for process in running:
                 process.kill()
                 process.wait()
-            for each in files:
-                for file in each:
-                    file.close()
         ended = [
-            subprocess.CompletedProcess(process.args, process.returncode, out.read_text(), err.read_text())
-            for process, (out, err) in zip(running, paths, strict=True)
+            subprocess.CompletedProcess(
+                process.args,
+                process.returncode,
+                Path(folder, f"{rank}.out").read_text(),
+                Path(folder, f"{rank}.err").read_text(),
+            )
+            for rank, process in enumerate(running)
         ]
     failed = [rank for rank, one in enumerate(ended) if one.returncode and rank not in hung]
     said = "\n".join(f"rank {rank} of {count}: {ended[rank].stdout}{ended[rank].stderr}" for rank in failed or hung)

@@ -93,11 +93,10 @@ class Started:
     """Processes of one run, with what each says kept in files."""
 
     def __init__(self, command, count, tmp_path):
-        self.said = [tmp_path / f"{count}-{rank}.err" for rank in range(count)]
-        files = [path.open("w") for path in self.said]
-        self.processes = start_processes(command, count, stderr=files)
-        for file in files:
-            file.close()
+        said = tmp_path / f"said-{count}"
+        said.mkdir()
+        self.said = [said / f"{rank}.err" for rank in range(count)]
+        self.processes = start_processes(command, count, said)
 
     def end(self):
         """How each ended; none may hang."""
