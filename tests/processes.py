@@ -22,9 +22,9 @@ class Forked:
     It is a process as any other but for the seconds that imports take.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> None:
-        self.args = command
-        self._process = _SERVER.Process(target=_become, args=(command, dict(environment), out, err))
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path, cwd: Path) -> None:
+        self.args, self.out, self.err = command, out, err
+        self._process = _SERVER.Process(target=_become, args=(command, dict(environment), out, err, cwd))
         self._process.start()
         self.pid = self._process.pid
 
@@ -52,11 +52,12 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["headway.quiet", "headway.train.loop", "headway.cli.app"])
 
 
-def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> None:
+def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path, cwd: Path) -> None:
     """Run a command of Python's in a process that the fork server made."""
     for path, number in ((out, 1), (err, 2)):
         with Path(path).open("w") as file:
             os.dup2(file.fileno(), number)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     _, how, *arguments = command
@@ -76,7 +77,12 @@ def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, e
 
 
 def start_processes(
-    command: Sequence[object], count: int, said: Path, *, env: Mapping[str, str] | None = None
+    command: Sequence[object],
+    count: int,
+    said: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> list[Forked]:
     """Start `count` processes of one group; each finds its place in RANK, LOCAL_RANK and WORLD_SIZE.
 
@@ -85,6 +91,7 @@ def start_processes(
         count: processes of the group; a group of one is a process that torchrun did not start.
         said: folder of what they say: RANK.out and RANK.err.
         env: environment variables on top of this process's.
+        cwd: their working directory, if not this process's.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -100,7 +107,7 @@ def start_processes(
         files = said / f"{rank}.out", said / f"{rank}.err"
         for file in files:
             file.touch()
-        started.append(Forked([str(part) for part in command], environment, *files))
+        started.append(Forked([str(part) for part in command], environment, *files, cwd or Path.cwd()))
     return started
 
 
@@ -109,6 +116,7 @@ def run_processes(
     count: int,
     *,
     env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
     timeout_s: float = 600.0,
     check: bool = True,
 ) -> list[subprocess.CompletedProcess[str]]:
@@ -118,11 +126,12 @@ def run_processes(
         command: the program and its arguments, the same for all.
         count: processes of the group.
         env: environment variables on top of this process's.
+        cwd: their working directory, if not this process's.
         timeout_s: after so long those that still run are killed and the test fails [s].
         check: fail, with what the failing process said, as soon as one ends with another status than 0.
     """
     with tempfile.TemporaryDirectory() as folder:
-        running = start_processes(command, count, Path(folder), env=env)
+        running = start_processes(command, count, Path(folder), env=env, cwd=cwd)
         deadline_s = time.monotonic() + timeout_s
         try:
             while any(process.poll() is None for process in running) and time.monotonic() < deadline_s:

@@ -4,21 +4,19 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from headway.train.config import load_config
+from processes import ROOT, run_processes
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "digits.yaml"
 
 
-def headway(*arguments, cwd=None):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "headway", *arguments]
-    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+def headway(*arguments, cwd):
+    (done,) = run_processes([sys.executable, "-m", "headway", *arguments], 1, cwd=cwd, check=False)
+    return done
 
 
 def test_the_recipe_in_the_repository_is_the_one_in_the_package():

@@ -5,12 +5,8 @@ run that nobody killed. Where the number of ranks changes, every sample is a sou
 says by name which it had.
 """
 
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,29 +18,21 @@ from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
 from headway.train.record import read_metrics
+from processes import TRAIN, run_processes, start_processes
 
-SOURCE = Path(__file__).parents[2] / "src"
 STEPS = 24
 STREAM = {"lanes": 4, "shuffle": 16, "open_packs": 3}
-
-
-def start(*arguments, **environment):
-    """Start `headway train` in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-m", "headway", "train", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def kill_after(process, metrics, steps):
     """Kill a run without a warning as soon as it has recorded so many steps."""
     deadline_s = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count('"kind": "step"') >= steps):
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, process.err.read_text()
         assert time.monotonic() < deadline_s
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+    assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before it could be killed"
 
 
 def what_was_trained(folder):
@@ -76,23 +64,13 @@ def test_a_run_killed_at_random_trains_on_the_samples_of_one_that_was_not(raw, d
     rng = random.Random(11 if stream else 5)
     folder = tmp_path / "killed"
     for number, (first, last) in enumerate(kills):
-        process = start(path, "--set", f"run.folder={folder}", *["--resume"] * (number > 0))
+        command = [*TRAIN, path, "--set", f"run.folder={folder}", *["--resume"] * (number > 0)]
+        (process,) = start_processes(command, 1, tmp_path)
         kill_after(process, folder / "metrics.jsonl", rng.randint(first, last))
     assert 0 < latest_checkpoint(folder / "checkpoints").step < STEPS
     summary = train(load_config(path, (f"run.folder={folder}",)), resume=True)
     assert what_was_trained(folder) == what_was_trained(config.run.folder)
     assert summary.report == whole.report
-
-
-def run_ranks(path, ranks, *arguments):
-    """Run all ranks to their end; what the first one said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    processes = [start(path, *arguments, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
-    said = [process.communicate(timeout=240)[1] for process in processes]
-    return [process.returncode for process in processes], said
 
 
 @pytest.mark.dist
@@ -109,18 +87,18 @@ def test_four_ranks_stop_and_two_go_on_to_the_end_of_the_data(raw, digits, tmp_p
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(raw))
     folder = Path(raw["run"]["folder"])
-    codes, said = run_ranks(path, 4)
-    assert set(codes) == {1}, said
-    assert "the data ended after step" in said[0]
+    ended = run_processes([*TRAIN, path], 4, check=False)
+    assert {process.returncode for process in ended} == {1}, ended
+    assert "the data ended after step" in ended[0].stderr
     whole = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
     assert len(whole) >= 3
 
     for later in (folder / "checkpoints").iterdir():
         if later.name != "step-000002":
             later.rename(tmp_path / later.name)
-    codes, said = run_ranks(path, 2, "--resume")
-    assert set(codes) == {1}, said
-    assert "the data ended after step" in said[0]
+    ended = run_processes([*TRAIN, path, "--resume"], 2, check=False)
+    assert {process.returncode for process in ended} == {1}, ended
+    assert "the data ended after step" in ended[0].stderr
     steps = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
     assert steps[:2] == whole[:2]
     assert [step["world_size"] for step in steps] == [4, 4] + [2] * (len(steps) - 2)

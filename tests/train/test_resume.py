@@ -1,12 +1,9 @@
 """Runs that are killed without a warning go on as if nothing had happened: real processes, real SIGKILL."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +12,8 @@ from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
 from headway.train.record import read_metrics
+from processes import start_processes
 
-SOURCE = Path(__file__).parents[2] / "src"
 STEPS = 60
 # What a resumed run must repeat exactly; times and rates differ from run to run.
 EXACT = (
@@ -48,21 +45,10 @@ main()
 """
 
 
-def start(*arguments, program=("-m", "headway")):
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *program, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    return out, err
+def start(folder, recipe, *arguments, program=("-m", "headway")):
+    command = [sys.executable, *program, "train", recipe, "--set", f"run.folder={folder}", *arguments]
+    (process,) = start_processes(command, 1, folder.parent)
+    return process
 
 
 def exact_records(folder):
@@ -107,21 +93,23 @@ def whole(recipe):
 @pytest.mark.slow
 def test_a_run_killed_between_checkpoints_repeats_the_same_losses(recipe, whole, tmp_path):
     folder = tmp_path / "killed"
-    process = start("train", str(recipe), "--set", f"run.folder={folder}")
+    process = start(folder, recipe)
     metrics = folder / "metrics.jsonl"
     deadline_s = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count('"kind": "step"') >= 25):
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, process.err.read_text()
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.wait(timeout=240)
     before = exact_records_of_a_torn_file(metrics)
     saved = latest_checkpoint(folder / "checkpoints").step
     assert before < STEPS, "the run ended before it could be killed"
     assert saved in (10, 20, 30, 40, 50)
 
-    out, err = finish(start("train", str(recipe), "--set", f"run.folder={folder}", "--resume"))
+    process = start(folder, recipe, "--resume")
+    assert process.wait(timeout=240) == 0, process.err.read_text()
+    out, err = process.out.read_text(), process.err.read_text()
     assert f"resumed from {folder / 'checkpoints' / f'step-{saved:06d}'}" in err
     assert f"{STEPS} of {STEPS}, the last {STEPS - saved} measured here" in out
     assert exact_records(folder) == whole
@@ -140,9 +128,8 @@ def exact_records_of_a_torn_file(path):
 @pytest.mark.slow
 def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(recipe, whole, tmp_path):
     folder = tmp_path / "killed"
-    process = start("train", str(recipe), "--set", f"run.folder={folder}", program=("-c", KILL_WHILE_SAVING))
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == -signal.SIGKILL, err
+    process = start(folder, recipe, program=("-c", KILL_WHILE_SAVING))
+    assert process.wait(timeout=240) == -signal.SIGKILL, process.err.read_text()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         ".step-000030.writing",
         "step-000010",
@@ -155,16 +142,16 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(recipe, wh
 @pytest.mark.slow
 def test_a_run_stopped_by_ctrl_c_goes_on(recipe, whole, tmp_path):
     folder = tmp_path / "stopped"
-    process = start("train", str(recipe), "--set", f"run.folder={folder}")
+    process = start(folder, recipe)
     deadline_s = time.monotonic() + 240
     while not (folder / "metrics.jsonl").exists():
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, process.err.read_text()
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 130, err
+    code, err = process.wait(timeout=240), process.err.read_text()
+    assert code == 130, err
     assert "stopped by Ctrl-C" in err
     assert "Traceback" not in err
     train(load_config(recipe, (f"run.folder={folder}",)), resume=True)

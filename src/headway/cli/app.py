@@ -30,7 +30,7 @@ from headway.cli import (
     train,
     verify,
 )
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, RankLostError
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
 _ERROR_WIDTH = 120
@@ -84,6 +84,10 @@ def main() -> NoReturn:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         print(error_paragraph(error), file=sys.stderr)
+        if isinstance(error, RankLostError):  # threads of the broken connections would abort an ordinary exit
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(error.exit_code)
         sys.exit(error.exit_code)
     sys.exit(0)
 

@@ -163,7 +163,7 @@ def _run_trainer(notes, then):
     return trainer
 
 
-def _workers_gone(notes, within_s=20.0):
+def _workers_gone(notes, within_s=120.0):
     workers = {int(note.name.split("-")[1]) for note in notes.glob("[0-9]*-*")}
     assert workers
     end = time.monotonic() + within_s
@@ -178,13 +178,13 @@ def _workers_gone(notes, within_s=20.0):
 def test_workers_go_when_the_trainer_is_killed_or_interrupted(tmp_path, end_by):
     trainer = _run_trainer(tmp_path, "import time; time.sleep(600)")
     trainer.send_signal(end_by)
-    trainer.communicate(timeout=60)
+    trainer.communicate(timeout=300)
     assert _workers_gone(tmp_path)
 
 
 def test_workers_go_when_the_trainer_fails(tmp_path):
     trainer = _run_trainer(tmp_path, "raise RuntimeError('the trainer failed')")
-    _, said = trainer.communicate(timeout=60)
+    _, said = trainer.communicate(timeout=300)
     assert "the trainer failed" in said
     assert _workers_gone(tmp_path)
 
