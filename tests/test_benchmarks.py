@@ -28,7 +28,7 @@ def test_a_committed_table_is_rendered_from_its_record(path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mix", ["text", "digits"])
+@pytest.mark.parametrize("mix", ["text", "images", "digits"])
 def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
     shape = (
         "--rounds",
@@ -71,7 +71,7 @@ def test_the_engine_benchmark_counts_each_set_up_on_packs_that_are_full(tmp_path
     for found, length in zip(record["runs"], (81_920, 61_440, 51_200, 8_192), strict=True):
         assert found["step_s"] * found["tokens_per_s"] == pytest.approx(length // 64)
         assert found["hfu"] > found["mfu"] > 0
-        assert found["layers"] == found["of_layers"] == 2
+        assert found["layers"] == found["of_layers"] == 4
     assert [(g["rows"], g["attention"]) for g in record["gpt2"]] == [
         (1, "eager"),
         (1, "sdpa"),
