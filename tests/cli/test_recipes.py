@@ -152,12 +152,8 @@ def scaled_down(name, folder, *settings, processes=1):
     return json.loads(done[0].stdout.splitlines()[-1])
 
 
-# The other experiments differ from these in settings that are tested by themselves.
-SCALED = [name for name in PAGES if not name.endswith(("exp1", "exp3", "exp4", "exp5"))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", PAGES)
 def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

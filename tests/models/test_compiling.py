@@ -166,6 +166,7 @@ def test_giving_up_on_a_function_is_named_even_in_the_warm_up():
         model(**pack([20, 13]))
     (guard,) = watch.since().guards
     assert "torch's recompile limit is reached: it runs uncompiled" in guard
+    assert CompileWatch(is_strict=True).since() == (False, (), ())  # of another run in the same process
 
 
 @pytest.mark.dist

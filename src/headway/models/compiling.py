@@ -57,8 +57,8 @@ class CompileWatch:
         self._named: set[str] = set()
         self._last: Any = None
         self._num_failed: dict[types.CodeType, int] = {}
-        self._look(expected=True)
-        self._happened = False
+        self._look(expected=True)  # what this process compiled before is nobody's business here
+        self._happened, self._guards = False, []
 
     def since(self) -> Compilations:
         """What compiled since the last call.
