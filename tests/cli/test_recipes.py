@@ -162,11 +162,11 @@ def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path
     summary = scaled_down(name, tmp_path / "run")
     assert summary["complete"]
     assert summary["last_loss"] < summary["first_loss"]
-    assert summary["fill"] > 0.85
+    assert (summary["fill"] > 0.85) == (load_config(RECIPES / f"{name}.yaml").data.strategy != "none")
     small = tmp_path / "run" / "small"
     config = json.loads((small / "model" / "config.json").read_text())
     assert config["architectures"] or config["model_type"]
-    assert (summary["vision_share"] > 0) == ("text" not in name)
+    assert (summary["vision_share"] > 0) == (not name.endswith(("text-81920", "text-12288", "exp4")))
     exported = sorted((small / "run" / "export").iterdir())[-1]
     auto = AutoModelForCausalLM if name.startswith("qwen2.5-7b") else AutoModelForImageTextToText
     model, info = auto.from_pretrained(exported, output_loading_info=True)
