@@ -139,7 +139,8 @@ def test_closing_ends_the_processes(tmp_path):
 
 
 _TRAINER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it
 sys.path.insert(0, {folder!r})
 from pathlib import Path
 from test_pool import Square, tasks

@@ -83,10 +83,8 @@ def _cut(inputs: dict[str, Any], parameters: list[str], group: dist.ProcessGroup
     for name in parameters:
         value = inputs.get(name)
         if name in _SLOT_AXIS and value is not None:
-            part = value.narrow(_SLOT_AXIS[name], local.start, local.stop - local.start)
-            inputs[name] = (
-                part.clone()
-            )  # a view's place in memory would be one more thing that compiled blocks depend on
+            # A copy, for a view's place in memory would be one more thing that compiled blocks depend on.
+            inputs[name] = value.narrow(_SLOT_AXIS[name], local.start, local.stop - local.start).clone()
         elif name not in _DEEPSTACK and _holds_slots(value, split.slots):
             raise ConfigError(
                 f"The language model is given {name!r}, which holds something for each token and which Headway cannot "
