@@ -69,5 +69,9 @@ class TrainingError(HeadwayError):
     """Training cannot go on: a loss that is not finite, a missing device."""
 
 
+class OutOfMemoryError(TrainingError):
+    """There was no memory left, on the device or the host; the message says what held it."""
+
+
 class RankLostError(HeadwayError):
     """A rank did not answer in time when numbers were added up."""

@@ -30,7 +30,7 @@ from headway.cli import (
     train,
     verify,
 )
-from headway.errors import HeadwayError, RankLostError
+from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
 _ERROR_WIDTH = 120
@@ -84,7 +84,8 @@ def main() -> NoReturn:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         print(error_paragraph(error), file=sys.stderr)
-        if isinstance(error, RankLostError):  # threads of the broken connections would abort an ordinary exit
+        # Threads of broken connections, and threads that can no longer be started, would abort an ordinary exit.
+        if isinstance(error, (RankLostError, OutOfMemoryError)):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(error.exit_code)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from headway.data import Batch
-from headway.errors import RankLostError, TrainingError
+from headway.errors import OutOfMemoryError, RankLostError
 
 HUNG = 1  # exit code; any but 0 lets torchrun start the processes again
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")  # as gloo says it
@@ -113,16 +113,16 @@ def told(place: Place, explain_memory: Callable[[BaseException], str]) -> Iterat
         explain_memory: says what was held when there was no more memory, and what would need less.
 
     Raises:
-        TrainingError: there was no memory left.
+        OutOfMemoryError: there was no memory left.
         RankLostError: another process ended.
     """
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise TrainingError(explain_memory(error)) from error
+        raise OutOfMemoryError(explain_memory(error)) from error
     except RuntimeError as error:
         if "can't allocate memory" in str(error) or "bad_alloc" in str(error):  # PyTorch's allocators on a CPU
-            raise TrainingError(explain_memory(error)) from error
+            raise OutOfMemoryError(explain_memory(error)) from error
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
             raise RankLostError(
                 f"another rank ended or did not answer in {place}: {str(error).strip().splitlines()[0]} Its own output "
