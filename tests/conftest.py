@@ -7,8 +7,9 @@ from pathlib import PurePath
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side on few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-for name in ("HEADWAY_CACHE", "HEADWAY_DEBUG", "HEADWAY_PEAK_FLOPS", "HEADWAY_PEAKS"):
+for name in ("HEADWAY_CACHE", "HEADWAY_DEBUG", "HEADWAY_PEAKS"):
     os.environ.pop(name, None)
+os.environ["HEADWAY_PEAK_FLOPS"] = "100e9"  # to measure it takes two seconds, and tests start hundreds of processes
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,13 @@ from hypothesis import settings
 # A slow machine is no failure, and the same examples everywhere make a failure reproducible.
 settings.register_profile("headway", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("headway")
+
+
+@pytest.fixture(autouse=True)
+def _own_peak(request, monkeypatch):
+    """Leave the peak to the device where a test is about it."""
+    if request.node.get_closest_marker("own_peak") or request.node.get_closest_marker("gpu"):
+        monkeypatch.delenv("HEADWAY_PEAK_FLOPS")
 
 
 @pytest.fixture

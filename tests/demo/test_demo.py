@@ -24,6 +24,7 @@ def test_the_recipe_in_the_repository_is_the_one_in_the_package():
     load_config(RECIPE)
 
 
+@pytest.mark.own_peak
 @pytest.mark.slow
 def test_the_demo_and_the_recipe_are_one_path(tmp_path):
     few = ["--set", "checkpoint.every=2", "--set", "eval.every=2", "--set", "eval.max_samples=20"]

@@ -6,6 +6,8 @@ from headway.devices.ceiling import measure_ceiling
 from headway.devices.probe import cpu_name
 from headway.errors import UnknownDeviceError
 
+pytestmark = pytest.mark.own_peak
+
 
 def test_the_ceiling_says_how_it_was_measured():
     peak = peak_for("cpu", torch.float32)

@@ -3,6 +3,8 @@ import pytest
 from headway.devices import datasheet_peak, named_peak, peak_for, weighted_peak
 from headway.errors import UnknownDeviceError, UsageError
 
+pytestmark = pytest.mark.own_peak
+
 # What drivers print, and the dense rate that one device has in bf16 (fp16 where a V100 or T4 has no bf16) [TFLOP/s].
 # Beside each, what some other table takes for it: the sparse figure, the shaders' rate, a neighbour that the name
 # contains, the card instead of the die, the chip that the bus reports.

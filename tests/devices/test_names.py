@@ -9,6 +9,8 @@ from headway.devices.names import matches
 from headway.devices.probe import Reported, report
 from headway.errors import UnknownDeviceError
 
+pytestmark = pytest.mark.own_peak
+
 GIB = 2**30
 
 

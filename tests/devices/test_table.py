@@ -8,6 +8,8 @@ from headway.devices.probe import cpu_name
 from headway.devices.table import all_devices, shipped_devices, user_file
 from headway.errors import ConfigError
 
+pytestmark = pytest.mark.own_peak
+
 SHIPPED = {device.key: device for device in shipped_devices()}
 GOOD = """
 [lab-card]

@@ -173,6 +173,7 @@ def test_a_gpu_is_looked_up_by_its_exact_name(monkeypatch):
     assert spec.peak_memory_bandwidth_tbs == 3.35
 
 
+@pytest.mark.own_peak
 def test_an_unknown_gpu_is_an_error_and_no_guess(monkeypatch):
     monkeypatch.setattr(gpu_spec, "report", lambda _device: Reported("NVIDIA H100 9000 Ultra"))
     with pytest.raises(UnknownDeviceError, match="HEADWAY_PEAK_FLOPS"):

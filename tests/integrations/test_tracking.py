@@ -318,6 +318,7 @@ class TwoDevices(nn.Module):
         self.here, self.there = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
 
 
+@pytest.mark.own_peak
 @pytest.mark.parametrize(
     ("what", "options", "error", "message"),
     [

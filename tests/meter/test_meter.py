@@ -180,6 +180,7 @@ def test_a_gpu_is_never_waited_for_between_logs():
     assert meter.close().tokens == 5 * 13
 
 
+@pytest.mark.own_peak
 def test_an_unknown_device_has_no_mfu_and_says_what_to_do():
     with pytest.warns(UserWarning, match="no MFU will be shown.*HEADWAY_PEAK_FLOPS"):
         meter = Meter(linear_on("meta"), log_every=1)

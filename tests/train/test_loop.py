@@ -73,6 +73,7 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
         assert (ours - theirs).norm() <= 2e-2 * max(theirs.norm().item(), 1e-2), name
 
 
+@pytest.mark.own_peak
 def test_what_a_run_leaves_behind(raw, digits):
     raw["data"]["eval"] = str(digits / "data/eval.jsonl")
     raw["eval"] = {"every": 3}
