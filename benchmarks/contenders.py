@@ -26,12 +26,14 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from headway.count import Workload
 from headway.data import EncodedSample
 from headway.data.collate import Collator, collate
 from headway.data.vision import vision_geometry
 from headway.models import load_model
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import loss_head
+from headway.models.patches import project_patches
 from headway.train.config.speed import SpeedConfig
 from mixes import Mix
 
@@ -60,18 +62,13 @@ class Timing:
 
     Attributes:
         wall_s: from the end of the last warm-up step to the end of the last step [s].
-        tokens: real tokens of those steps.
+        work: the samples of those steps: real tokens and patches, nothing that pads.
         slots: positions computed in those steps, padding included.
     """
 
     wall_s: float
-    tokens: int
+    work: Workload
     slots: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Real tokens per second."""
-        return self.tokens / self.wall_s
 
 
 class Clock:
@@ -87,11 +84,11 @@ class Clock:
             torch.cuda.synchronize(self._device)
         self.ends_s.append(time.perf_counter())
 
-    def timing(self, sizes: Sequence[tuple[int, int]], warmup: int) -> Timing:
-        """Sum up what happened after the warm-up; sizes are (tokens, slots) of each step."""
-        counted = sizes[warmup : len(self.ends_s)]
+    def timing(self, work: Sequence[Workload], slots: Sequence[int], warmup: int) -> Timing:
+        """Sum up what happened after the warm-up, from the work and the computed positions of each step."""
+        counted = slice(warmup, len(self.ends_s))
         wall_s = self.ends_s[-1] - self.ends_s[warmup - 1]
-        return Timing(wall_s, sum(tokens for tokens, _ in counted), sum(slots for _, slots in counted))
+        return Timing(wall_s, Workload.total(work[counted]), sum(slots[counted]))
 
 
 def build_model(mix: Mix, attention: str, device: torch.device) -> PreTrainedModel:
@@ -103,6 +100,7 @@ def build_model(mix: Mix, attention: str, device: torch.device) -> PreTrainedMod
 def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool = False) -> Timing:
     """Train in packs; the statements of a step are those of `headway.train.loop`, compiled as by `speed.compile`."""
     model = build_model(mix, "headway_flash", device)
+    project_patches(model)
     head = loss_head(model, chunk=SpeedConfig().loss_chunk)
     if compiled:
         compile_blocks(model, CompileWatch())
@@ -112,10 +110,10 @@ def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool 
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
         lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True,
     )  # fmt: skip
-    clock, sizes, collator = Clock(device), [], Collator(geometry=vision_geometry(model))
+    clock, work, collator = Clock(device), [], Collator(geometry=vision_geometry(model))
     for start in range(0, shape.steps * shape.batch, shape.batch):
         batch = collator(mix.samples[start : start + shape.batch])
-        sizes.append((batch.workload.tokens, batch.workload.slots))
+        work.append(batch.workload)
         batch = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             pack = head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
@@ -124,7 +122,7 @@ def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         clock.step_ended()
-    return clock.timing(sizes, shape.warmup)
+    return clock.timing(work, [load.slots for load in work], shape.warmup)
 
 
 def run_trainer(
@@ -140,12 +138,13 @@ def run_trainer(
         flattened: lay samples end to end by transformers' DataCollatorWithFlattening instead of padding them to the
             longest; for text alone, which is all that it knows.
     """
-    clock, sizes = Clock(device), []
+    clock, slots = Clock(device), []
+    trained: list[list[EncodedSample]] = []
 
     def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        encoded = [row["sample"] for row in rows]
-        batch = flatten(encoded) if flattened else pad(encoded)
-        sizes.append((sum(sample.tokens for sample in encoded), batch["input_ids"].numel()))
+        trained.append([row["sample"] for row in rows])
+        batch = flatten(trained[-1]) if flattened else pad(trained[-1])
+        slots.append(batch["input_ids"].numel())
         return batch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +164,7 @@ def run_trainer(
         )
         trainer.remove_callback(PrinterCallback)  # its final metrics would stand between our lines
         trainer.train()
-    return clock.timing(sizes, shape.warmup)
+    return clock.timing([collate(samples).workload for samples in trained], slots, shape.warmup)
 
 
 def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
@@ -173,7 +172,7 @@ def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
 
     A pack holds as many tokens as a step of the others has on average, and never less than the longest sample.
     """
-    clock, sizes = Clock(device), []
+    clock, work, slots = Clock(device), [], []
     lengths = [sample.tokens for sample in mix.samples]
     length = max(*lengths, round(shape.batch * sum(lengths) / len(lengths)))
     rows = [{"input_ids": s.input_ids_S.tolist(), "labels": s.labels_S.tolist()} for s in mix.samples]
@@ -197,12 +196,13 @@ def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
 
         def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
             batch: dict[str, Any] = plain(rows)
-            sizes.append((sum(len(row["input_ids"]) for row in rows), batch["input_ids"].numel()))
+            work.append(Workload([length for row in rows for length in row["seq_lengths"]]))
+            slots.append(batch["input_ids"].numel())
             return batch
 
         trainer.data_collator = counted
         trainer.train()
-    return clock.timing(sizes, shape.warmup)
+    return clock.timing(work, slots, shape.warmup)
 
 
 def _arguments(folder: str, shape: Shape, device: torch.device) -> dict[str, Any]:

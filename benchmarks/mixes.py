@@ -20,7 +20,7 @@ from headway.models.patch_layout import normalised
 from headway.plan.mixes import MIXES
 
 MIX_MEDIAN, MIX_SIGMA, MIX_MAX = 128, 1.0, 2048  # tokens; the lognormal's median and sigma; lengths are clipped
-IMAGES_SCALE = 1 / 8
+IMAGES_SCALE, IMAGES_DEPTH = 8, 9  # lengths and widths are divided by the one, layers by the other
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,11 @@ def _text_sample(token_ids: Any, row: int) -> EncodedSample:
 
 
 def images_mix(num_samples: int, seed: int = 0) -> Mix:
-    """Long-tailed chats about images, an eighth as long as real ones, and Qwen3-VL-8B scaled down as its recipe is."""
+    """Long-tailed chats about images, and Qwen3-VL-8B, both an eighth as large as real ones.
+
+    Attention's FLOPs are to those of projections as length is to width, so with both divided by the same number, the
+    shares of a step that text, images and attention have are about those of the real model on the real lengths.
+    """
     mix = MIXES["images"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -81,10 +85,11 @@ def images_mix(num_samples: int, seed: int = 0) -> Mix:
         vision = source.vision_config
         area = (vision.patch_size * vision.spatial_merge_size) ** 2
         write_small_model(folder / "model", source, vocabulary_texts(), max_pixels=MIX_MAX // 4 * area)
+        _divide(folder / "model", source)
         path = write_small_data(
             folder / "data",
             mix,
-            scale=IMAGES_SCALE,
+            scale=1 / IMAGES_SCALE,
             num_samples=num_samples,
             longest=MIX_MAX,
             patch_size=vision.patch_size,
@@ -92,7 +97,26 @@ def images_mix(num_samples: int, seed: int = 0) -> Mix:
             seed=seed,
         )
         config, samples, facts = _encoded(folder / "model", path)
-    return Mix("images", f"{mix.description}; all lengths divided by {1 / IMAGES_SCALE:.0f}: {facts}", config, samples)
+    return Mix("images", f"{mix.description}; lengths and widths divided by {IMAGES_SCALE}: {facts}", config, samples)
+
+
+def _divide(folder: Path, source: Any) -> None:
+    """Give the small model in the folder the widths and depths of the source, divided; heads are as wide as there."""
+    small: Any = load_config(folder)
+    text, vision = source.text_config, source.vision_config
+    for config, original, depth, heads in (
+        (small.text_config, text, "num_hidden_layers", ("num_attention_heads", "num_key_value_heads")),
+        (small.vision_config, vision, "depth", ("num_heads",)),
+    ):
+        setattr(config, depth, getattr(original, depth) // IMAGES_DEPTH)
+        for name in ("hidden_size", "intermediate_size", *heads):
+            setattr(config, name, getattr(original, name) // IMAGES_SCALE)
+    small.text_config.head_dim = text.head_dim
+    small.text_config.rope_parameters = text.rope_parameters
+    small.text_config.vocab_size = text.vocab_size // (IMAGES_SCALE * IMAGES_DEPTH)  # a head's share as in the source
+    small.vision_config.out_hidden_size = small.text_config.hidden_size
+    small.vision_config.deepstack_visual_indexes = [n // IMAGES_DEPTH for n in vision.deepstack_visual_indexes]
+    small.save_pretrained(folder)
 
 
 def digits_mix(num_samples: int) -> Mix:

@@ -1,4 +1,6 @@
-"""Real tokens per second: Headway's packs, transformers.Trainer three ways, and TRL's packs, in one interleaved run.
+"""Real tokens and useful FLOPs per second: Headway's packs, transformers.Trainer three ways, and TRL's packs.
+
+All are measured in one interleaved run.
 
     .venv/bin/python benchmarks/throughput.py            # about half an hour on 2 cores; run on a quiet machine
     .venv/bin/python benchmarks/throughput.py --mix text --rounds 1 --steps 6
@@ -14,7 +16,8 @@ from typing import Any
 
 import torch
 
-from contenders import Shape, Timing, compare_first_losses, run_headway, run_trainer, run_trl
+from contenders import Shape, Timing, build_model, compare_first_losses, run_headway, run_trainer, run_trl
+from headway.count import CostModel, trace
 from mixes import Mix, digits_mix, images_mix, text_mix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
@@ -34,9 +37,9 @@ def main() -> None:
     """Measure, write the record, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mix", choices=["text", "images", "digits", "all"], default="all", help="data to compare on")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of every contender")
+    parser.add_argument("--rounds", type=int, default=4, help="interleaved rounds of every contender")
     parser.add_argument(
-        "--steps", type=int, default=12, help="optimizer steps a round of text and images, warm-up included"
+        "--steps", type=int, default=10, help="optimizer steps a round of text and images, warm-up included"
     )
     parser.add_argument("--digits-steps", type=int, default=42, help="the same of the digits, whose steps are short")
     parser.add_argument("--warmup", type=int, default=2, help="first steps of a round that are not timed")
@@ -76,14 +79,15 @@ def measure(mix: Mix, shape: Shape, num_rounds: int, device: torch.device) -> di
     losses = compare_first_losses(mix, shape.batch)
     if not all(math.isclose(loss, losses["trainer"], rel_tol=1e-4) for loss in losses.values()):
         raise SystemExit(f"{mix.name}: the sides do not compute the same: first losses are {losses}")
+    cost_model = trace(build_model(mix, "sdpa", torch.device("cpu")))
     contenders = [name for name in TITLES if mix.is_text or name not in TEXT_ALONE]
-    timings: dict[str, list[Timing]] = {name: [] for name in contenders}
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for number in range(num_rounds):
         for name in contenders:
-            timing = run(name, mix, shape, device)
-            timings[name].append(timing)
-            print(f"{mix.name}, round {number + 1}, {TITLES[name]}: {timing.tokens_per_s:,.0f} tokens/s", flush=True)
-    baseline = timings["trainer"]
+            found = rates(run(name, mix, shape, device), cost_model)
+            rounds[name].append(found)
+            rate = f"{found['tokens_per_s']:,.0f} tokens/s, {found['flops_per_s'] / 1e9:.1f} GFLOP/s"
+            print(f"{mix.name}, round {number + 1}, {TITLES[name]}: {rate}", flush=True)
     return {
         "name": mix.name,
         "description": mix.description,
@@ -92,16 +96,34 @@ def measure(mix: Mix, shape: Shape, num_rounds: int, device: torch.device) -> di
         "first_loss": losses,
         "contenders": {
             name: {
-                "tokens_per_s": spread([timing.tokens_per_s for timing in rounds]),
-                "ratio_to_trainer": spread(
-                    [timing.tokens_per_s / base.tokens_per_s for timing, base in zip(rounds, baseline, strict=True)]
-                ),
-                "padding_share": 1 - rounds[0].tokens / rounds[0].slots,
-                "rounds": [{"wall_s": t.wall_s, "tokens": t.tokens, "slots": t.slots} for t in rounds],
+                "tokens_per_s": spread([one["tokens_per_s"] for one in found]),
+                "flops_per_s": spread([one["flops_per_s"] for one in found]),
+                "tokens_to_trainer": spread(_ratios(found, rounds["trainer"], "tokens_per_s")),
+                "flops_to_trainer": spread(_ratios(found, rounds["trainer"], "flops_per_s")),
+                "padding_share": 1 - found[0]["tokens"] / found[0]["slots"],
+                "rounds": found,
             }
-            for name, rounds in timings.items()
+            for name, found in rounds.items()
         },
     }
+
+
+def rates(timing: Timing, cost_model: CostModel) -> dict[str, Any]:
+    """What a contender reached in a round: real tokens, and FLOPs that their samples need at least, per second."""
+    flops = cost_model.count(timing.work).total
+    return {
+        "wall_s": timing.wall_s,
+        "tokens": timing.work.tokens,
+        "patches": timing.work.patches,
+        "slots": timing.slots,
+        "flops": flops,
+        "tokens_per_s": timing.work.tokens / timing.wall_s,
+        "flops_per_s": flops / timing.wall_s,
+    }
+
+
+def _ratios(rounds: list[dict[str, Any]], baseline: list[dict[str, Any]], key: str) -> list[float]:
+    return [one[key] / base[key] for one, base in zip(rounds, baseline, strict=True)]
 
 
 def run(name: str, mix: Mix, shape: Shape, device: torch.device) -> Timing:
@@ -120,17 +142,27 @@ def render(record: dict[str, Any]) -> str:
     for mix in record["mixes"]:
         rows = []
         for name, entry in mix["contenders"].items():
-            rate, ratio = entry["tokens_per_s"], entry["ratio_to_trainer"]
+            rate, useful = entry["tokens_per_s"], entry["flops_per_s"]
             rows.append(
                 [
                     TITLES[name],
                     f"{rate['median']:,.0f}",
                     f"{rate['min']:,.0f} to {rate['max']:,.0f}",
-                    f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})",
+                    _times(entry["tokens_to_trainer"]),
+                    f"{useful['median'] / 1e9:.1f}",
+                    _times(entry["flops_to_trainer"]),
                     f"{100 * entry['padding_share']:.1f} %",
                 ]
             )
-        headings = ["", "tokens/s, median", "range", "against the Trainer", "padding"]
+        headings = [
+            "",
+            "tokens/s, median",
+            "range",
+            "against the Trainer",
+            "useful GFLOP/s",
+            "against the Trainer",
+            "padding",
+        ]
         losses = mix["first_loss"]
         parts += [
             f"## {mix['name']}",
@@ -152,17 +184,23 @@ def render(record: dict[str, Any]) -> str:
         )
     parts += [
         f"{record['rounds']} rounds, contenders interleaved within each; the ratio is taken within a round. Only real "
-        "tokens count. All sides: the same samples encoded beforehand and held in memory, the same initial weights, "
-        "the same number of samples per optimizer step (and, but for group_by_length and TRL, the same ones), fused "
-        "AdamW with decay groups, clipping at 1.0, the same threads, batches made in the main thread (the trainers' "
-        "dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa attention and a collator that pads "
-        f"to the longest sample of the batch.{others} No logging, saving or evaluation on any side. fp32 on a CPU, "
-        "bf16 autocast on CUDA.",
+        "tokens count, and useful FLOPs are what `headway.count` finds for the very samples that were trained, without "
+        "padding: where a contender trains other samples than the rest (group_by_length, TRL), they compare like work, "
+        "and tokens do not. All sides: the same samples encoded beforehand and held in memory, the same initial "
+        "weights, the same number of samples per optimizer step (and, but for group_by_length and TRL, the same ones), "
+        "fused AdamW with decay groups, clipping at 1.0, the same threads, batches made in the main thread (the "
+        "trainers' dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa attention and a collator "
+        f"that pads to the longest sample of the batch.{others} No logging, saving or evaluation on any side. fp32 on "
+        "a CPU, bf16 autocast on CUDA.",
         "",
         describe_environment(record),
         "",
     ]
     return "\n".join(parts)
+
+
+def _times(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
 
 
 if __name__ == "__main__":
