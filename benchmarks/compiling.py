@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--mix", choices=["text", "digits", "all"], default="all", help="data to compare on")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of every contender")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of a round, a pack each")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a round takes no more steps")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
@@ -53,33 +54,40 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     mixes = ["text", "digits"] if options.mix == "all" else [options.mix]
     record: dict[str, Any] = {"what": "compiling", "environment": environment(torch.device(options.device))}
-    record |= {"rounds": options.rounds, "steps": options.steps, "mixes": []}
+    record |= {"rounds": options.rounds, "steps": options.steps, "limit_s": options.limit, "mixes": []}
     for mix in mixes:
-        record["mixes"].append(compare(mix, options.rounds, options.steps, options.threads, options.device))
+        setting = (mix, options.steps, options.limit, options.threads, options.device)
+        record["mixes"].append(compare(options.rounds, setting))
     table = render(record)
     write(result_paths(options.out, record), record, table)
     print(table)
 
 
-def compare(mix: str, rounds: int, steps: int, threads: int, device: str) -> dict[str, Any]:
-    """Run every contender in turn, round after round, so that a drift of the machine meets all of them."""
+def compare(rounds: int, setting: tuple[str, int, float, int, str]) -> dict[str, Any]:
+    """Run every contender in turn, round after round, so that a drift of the machine meets all of them.
+
+    Args:
+        rounds: how often.
+        setting: what `measure` is told of all contenders, the mix's name first.
+    """
+    mix = setting[0]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in TITLES}
     for number in range(rounds):
         for name, title in TITLES.items():
             spawned = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, spawned) as pool:
-                found = pool.submit(measure, name, mix, steps, threads, device).result()
+                found = pool.submit(measure, name, *setting).result()
             runs[name].append(found)
             print(f"{mix}, round {number + 1}, {title}: {1e3 * steady(found):.1f} ms a step", flush=True)
     losses = {name: found[0]["losses"] for name, found in runs.items()}
     for name, found in losses.items():
-        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, losses["plain"], strict=True)):
+        if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, losses["plain"], strict=False)):
             raise SystemExit(f"{mix}: {TITLES[name]} does not compute the same: {found} instead of {losses['plain']}")
     return {"name": mix, "description": runs["plain"][0].pop("description"), "contenders": runs}
 
 
-def measure(contender: str, name: str, steps: int, threads: int, device: str) -> dict[str, Any]:
-    """Take the steps of one contender.
+def measure(contender: str, name: str, steps: int, limit_s: float, threads: int, device: str) -> dict[str, Any]:
+    """Take the steps of one contender, or as many as the limit leaves time for.
 
     Returns:
         Per step its wall and processor time [s], the loss, and the compilations in it with those that came after the
@@ -100,7 +108,10 @@ def measure(contender: str, name: str, steps: int, threads: int, device: str) ->
     elif contender == "model":
         forward = torch.compile(model)
     found: dict[str, Any] = {"wall_s": [], "cpu_s": [], "losses": [], "compiled": [], "recompiles": []}
+    deadline_s = time.perf_counter() + limit_s
     for pack in packs:
+        if time.perf_counter() > deadline_s:
+            break
         began_s, cpu_began_s = time.perf_counter(), time.process_time()
         batch = pack.to(device)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
@@ -150,20 +161,30 @@ def render(record: dict[str, Any]) -> str:
             rows.append(
                 [
                     title,
-                    f"{times['median']:.1f} ({times['min']:.1f} to {times['max']:.1f})",
-                    f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})",
+                    _spread_of(times, ".1f"),
+                    _spread_of(ratio, ".2f", "x"),
+                    f"{statistics.median(len(found['wall_s']) for found in rounds):.0f}",
                     f"{statistics.median(sum(found['compiled']) for found in rounds):.0f}",
                     f"{statistics.median(sum(found['recompiles']) for found in rounds):.0f}",
                     f"{statistics.median(sum(found['wall_s']) for found in rounds):.0f}",
                 ]
             )
-        headings = ["", "step without compiling, ms", "speed", "steps that compiled", "recompilations", "all steps, s"]
+        headings = [
+            "",
+            "step without compiling, ms",
+            "speed",
+            "steps",
+            "steps that compiled",
+            "recompilations",
+            "all steps, s",
+        ]
         parts += [f"## {mix['name']}", "", mix["description"] + ".", "", markdown_table(headings, rows), ""]
     parts += [
         f"{record['rounds']} rounds of {record['steps']} steps, each a pack of another size, in a process of its own "
-        "that compiles from scratch. A step is forward, backward, clipping and fused AdamW, in fp32 on a CPU. Its time "
-        "is the median of the steps in which nothing compiled, in processor seconds, which other work on the machine "
-        "disturbs less than wall time; the last column is the wall time of all steps, compilation included. All three "
+        f"that compiles from scratch and takes no more steps after {record['limit_s']:.0f} s. A step is forward, "
+        "backward, clipping and fused AdamW, in fp32 on a CPU. Its time is the median of the steps in which nothing "
+        "compiled, in processor seconds, which other work on the machine disturbs less than wall time; the last column "
+        "is the wall time of all steps, compilation included. All three "
         "use Headway's attention, whose boundaries no compiler needs to see. torch.compile(model) counts each "
         "compilation of a function after its first; Headway's blocks are to compile in the first step alone.",
         "",
@@ -171,6 +192,13 @@ def render(record: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(parts)
+
+
+def _spread_of(values: dict[str, float], digits: str, unit: str = "") -> str:
+    """Median and range; a dash where a round had no step without compilation."""
+    if math.isnan(values["median"]):
+        return "-"
+    return f"{values['median']:{digits}}{unit} ({values['min']:{digits}} to {values['max']:{digits}})"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from headway.data.vision import vision_geometry
 from headway.models import load_model
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import loss_head
-from headway.models.patches import project_patches
+from headway.models.kernels import use_kernels
 from headway.train.config.speed import SpeedConfig
 from mixes import Mix
 
@@ -100,7 +100,7 @@ def build_model(mix: Mix, attention: str, device: torch.device) -> PreTrainedMod
 def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool = False) -> Timing:
     """Train in packs; the statements of a step are those of `headway.train.loop`, compiled as by `speed.compile`."""
     model = build_model(mix, "headway_flash", device)
-    project_patches(model)
+    use_kernels(model, "torch", device)
     head = loss_head(model, chunk=SpeedConfig().loss_chunk)
     if compiled:
         compile_blocks(model, CompileWatch())

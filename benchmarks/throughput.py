@@ -11,6 +11,7 @@ Writes benchmarks/results/throughput_<hardware>_<yyyymm>.json and the .md table 
 import argparse
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,7 @@ def measure(mix: Mix, shape: Shape, num_rounds: int, device: torch.device) -> di
         "timed_steps": shape.steps - shape.warmup,
         "first_loss": losses,
         "contenders": {
-            name: {
-                "tokens_per_s": spread([one["tokens_per_s"] for one in found]),
-                "flops_per_s": spread([one["flops_per_s"] for one in found]),
-                "tokens_to_trainer": spread(_ratios(found, rounds["trainer"], "tokens_per_s")),
-                "flops_to_trainer": spread(_ratios(found, rounds["trainer"], "flops_per_s")),
-                "padding_share": 1 - found[0]["tokens"] / found[0]["slots"],
-                "rounds": found,
-            }
+            name: {"padding_share": 1 - found[0]["tokens"] / found[0]["slots"], "rounds": found}
             for name, found in rounds.items()
         },
     }
@@ -122,10 +116,6 @@ def rates(timing: Timing, cost_model: CostModel) -> dict[str, Any]:
     }
 
 
-def _ratios(rounds: list[dict[str, Any]], baseline: list[dict[str, Any]], key: str) -> list[float]:
-    return [one[key] / base[key] for one, base in zip(rounds, baseline, strict=True)]
-
-
 def run(name: str, mix: Mix, shape: Shape, device: torch.device) -> Timing:
     """Run one contender for one round."""
     if name in ("headway", "headway_compiled"):
@@ -141,28 +131,21 @@ def render(record: dict[str, Any]) -> str:
     parts = ["# Real tokens per second: packed against padded", ""]
     for mix in record["mixes"]:
         rows = []
+        rounds = {name: entry["rounds"] for name, entry in mix["contenders"].items()}
         for name, entry in mix["contenders"].items():
-            rate, useful = entry["tokens_per_s"], entry["flops_per_s"]
+            rate = spread([one["tokens_per_s"] for one in rounds[name]])
             rows.append(
                 [
                     TITLES[name],
                     f"{rate['median']:,.0f}",
                     f"{rate['min']:,.0f} to {rate['max']:,.0f}",
-                    _times(entry["tokens_to_trainer"]),
-                    f"{useful['median'] / 1e9:.1f}",
-                    _times(entry["flops_to_trainer"]),
+                    f"{statistics.median(one['flops_per_s'] for one in rounds[name]) / 1e9:.1f}",
+                    _times(rounds[name], rounds["trainer"]),
+                    _times(rounds[name], rounds["trainer_grouped"]),
                     f"{100 * entry['padding_share']:.1f} %",
                 ]
             )
-        headings = [
-            "",
-            "tokens/s, median",
-            "range",
-            "against the Trainer",
-            "useful GFLOP/s",
-            "against the Trainer",
-            "padding",
-        ]
+        headings = ["", "tokens/s, median", "range", "useful GFLOP/s", "against padded", "against grouped", "padding"]
         losses = mix["first_loss"]
         parts += [
             f"## {mix['name']}",
@@ -183,15 +166,15 @@ def render(record: dict[str, Any]) -> str:
             "to end."
         )
     parts += [
-        f"{record['rounds']} rounds, contenders interleaved within each; the ratio is taken within a round. Only real "
-        "tokens count, and useful FLOPs are what `headway.count` finds for the very samples that were trained, without "
-        "padding: where a contender trains other samples than the rest (group_by_length, TRL), they compare like work, "
-        "and tokens do not. All sides: the same samples encoded beforehand and held in memory, the same initial "
-        "weights, the same number of samples per optimizer step (and, but for group_by_length and TRL, the same ones), "
-        "fused AdamW with decay groups, clipping at 1.0, the same threads, batches made in the main thread (the "
-        "trainers' dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa attention and a collator "
-        f"that pads to the longest sample of the batch.{others} No logging, saving or evaluation on any side. fp32 on "
-        "a CPU, bf16 autocast on CUDA.",
+        f"{record['rounds']} rounds, contenders interleaved within each; ratios are of useful FLOPs per second, taken "
+        "within a round. Only real tokens count, and useful FLOPs are what `headway.count` finds for the very samples "
+        "that were trained, without padding: where a contender trains other samples than the rest (group_by_length, "
+        "TRL), they compare like work, and tokens do not. All sides: the same samples encoded beforehand and held in "
+        "memory, the same initial weights, the same number of samples per optimizer step (and, but for group_by_length "
+        "and TRL, the same ones), fused AdamW with decay groups, clipping at 1.0, the same threads, batches made in the "
+        "main thread (the trainers' dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa attention "
+        f"and a collator that pads to the longest sample of the batch.{others} No logging, saving or evaluation on any "
+        "side. fp32 on a CPU, bf16 autocast on CUDA.",
         "",
         describe_environment(record),
         "",
@@ -199,7 +182,9 @@ def render(record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _times(ratio: dict[str, float]) -> str:
+def _times(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+    """Useful FLOPs per second as a multiple of another contender's, taken within each round."""
+    ratio = spread([one["flops_per_s"] / other["flops_per_s"] for one, other in zip(rounds, others, strict=True)])
     return f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
 
 

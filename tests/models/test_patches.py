@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.models.kernels import use_kernels
 from headway.models.load import load_model
 from headway.models.patches import project_patches
 from tiny_models import tiny_config
@@ -29,8 +30,8 @@ class Seen(TorchDispatchMode):
 def test_a_tower_embeds_its_patches_without_a_convolution(family):
     model = load_model(tiny_config(family), random_init=True).double()
     other = copy.deepcopy(model)
-    (name,) = project_patches(other)
-    assert name.endswith("patch_embed.proj")
+    use_kernels(other, "torch", torch.device("cpu"))
+    name = "model.visual.patch_embed.proj"
     grids_M3 = torch.tensor([[1, 4, 6], [1, 2, 2]])
     conv = model.get_submodule(name)
     pixels_PD = torch.randn(28, conv.weight[0].numel(), dtype=torch.float64)

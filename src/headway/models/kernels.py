@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
+from headway.models.patches import project_patches
 
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -71,19 +72,20 @@ def check_liger(device: torch.device) -> None:
 
 
 def use_kernels(model: PreTrainedModel, name: str, device: torch.device) -> tuple[str, ...]:
-    """Put the kernels that `speed.kernels` names into a model.
+    """Put the kernels that `speed.kernels` names into a model; with any, patch embeddings become matrix products.
 
     Args:
         model: changed in place; its parameters keep their names.
-        name: "torch", which changes nothing, or "liger".
+        name: "torch", which keeps norms, MLPs and rotary embeddings as they are, or "liger".
         device: where it will run.
 
     Returns:
-        What was put in, a line each.
+        What of Liger's was put in, a line each.
 
     Raises:
         ConfigError: the kernels cannot run here, or the model has nothing for them.
     """
+    project_patches(model)
     if name == "torch":
         return ()
     check_liger(device)

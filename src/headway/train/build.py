@@ -22,7 +22,6 @@ from headway.models.materialise import make_room, read_weights
 from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.parallel.sequence import share_packs
-from headway.models.patches import project_patches
 from headway.models.recompute import recompute_blocks
 from headway.train.checkpoint import Checkpoint, refuse_half_written
 from headway.train.config import TrainConfig
@@ -76,7 +75,6 @@ def build_trained(
     cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
     recompute = chosen_recompute(config, model, cost_model, precision)
     choose_kernel(config.speed.attention, device)
-    project_patches(model)
     notes = use_kernels(model, config.speed.kernels, device)
     head = loss_head(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
     if precision.is_float8:
