@@ -171,10 +171,10 @@ def render(record: dict[str, Any]) -> str:
         "that were trained, without padding: where a contender trains other samples than the rest (group_by_length, "
         "TRL), they compare like work, and tokens do not. All sides: the same samples encoded beforehand and held in "
         "memory, the same initial weights, the same number of samples per optimizer step (and, but for group_by_length "
-        "and TRL, the same ones), fused AdamW with decay groups, clipping at 1.0, the same threads, batches made in the "
-        "main thread (the trainers' dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa attention "
-        f"and a collator that pads to the longest sample of the batch.{others} No logging, saving or evaluation on any "
-        "side. fp32 on a CPU, bf16 autocast on CUDA.",
+        "and TRL, the same ones), fused AdamW with decay groups, clipping at 1.0, the same threads, batches made in "
+        "the main thread (the trainers' dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa "
+        f"attention and a collator that pads to the longest sample of the batch.{others} No logging, saving or evaluation on "
+        "any side. fp32 on a CPU, bf16 autocast on CUDA.",
         "",
         describe_environment(record),
         "",
