@@ -173,8 +173,8 @@ def render(record: dict[str, Any]) -> str:
         "memory, the same initial weights, the same number of samples per optimizer step (and, but for group_by_length "
         "and TRL, the same ones), fused AdamW with decay groups, clipping at 1.0, the same threads, batches made in "
         "the main thread (the trainers' dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa "
-        f"attention and a collator that pads to the longest sample of the batch.{others} No logging, saving or evaluation on "
-        "any side. fp32 on a CPU, bf16 autocast on CUDA.",
+        f"attention and a collator that pads to the longest sample of the batch.{others} No logging, "
+        "saving or evaluation on any side. fp32 on a CPU, bf16 autocast on CUDA.",
         "",
         describe_environment(record),
         "",
