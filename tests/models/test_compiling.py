@@ -82,6 +82,18 @@ def test_each_kind_of_layer_compiles_once_for_packs_of_every_size(family, num_gr
 
 
 @pytest.mark.slow
+def test_sums_over_few_and_over_many_slots_share_their_code():
+    """Inductor's code for a CPU adds more than 4,096 values in cascades; with 4 heads that is 1,024 slots."""
+    plain, compiled, watch = model_of("qwen3"), model_of("qwen3"), CompileWatch(is_strict=True)
+    compile_blocks(compiled, watch)
+    for slots in (300, 900, 1500, 3000, 5000, 200):
+        inputs = pack([100] * (slots // 100))
+        for mine, theirs in zip(gradients(compiled, inputs), gradients(plain, inputs), strict=True):
+            assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+        assert not watch.since().guards
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_each_tower_compiles_once_for_images_of_every_number_and_size(family):
     images = ([(2, 2)], [(4, 6), (2, 8)], [(8, 8), (2, 4), (6, 2)])

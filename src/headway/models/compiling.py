@@ -13,9 +13,11 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx.experimental._config as symbolic_shapes_config
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -179,11 +181,12 @@ def _compile(module: nn.Module, watch: CompileWatch, backend: str) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _alike(args, kwargs, names)
-        slots = _mark_dynamic(args, kwargs)
+        hidden = _mark_dynamic(args, kwargs)
         run = training if module.training else judging
-        if warm_ups[module.training, torch.is_grad_enabled()].is_over(slots):
+        if warm_ups[module.training, torch.is_grad_enabled()].is_over(hidden.shape[-2]):
             return run(*args, **kwargs)
-        return watch.warm_up(run, args, kwargs)
+        with _one_code_for_all_sizes(hidden.device):
+            return watch.warm_up(run, args, kwargs)
 
     module.forward = forward
 
@@ -239,11 +242,11 @@ def _alike(
     return args, {name: None if is_empty_mask(value) else value for name, value in kept.items()}
 
 
-def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Mark the sizes that differ from pack to pack: slots, next to last in the hidden states, and segments.
 
     Returns:
-        The slots, or patches of a tower.
+        The hidden states: of slots, or of a tower's patches.
     """
     hidden, *others = _tensors((*args, *kwargs.values()))
     slots = hidden.shape[-2]
@@ -253,7 +256,17 @@ def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         elif slots in tensor.shape:
             torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(slots))
-    return slots
+    return hidden
+
+
+def _one_code_for_all_sizes(device: torch.device) -> AbstractContextManager[Any]:
+    """Keep inductor on a CPU from other code for sums of more than 4,096 values, guarded by the sizes of a pack.
+
+    Such code adds up in cascades, to be a little more exact (`need_use_acc_helper` of torch 2.13); a pack on the other
+    side of 4,096 slots, or slots times heads, would compile again.
+    """
+    config: Any = symbolic_shapes_config
+    return config.patch(backed_size_oblivious=True) if device.type == "cpu" else nullcontext()
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
