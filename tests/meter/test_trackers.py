@@ -209,7 +209,6 @@ def test_mlflow_database_holds_what_the_jsonl_holds(tmp_path, mlflow_uri):
 def test_an_active_mlflow_run_is_joined_and_left_open(mlflow_uri):
     import mlflow
 
-    before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(mlflow_uri)
     try:
         mlflow.set_experiment("theirs")
@@ -218,7 +217,7 @@ def test_an_active_mlflow_run_is_joined_and_left_open(mlflow_uri):
                 sink.write(RECORDS[0])
             assert read_mlflow(mlflow_uri, "theirs")[2] == "RUNNING"
     finally:
-        mlflow.set_tracking_uri(before)
+        mlflow.set_tracking_uri(None)  # stated, even the default would outlast the environment of later tests
     series, _, _ = read_mlflow(mlflow_uri, "theirs")
     assert series == by_tag(RECORDS[:1])
 
