@@ -75,8 +75,9 @@ def _text_sample(token_ids: Any, row: int) -> EncodedSample:
 def images_mix(num_samples: int, seed: int = 0) -> Mix:
     """Long-tailed chats about images, and Qwen3-VL-8B, both an eighth as large as real ones.
 
-    Attention's FLOPs are to those of projections as length is to width, so with both divided by the same number, the
-    shares of a step that text, images and attention have are about those of the real model on the real lengths.
+    Attention's FLOPs are to those of projections as length is to width, so with both divided by the same number, text
+    and images have about the shares of a step that they have in the real model on the real lengths. Within the vision
+    tower attention has less, and the mergers more, as a tower of three layers keeps all of them.
     """
     mix = MIXES["images"]
     with tempfile.TemporaryDirectory() as name:
