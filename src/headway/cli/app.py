@@ -84,7 +84,7 @@ def main() -> NoReturn:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         print(error_paragraph(error), file=sys.stderr)
-        # Threads of broken connections, and threads that can no longer be started, would abort an ordinary exit.
+        # An ordinary exit was seen to abort (-6) after both: native threads are still there, or could not be started.
         if isinstance(error, (RankLostError, OutOfMemoryError)):
             sys.stdout.flush()
             sys.stderr.flush()
