@@ -38,7 +38,6 @@ from headway.models.head import loss_head
 from headway.models.kernels import use_kernels
 from headway.models.recompute import recompute_blocks
 from headway.train.config.speed import SpeedConfig
-from headway.train.record import memory_bytes
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 OTHERS = ("lmms-engine", "torchtitan", "torchtitan-2025-12-vlm")  # what these would have printed for the same run

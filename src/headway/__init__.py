@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headway.integrations.results import UtilizationResult
     from headway.integrations.setups import param_bytes
     from headway.integrations.tracking import track
-    from headway.meter import Meter, StepMeter, StepUtilisation, Window
+    from headway.meter import Meter, Window
 
 __version__ = "0.1.0"
 
@@ -54,8 +54,6 @@ _HOME = {
     "profile_flops_with_hfu": "headway.integrations.profiling",
     "track": "headway.integrations.tracking",
     "Meter": "headway.meter",
-    "StepMeter": "headway.meter",
-    "StepUtilisation": "headway.meter",
     "Window": "headway.meter",
 }
 
@@ -69,8 +67,6 @@ __all__ = [
     "MFUOptimizerWrapper",
     "Meter",
     "Peak",
-    "StepMeter",
-    "StepUtilisation",
     "UtilizationResult",
     "Window",
     "Workload",

@@ -90,7 +90,9 @@ def test_what_a_run_leaves_behind(raw, digits):
     steps = steps_of(config)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "lr", "grad_norm", "tokens_per_s", "data_wait_share", "padding_share"} <= set(steps[0])
-    assert {"flops_by_component", "mfu", "convention", "peak_source", "memory_bytes"} <= set(steps[0])
+    assert {"flops_by_component", "mfu", "convention", "peak_source", "peak_memory_bytes", "step_s", "balance"} <= set(
+        steps[0]
+    )
     assert sum(steps[0]["flops_by_component"].values()) == steps[0]["flops"]["total"]
     assert any(name.startswith("vision.") for name in steps[0]["flops_by_component"])
     assert steps[0]["padding_share"] == 0.0
@@ -256,7 +258,7 @@ def test_cuda_starts_from_the_same_loss_as_the_cpu(raw, dtype):
     tolerance = 1e-4 if dtype == "float32" else 2e-2
     assert steps_of(on_cuda)[0]["loss"] == pytest.approx(steps_of(on_cpu)[0]["loss"], rel=tolerance)
     assert steps_of(on_cuda)[0]["flops"] == steps_of(on_cpu)[0]["flops"]
-    assert steps_of(on_cuda)[0]["memory_bytes"] > 0
+    assert steps_of(on_cuda)[0]["peak_memory_bytes"] > 0
 
 
 def test_a_text_model_trains_the_same_way(raw, digits, tmp_path):

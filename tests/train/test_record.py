@@ -64,7 +64,7 @@ def test_the_line_of_a_step():
         "padding_share": 0.0,
         "flops": {"total": 10**10},
         "mfu": 0.4,
-        "memory_bytes": 2**30,
+        "peak_memory_bytes": 2**30,
     }
     assert step_line(record, 1000) == (
         "step    7/1000  loss 1.2346  lr 1.50e-03  grad 0.50  12,346 tokens/s  250 ms  wait 1.0 %  padding 0.0 %  "

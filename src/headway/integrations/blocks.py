@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 from headway.count import CostModel, FlopCount, FlopRow, Workload
 from headway.errors import UsageError
 from headway.integrations.watching import Watch
+from headway.meter.async_copy import on_host
 from headway.meter.batches import needed, workload_of
-from headway.meter.late import on_host
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

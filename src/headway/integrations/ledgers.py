@@ -14,8 +14,9 @@ from headway.count import CostModel, FlopCount, Workload, trace
 from headway.count.tracing.unwrap import whole
 from headway.errors import HeadwayError, UsageError, WorkloadError
 from headway.integrations.setups import Setup, SetupReader, param_bytes
+from headway.meter import clock
+from headway.meter.async_copy import on_host
 from headway.meter.batches import needed, workload_of
-from headway.meter.late import Arrival, on_host
 from headway.meter.surroundings import device_of
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Call:
     def arrived(self) -> Call:
         """Wait until what is read later has come from the device."""
         if not isinstance(self.given, Workload) and self.ledger.device is not None:
-            Arrival(self.ledger.device).wait()
+            clock.mark(self.ledger.device).wait()
         return self
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,8 @@ import torch
 
 from headway.errors import UsageError
 from headway.integrations.blocks import ListedBlock
-from headway.meter import StepUtilisation
-from headway.meter.late import Arrival
+from headway.meter import clock as meter_clock
+from headway.meter.utilisation import Utilisation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +21,13 @@ if TYPE_CHECKING:
     from headway.integrations.blocks import Block, Counted
     from headway.integrations.gpu_spec import GPUSpec
     from headway.meter import Window
+    from headway.meter.clock import Mark
 
 _warned: set[str] = set()
 
 
 class Clock:
-    """Times a block: on CUDA by the device's own clock, read late; on a CPU by the wall clock.
+    """Times a block: on CUDA by the device's own clock, read late; on a CPU by the host's.
 
     Any other accelerator is waited for at both ends.
 
@@ -38,7 +38,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begin = self._mark()
-        self._end: tuple[Arrival, float] | None = None
+        self._end: Mark | None = None
 
     def stop(self) -> None:
         """End the block."""
@@ -52,14 +52,13 @@ class Clock:
     def seconds(self) -> float:
         """Wait until the device has passed the end, and return the block's time [s]."""
         assert self._end is not None
-        (begin, begin_s), (end, end_s) = self._begin, self._end
-        end.wait()
-        return end.seconds_since(begin) if end.timed else end_s - begin_s
+        self._end.wait()
+        return self._end.seconds_since(self._begin)
 
-    def _mark(self) -> tuple[Arrival, float]:
+    def _mark(self) -> Mark:
         if self._device.type not in ("cpu", "cuda"):
             torch.accelerator.synchronize(self._device)
-        return Arrival(self._device), time.perf_counter()
+        return meter_clock.mark(self._device)
 
 
 class UtilizationResult:
@@ -137,9 +136,9 @@ class UtilizationResult:
         return self._block.counted()
 
     @cached_property
-    def _utilisation(self) -> StepUtilisation:
+    def _utilisation(self) -> Utilisation:
         counted = self._counted
-        step = StepUtilisation(
+        step = Utilisation(
             flops=counted.flops,
             wall_s=self._clock.seconds(),
             data_wait_s=0.0,

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from headway.errors import UsageError
+from headway.meter import clock as meter_clock
 from headway.meter.goodput_report import BUCKETS, SCHEMA_VERSION, Bucket, GoodputReport, account
 from headway.meter.jsonl import LineFile, read_jsonl
 
@@ -38,7 +39,7 @@ class Goodput:
         path: the file, such as run/goodput.jsonl; continued if it is there.
         heartbeat_s: time from one line to the next [s].
         since_ns: reading of `clock` from which on the run's time is charged; now when None [ns].
-        clock: monotonic clock [ns].
+        clock: monotonic clock [ns]; the meter's when None.
         wall_clock: seconds since 1970 [s].
 
     Raises:
@@ -59,20 +60,22 @@ class Goodput:
         *,
         heartbeat_s: float = 5.0,
         since_ns: int | None = None,
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         if not heartbeat_s > 0:
             raise UsageError(f"heartbeat_s={heartbeat_s} is not a duration; give seconds, more than 0.")
-        self._clock, self._wall_clock, self._heartbeat_s = clock, wall_clock, heartbeat_s
-        now_ns = clock()
-        self._last_ns = now_ns if since_ns is None else since_ns
-        start_s = wall_clock() - (now_ns - self._last_ns) / 1e9
+        self._clock = clock = clock or meter_clock.now_ns
+        self._wall_clock, self._heartbeat_s = wall_clock, heartbeat_s
+        start_ns = clock()
+        self._last_ns = start_ns if since_ns is None else since_ns
+        start_s = wall_clock() - (start_ns - self._last_ns) / 1e9
         self._file = LineFile(Path(path), exclusive=True)
         self._is_open = True
         self._is_restart = not self._file.is_empty
         self._current: Bucket = self._as_charged("set-up")
         self._ns = dict.fromkeys(BUCKETS, 0)
+        self._owed: dict[tuple[Bucket, Bucket], int] = {}
         origin = {"wall_s": start_s, "pid": os.getpid(), "host": socket.gethostname()}
         self._unwritten: list[dict[str, Any]] = [{"kind": "start", "schema_version": SCHEMA_VERSION, **origin}]
         self._has_warned = False
@@ -100,6 +103,23 @@ class Goodput:
         with self._lock:
             self._charge()
             self._current = self._as_charged(bucket)
+
+    def move(self, source: Bucket, target: Bucket, ns: int) -> None:
+        """Charge time to another bucket than it was charged to, once it is known where it belongs.
+
+        What the file already has stays there; then later time of the source makes up for it, so that totals are right.
+
+        Args:
+            source: where the time was charged.
+            target: where it belongs.
+            ns: how much [ns].
+
+        Raises:
+            UsageError: the ledger is closed.
+        """
+        self._check_open()
+        with self._lock:
+            self._owed[source, target] = self._owed.get((source, target), 0) + ns
 
     def bucket(self, bucket: Bucket) -> "_Span":
         """Charge a `with` block to a bucket; an inner block wins, and afterwards the outer bucket goes on.
@@ -172,6 +192,14 @@ class Goodput:
         self._ns[self._current] += max(0, now_ns - self._last_ns)  # some virtual machines' clocks do step back
         self._last_ns = now_ns
 
+    def _settle(self) -> None:
+        """Move what `move` was told of, as far as the file does not have it yet."""
+        for (source, target), owed in list(self._owed.items()):
+            moved = min(owed, self._ns[source])
+            self._ns[source] -= moved
+            self._ns[target] += moved
+            self._owed[source, target] = owed - moved
+
     def _note(self, kind: str, step: int) -> None:
         self._check_open()
         self._write({"kind": kind, "step": step})
@@ -181,6 +209,7 @@ class Goodput:
         with self._writing:
             with self._lock:
                 self._charge()
+                self._settle()
                 spans = {bucket: ns for bucket, ns in self._ns.items() if ns}
                 self._ns = dict.fromkeys(BUCKETS, 0)
             line = {"kind": "spans", "wall_s": self._wall_clock(), "ns": spans}

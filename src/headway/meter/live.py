@@ -13,6 +13,9 @@ from headway.errors import ConfigError, UsageError
 from headway.meter.sinks import Sink, flatten
 from headway.report import format_count, format_duration, format_share
 
+_SLOW = 0.9  # speed of a rank over the median of all, below which it is told
+_HEAVY = 1.1  # work of a rank over the mean of all, above which it is told
+
 
 class LiveSink(Sink):
     """MFU, tokens/s, padding, loss and the time left, on stderr. Records of another kind than "step" are not shown.
@@ -106,4 +109,20 @@ def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("padding_share", "padding", format_share),
         ("data_wait_share", "data wait", format_share),
     ]
-    return [(name, show(record[key])) for key, name, show in formats if record.get(key) is not None]
+    fields = [(name, show(record[key])) for key, name, show in formats if record.get(key) is not None]
+    return fields + [("straggler", text) for text in straggler_fields(record)]
+
+
+def straggler_fields(record: Mapping[str, Any]) -> list[str]:
+    """Say which rank makes the others wait, and why: a slow device, or more work than the others have.
+
+    >>> straggler_fields({"slowest_rank": 3, "slowest_rank_speed": 0.71, "heaviest_rank": 1, "heaviest_rank_load": 1.0})
+    ['rank 3 computes at 71.0 % of the median speed']
+    """
+    told = []
+    if (record.get("slowest_rank_speed") or 1.0) < _SLOW:
+        share = format_share(record["slowest_rank_speed"])
+        told.append(f"rank {record['slowest_rank']} computes at {share} of the median speed")
+    if (record.get("heaviest_rank_load") or 1.0) > _HEAVY:
+        told.append(f"rank {record['heaviest_rank']} has {record['heaviest_rank_load']:.2f} times the mean work")
+    return told

@@ -1,25 +1,20 @@
-"""Measure any training loop: exact FLOPs against the wall clock, in three lines and at no cost to the loop."""
+"""Measure any training loop: exact FLOPs against the one clock, in three lines and at no cost to the loop."""
 
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from collections import deque
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from headway.count import CostModel, Workload
 from headway.errors import RankLostError, UsageError
+from headway.meter.async_copy import on_host
 from headway.meter.batches import needed, workload_of
-from headway.meter.energy import WindowEnergy
-from headway.meter.late import Arrival, on_host
+from headway.meter.busy import ForwardTimer
 from headway.meter.pending import PendingSteps, Step
 from headway.meter.sinks import Sinks
-from headway.meter.sums import COUNTED, NS, Sums
+from headway.meter.step_clock import StepClock
 from headway.meter.surroundings import (
-    Compilation,
     bandwidth_of,
     device_here,
     device_of,
@@ -28,26 +23,28 @@ from headway.meter.surroundings import (
     trace_of,
     traffic_or_warn,
 )
+from headway.meter.tally import Tally, Yardstick
 from headway.meter.together import Together
-from headway.meter.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from headway.devices import Peak
     from headway.meter.goodput import Goodput
-    from headway.meter.goodput_report import Bucket
     from headway.meter.sinks import Sink
+    from headway.meter.window import Window
 
 
-class Meter:
+class Meter(StepClock):
     """Measure a training loop's useful FLOPs, MFU, tokens and waste.
 
-    Steps follow each other without a gap: a step's time runs from the end of the one before to its own end, the wait
-    for its data included; what is not training (`away`) is left out. Nothing here waits for the device: batches on an
-    accelerator are copied aside and read when they have come, device time is read off events once they have passed.
-    Ranks exchange one short list on the host whenever a window is logged, and nothing in between.
+    Steps follow each other without a gap: a step's time runs from the end of the one before to its own end on the
+    device's clock, the wait for its data included; what is not training (`away`, and compiling) is left out. Between
+    steps nothing waits for the device: batches on an accelerator are copied aside and read when they have come, times
+    are read off events once they have passed. Only where training stops or goes on (`leave`, `back`, `close`) is the
+    device waited for, so that its lag is charged to the steps and not to what comes next. Ranks exchange one short list
+    on the host whenever a window is logged, and nothing in between.
 
     Give `log_to` for records of the windows in files and trackers, and `goodput` for where every second went.
 
@@ -56,6 +53,7 @@ class Meter:
         cost_model: of the model, where it is known already: nothing is traced then.
         peak: what one device can do; looked up from the model's device and dtype when None. Where it is unknown there
             is no MFU, and one warning says so.
+        device: that computes, a `torch.device`; the one that the model lies on when None.
         optimizer: of the loop, or several: then windows tell their MBU, for which the model is traced once more.
         memory_bytes_per_s: memory bandwidth of one device [B/s]; looked up when None.
         log_every: steps between two windows.
@@ -69,9 +67,13 @@ class Meter:
             and what `leave` is told.
         smooth_over: windows, the last one included, over which a window's `smoothed` numbers go.
         packing_length: tokens that a micro-batch has room for, to see how full they are.
+        batch_ranks: ranks in a row that work on each batch together, of which the first counts it.
+        steps_before: steps that earlier processes of the run took; windows number steps from there.
+        exchanges: whether ranks exchange their numbers here, when a window is logged. If not, each step is a window of
+            its own, and the loop exchanges with its own messages what `finished` gives and hands it to `merge`.
         others: cost models of what else the steps run, such as DPO's reference; `count` is told which of them.
         timeout_s: how long other ranks are waited for when a window is logged [s].
-        clock: monotonic clock [s].
+        clock: monotonic clock [s]; the host's when None.
 
     >>> meter = Meter(model, log_every=10, on_window=lambda w: print(f"{w.mfu:.1%}"))   # doctest: +SKIP
     >>> for batch in meter.batches(loader):                                             # doctest: +SKIP
@@ -86,6 +88,7 @@ class Meter:
         *,
         cost_model: CostModel | None = None,
         peak: Peak | None = None,
+        device: Any = None,
         optimizer: Any = None,
         memory_bytes_per_s: float | None = None,
         log_every: int = 10,
@@ -97,97 +100,68 @@ class Meter:
         goodput: Goodput | None = None,
         smooth_over: int = 1,
         packing_length: int | None = None,
+        batch_ranks: int = 1,
+        steps_before: int = 0,
+        exchanges: bool = True,
         others: Sequence[CostModel] = (),
         timeout_s: float = 60.0,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         if log_every < 1 or smooth_over < 1 or num_warmup_steps < 0:
             raise UsageError(
                 f"log_every={log_every}, smooth_over={smooth_over}, num_warmup_steps={num_warmup_steps}: a window has "
                 "at least 1 step, is smoothed over at least 1 window, and a number of warm-up steps is 0 or more."
             )
-        self.device = device_here() if isinstance(model, CostModel) else device_of(model)
+        if device is None:
+            device = device_here() if isinstance(model, CostModel) else device_of(model)
+        super().__init__(device, goodput, clock)
         given = model if isinstance(model, CostModel) else cost_model
         self.cost_model = given if given is not None else trace_of(model)
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
         self.recompute = recompute
-        self.ceiling = ceiling
-        self.goodput = goodput
-        self.packing_length = packing_length
         self.num_steps = 0
+        self._steps_before = steps_before
+        self._exchanges = exchanges
         self._traffic = None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute)
-        self._peak_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
         self._on_window = on_window
-        self._clock = clock
         self._together: Together | None = None
         self._timeout_s = timeout_s
         self._log_to = log_to
         self._sinks: Sinks | None = None
         self._models = (self.cost_model, *others)
-        self._pending = PendingSteps(self._models, recompute, Arrival())
         self._needed = tuple({name for cost_model in self._models for name in needed(cost_model)})
-        self._run: list[Sums] = []
+        self._tally = Tally(
+            Yardstick(
+                self.peak,
+                math.nan if ceiling is None else ceiling.flops_per_s,
+                memory_bytes_per_s or bandwidth_of(self.device),
+                packing_length,
+                batch_ranks,
+            ),
+            smooth_over,
+        )
+        self._arrived: list[list[list[int]]] = []  # of each rank, steps that not all ranks have passed yet
+        self._num_merged = 0
         self._whole: Window | None = None
-        self._recent: deque[list[Sums]] = deque(maxlen=smooth_over)
-        self._memory = 0
-        self._energy = WindowEnergy(None)
         self._has_warned = False
-        self._compilation = Compilation()
+        self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
         self._batches: list[tuple[Any, bool, int]] = []
-        self._away_s = self._data_wait_s = 0.0
-        self._last_s: float | None = None
-        self._left_s: float | None = None
-        self._waits_since_s: float | None = None
+        self._pending = PendingSteps(self._models, recompute, self._last)
 
     def start(self) -> None:
-        """Start the clock; the first `count`, `batches` or `away` does so by itself."""
+        """Start the clock; the first `count`, `batches` or `away` does so by itself. The device is waited for once."""
         if self._whole is not None:
             raise UsageError("the meter is closed, and its run summed up: make a new Meter for another run.")
-        if self._last_s is not None:
+        if self.has_started:
             return
-        self._together = Together(self._timeout_s)
-        if self._together.rank == 0 and self._log_to:
+        if self._exchanges:
+            self._together = Together(self._timeout_s)
+        if self._log_to and (self._together is None or self._together.rank == 0):
             self._sinks = Sinks.open(self._log_to)
-        self._energy = WindowEnergy(self.device)
-        if self.goodput is not None:
-            self.goodput.switch("step")
-            self._compilation.charge(self.goodput)
-        self._pending = PendingSteps(self._models, self.recompute, Arrival(self.device), self._traffic)
-        self._last_s = self._clock()
-
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over a loader, noting how long the loop waits for each batch."""
-        self.start()
-        iterator = iter(loader)
-        while True:
-            self.await_data()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self.got_data()
-            yield batch
-
-    def await_data(self) -> None:
-        """Note that the loop waits for data from now on, until `got_data`; `batches` does so by itself."""
-        self.start()
-        self.back()
-        self.got_data()
-        self._waits_since_s = self._clock()
-        if self.goodput is not None:
-            self.goodput.switch("data wait")
-
-    def got_data(self) -> None:
-        """Note that the loop has its batch; without an `await_data` before, nothing happens."""
-        if self._waits_since_s is None:
-            return
-        self._data_wait_s += self._clock() - self._waits_since_s
-        self._waits_since_s = None
-        if self.goodput is not None:
-            self.goodput.switch("step")
+        super().start()
+        self._pending = PendingSteps(self._models, self.recompute, self._last, self._traffic, self.goodput)
 
     def count(self, batch: Any, *, forward_only: bool = False, cost_model: CostModel | None = None) -> None:
         """Add what one forward of a step computes, and its backward.
@@ -217,39 +191,6 @@ class Meter:
             f"this meter does not know the cost model {cost_model.name}: pass it to Meter as others=[...]."
         )
 
-    def leave(self, bucket: Bucket = "evaluation") -> None:
-        """Leave the time from now until `back` out of the steps': it is not training.
-
-        Args:
-            bucket: what it is in the run's goodput, such as "evaluation" or "checkpoint".
-        """
-        self.start()
-        self.got_data()
-        self.back()
-        self._left_s = self._clock()
-        self._energy.leave()
-        if self.goodput is not None:
-            self.goodput.switch(bucket)
-
-    def back(self) -> None:
-        """Go on with training; without a `leave` before, nothing happens."""
-        if self._left_s is None:
-            return
-        self._away_s += self._clock() - self._left_s
-        self._left_s = None
-        self._energy.back()
-        if self.goodput is not None:
-            self.goodput.switch("step")
-
-    @contextmanager
-    def away(self, bucket: Bucket = "evaluation") -> Iterator[None]:
-        """Leave a block out of the steps' time, as `leave` and `back` do."""
-        self.leave(bucket)
-        try:
-            yield
-        finally:
-            self.back()
-
     def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
         """End an optimizer step.
 
@@ -263,22 +204,18 @@ class Meter:
         Raises:
             UsageError: nothing was counted since the last step, or the clock stepped back.
         """
-        if self._last_s is None or not self._batches:
+        if not self._batches:
             raise UsageError(f"step {self.num_steps + 1} ends without a batch: call count(batch) for each micro-batch.")
-        self.back()
-        now_s = self._clock()
-        wall_s = now_s - self._last_s - self._away_s
-        if wall_s < 0:
-            raise UsageError(
-                f"the clock stepped back: step {self.num_steps + 1} would have taken {wall_s:.6f} s. Use a monotonic "
-                "clock such as time.perf_counter."
-            )
+        time = self._end_step()
         self.num_steps += 1
-        left_out = self._compilation.happened() or self.num_steps <= self.num_warmup_steps
-        wait_s, end = min(self._data_wait_s, wall_s), Arrival(self.device)
-        self._pending.add(Step(wall_s, self._away_s, wait_s, skipped, left_out, self._batches, end, extra))
-        self._energy.step(left_out=left_out)
-        self._batches, self._away_s, self._data_wait_s, self._last_s = [], 0.0, 0.0, now_s
+        left_out = time.compiled or self.num_steps <= self.num_warmup_steps
+        forwards = [] if self._forwards is None else self._forwards.take()
+        self._pending.add(Step(time, forwards, skipped, left_out, self._batches, extra))
+        self._energy.step(left_out=left_out and self._exchanges)
+        self._batches = []
+        if not self._exchanges:
+            return None
+        self._pending.add_up()
         return self.log() if self.num_steps % self.log_every == 0 else None
 
     def log(self) -> Window | None:
@@ -298,19 +235,57 @@ class Meter:
             every = self._together.exchange(mine)
         except RankLostError as error:
             warnings.warn(str(error), stacklevel=2)
-            every, own = [mine], self._together.rank
-            self._run, self._recent = self._run[own : own + 1], deque(maxlen=self._recent.maxlen)
+            every = [mine]
+            self._tally.only(self._together.rank)
         ranks = [self._pending.sums(numbers) for _, *numbers in every]
-        self._run = [a + b for a, b in zip(self._run, ranks, strict=True)] if self._run else ranks
-        self._recent.append(ranks)
-        self._memory = max(self._memory, *(memory for memory, *_ in every))
-        window = self._describe(ranks)
+        memory = max(memory for memory, *_ in every)
+        window = self._tally.window(ranks, memory, self._step, self._pending.extra)
+        self._warn(window)
+        return self._tell(window)
+
+    def finished(self) -> list[list[int]]:
+        """Take the steps that this rank's device has passed since the last call, as numbers for the other ranks.
+
+        For a loop that exchanges by itself (`exchanges=False`); nothing is waited for.
+        """
+        steps = self._pending.take_each()
+        if steps:
+            self._energy.add_to(steps[-1])
+        memory = largest_memory(self.device) if steps else 0
+        return [[memory, *sums.numbers()] for sums in steps]
+
+    def merge(self, every: Sequence[list[list[int]]]) -> list[Window]:
+        """Describe the steps that all ranks have passed.
+
+        Args:
+            every: what `finished` gave on each rank, in the order of the ranks.
+
+        Returns:
+            A window for each step, in their order; none are lost, those that some rank has not passed come later.
+        """
+        self._arrived = self._arrived or [[] for _ in every]
+        for arrived, new in zip(self._arrived, every, strict=True):
+            arrived.extend(new)
+        windows = []
+        for _ in range(min(map(len, self._arrived))):
+            parts = [arrived.pop(0) for arrived in self._arrived]
+            self._num_merged += 1
+            ranks = [self._pending.sums(numbers) for _, *numbers in parts]
+            memory = max(memory for memory, *_ in parts)
+            window = self._tally.one_step(ranks, memory, self._steps_before + self._num_merged)
+            windows.append(window)
+            self._tell(window)
+        return windows
+
+    @property
+    def _step(self) -> int:
+        """Number of the last step that the device is known to have passed."""
+        return self._steps_before + self.num_steps - len(self._pending)
+
+    def _tell(self, window: Window | None) -> Window | None:
+        """Hand a window to whoever asked for it."""
         if window is None:
             return None
-        if len(self._recent) > 1:
-            recent = [sum(rank[1:], rank[0]) for rank in zip(*self._recent, strict=True)]
-            window = replace(window, smoothed=self._describe(recent))
-        self._warn(window)
         if self._sinks is not None:
             self._sinks.write(window.as_record())
         if self._on_window is not None:
@@ -329,13 +304,14 @@ class Meter:
         self._pending.wait()
         self.log()
         self._let_go()
-        run = self._describe(self._run) if self._run else None
+        run = self._tally.run(self._step, self._pending.extra)
         if run is None:
             raise UsageError(
                 f"there is nothing to sum up: of {self.num_steps} steps, all were warm-up or compiled something. Run "
                 "more steps, or lower num_warmup_steps."
             )
-        self._warn(run)
+        if self._exchanges:
+            self._warn(run)
         self._whole = run
         return run
 
@@ -355,44 +331,12 @@ class Meter:
             self._sinks.close()
         if self._together is not None:
             self._together.close()
-        self._compilation.let_go()
-        if self.goodput is not None:
-            self.goodput.switch("idle")
+        if self._forwards is not None:
+            self._forwards.close()
+        self._stop()
 
-    def _warn(self, window: Window) -> None:
+    def _warn(self, window: Window | None) -> None:
         """Say once what cannot be right."""
-        for warning in window.warnings if not self._has_warned else ():
+        for warning in window.warnings if window is not None and not self._has_warned else ():
             self._has_warned = True
             warnings.warn(warning, stacklevel=3)
-
-    def _describe(self, ranks: Sequence[Sums]) -> Window | None:
-        """Describe what all ranks did together; None if no step was counted."""
-        whole = sum(ranks[1:], ranks[0])
-        if not whole.totals["num_steps"]:
-            return None
-        walls = [rank.totals["wall_ns"] for rank in ranks]
-        slowest = max(range(len(ranks)), key=walls.__getitem__)
-        first = ranks[0].totals
-        counted: dict[str, Any] = {name: whole.totals[name] for name in COUNTED}
-        return Window(
-            flops=whole.count(),
-            wall_s=walls[slowest] / NS,
-            data_wait_s=ranks[slowest].totals["data_wait_ns"] / NS,
-            peak=self.peak,
-            world_size=len(ranks),
-            step=self.num_steps - len(self._pending),
-            num_steps=first["num_steps"],
-            num_left_out=first["num_left_out"],
-            num_skipped=first["num_skipped"],
-            rank_flops=tuple(sum(sum(phase) for phase in rank.flops[:3]) for rank in ranks),
-            rank_wall_s=tuple(wall / NS for wall in walls),
-            peak_memory_bytes=self._memory,
-            energy_j=math.nan if whole.totals["num_without_energy"] else whole.totals["energy_mj"] / 1000,
-            packing_length=self.packing_length,
-            bytes_moved=whole.totals["bytes_moved"],
-            peak_bytes_per_s=self._peak_bytes_per_s,
-            num_batches=whole.totals["num_batches"],
-            ceiling_flops_per_s=self.ceiling.flops_per_s if self.ceiling is not None else math.nan,
-            extra=self._pending.extra,
-            **counted,
-        )

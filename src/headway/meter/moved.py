@@ -14,6 +14,7 @@ from headway.count.recompute import run_again
 from headway.count.tracing import unwrap
 from headway.count.tracing.saved import saved_activations
 from headway.errors import UsageError
+from headway.meter.busy import sharded_groups
 from headway.meter.states import is_sharded, local, state_bytes
 from headway.meter.traffic import ParameterBytes, Traffic
 
@@ -176,7 +177,7 @@ def _held(model: nn.Module) -> list[_Held]:
     """
     gathered: dict[int, Any] = {}
     for module in model.modules():
-        for group in _sharded_groups(module):
+        for group in sharded_groups(module):
             for shard in group.fsdp_params:
                 for parameter in (shard.sharded_param, getattr(shard, "_unsharded_param", None)):
                     gathered[id(parameter)] = shard
@@ -195,16 +196,6 @@ def _held(model: nn.Module) -> list[_Held]:
                 "fully_shard."
             )
     return found
-
-
-def _sharded_groups(module: Any) -> list[Any]:
-    """List what `fully_shard` keeps about the parameters that it gathers for a module; older ones keep one group."""
-    if not hasattr(module, "_get_fsdp_state"):
-        return []
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return [*state._fsdp_param_groups]
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _updated(optimizers: Any) -> dict[int, int]:

@@ -19,7 +19,10 @@ _TOTALS = (
     "num_skipped",
     "num_batches",
     "wall_ns",
+    "left_out_ns",  # time of steps that are left out
     "data_wait_ns",
+    "busy_ns",  # forwards of the model, without waiting for other ranks
+    "busy_flops",  # useful FLOPs of these forwards
     "energy_mj",
     "num_without_energy",  # windows of ranks that cannot tell their energy
     "bytes_moved",
@@ -67,6 +70,11 @@ class Sums:
         self.totals["videos"] += workload.num_videos
         self.totals["patches"] += workload.patches
         self.totals["audio_frames"] += int(workload.audio.sum())
+
+    @property
+    def useful(self) -> int:
+        """Useful FLOPs: all phases but recomputation."""
+        return sum(map(sum, self.flops[:3]))
 
     def count(self) -> FlopCount:
         """Return the FLOPs as a count."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.count import CostModel
 from headway.errors import HeadwayError, UnknownDeviceError, UsageError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
     from headway.devices import Peak
-    from headway.meter.goodput import Goodput
     from headway.meter.traffic import Traffic
 
 
@@ -88,45 +89,46 @@ def traffic_or_warn(model: Any, optimizer: Any, cost_model: CostModel, recompute
 
 
 class Compilation:
-    """Notices when torch.compile compiles in this process."""
+    """Notices when torch.compile compiles in this process, and tells when it begins and ends.
 
-    def __init__(self) -> None:
+    Args:
+        begin: called before something is compiled.
+        end: called afterwards.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._num_graphs = _num_graphs()
-        self._goodput: Goodput | None = None
-        self._span: AbstractContextManager[None] | None = None
+        self._begin, self._end = begin, end
+        self._handler: Any = None
+
+    def watch(self) -> None:
+        """Listen from now on, if torch.compile is loaded at all: loading it takes seconds."""
+        if self._handler is not None or "torch._dynamo" not in sys.modules:
+            return
+        from torch._dynamo.callback import callback_handler
+
+        self._handler = callback_handler
+        callback_handler.register_start_callback(self._on_begin)
+        callback_handler.register_end_callback(self._on_end)
 
     def happened(self) -> bool:
         """Say whether a graph has been made since the last call."""
         before, self._num_graphs = self._num_graphs, _num_graphs()
         return self._num_graphs != before
 
-    def charge(self, goodput: Goodput) -> None:
-        """From now on, charge the time that compiling takes to a run's `compile` bucket."""
-        from torch._dynamo.callback import callback_handler
-
-        self._goodput = goodput
-        callback_handler.register_start_callback(self._begin)
-        callback_handler.register_end_callback(self._end)
-
     def let_go(self) -> None:
-        """Charge no more."""
-        if self._goodput is None:
+        """Listen no more."""
+        if self._handler is None:
             return
-        from torch._dynamo.callback import callback_handler
+        self._handler.remove_start_callback(self._on_begin)
+        self._handler.remove_end_callback(self._on_end)
+        self._handler = None
 
-        callback_handler.remove_start_callback(self._begin)
-        callback_handler.remove_end_callback(self._end)
-        self._goodput = None
+    def _on_begin(self, _what: Any) -> None:
+        self._begin()
 
-    def _begin(self, _what: Any) -> None:
-        assert self._goodput is not None
-        self._span = self._goodput.bucket("compile")
-        self._span.__enter__()
-
-    def _end(self, _what: Any) -> None:
-        if self._span is not None:
-            self._span.__exit__(None, None, None)
-            self._span = None
+    def _on_end(self, _what: Any) -> None:
+        self._end()
 
 
 def _num_graphs() -> int:
@@ -136,9 +138,20 @@ def _num_graphs() -> int:
 
 
 def largest_memory(device: Any) -> int:
-    """Read the largest memory allocated on an accelerator so far [bytes]; a host counter, nothing is waited for."""
-    if device is None or device.type != "cuda":
-        return 0
-    import torch
+    """Read the largest memory so far: allocated on an accelerator, or resident in this process on a CPU [bytes].
 
-    return torch.cuda.max_memory_allocated(device)
+    Counters of the host are read, so nothing is waited for.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    # Linux's getrusage has the peak of the program that started this one in it
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if found is not None:
+        return int(found[1]) * 1024
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

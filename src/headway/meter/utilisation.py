@@ -86,8 +86,8 @@ class Utilisation:
         return (
             f"{name} of {value:.1%} is above 100 %, which no device can reach. Likely causes: the peak is too low "
             f"({self.peak.flops_per_s:.4g} FLOP/s in {self.peak.dtype}, {self.peak.source}); the step was timed "
-            "without waiting for the device (a single step on CUDA only measures the launch: look at the run's total); "
-            "or the workload handed to the meter is not the one that was computed, or comes from more devices than "
+            "without waiting for the device; or the "
+            "workload handed to the meter is not the one that was computed, or comes from more devices than "
             f"world_size={self.world_size}.",
         )
 
@@ -118,31 +118,3 @@ class Utilisation:
             "peak_source": self.peak.source,
             "world_size": self.world_size,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class StepUtilisation(Utilisation):
-    """One step. `step_s` is its wall time [s]."""
-
-    @property
-    def step_s(self) -> float:
-        """Wall-clock time of the step, the wait for data included [s]."""
-        return self.wall_s
-
-    def as_record(self) -> dict[str, Any]:
-        """Flatten into JSON-ready values for a step record; the time is called `step_s`."""
-        record = Utilisation.as_record(self)  # slots rebuild the class, which a bare super() would miss
-        return {"step_s": record.pop("wall_s"), **record}
-
-
-@dataclass(frozen=True, slots=True)
-class RunUtilisation(Utilisation):
-    """All steps after the warm-up together.
-
-    Attributes:
-        num_steps: steps counted.
-        num_warmup_steps: steps that were left out: the first, and those in which something was compiled.
-    """
-
-    num_steps: int
-    num_warmup_steps: int

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from headway.meter.traffic import mbu
 from headway.meter.utilisation import Utilisation
 
+SCHEMA_VERSION = 1
 _SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
+_LISTED = 128  # ranks up to which a record lists each of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,7 @@ class Window(Utilisation):
         step: number of the last step in it, from 1.
         num_steps: steps counted in it.
         num_left_out: steps of it that were warm-up or compiled something, and are not counted.
+        left_out_s: their time [s].
         num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
             same.
         segments: segments.
@@ -28,7 +32,8 @@ class Window(Utilisation):
         patches: vision patches, before merging.
         audio_frames: feature frames of audio.
         rank_flops: useful FLOPs of each rank.
-        rank_wall_s: wall time of each rank [s].
+        rank_busy_s: time that each rank's forwards took, without waiting for other ranks [s]; 0 where nobody looked.
+        rank_busy_flops: useful FLOPs of these forwards.
         peak_memory_bytes: largest memory allocated on any rank since the run began [bytes]; 0 where unknown.
         ceiling_flops_per_s: rate measured on one such device; NaN where it was not.
         num_batches: micro-batches with a backward, of all ranks.
@@ -43,6 +48,7 @@ class Window(Utilisation):
     step: int
     num_steps: int
     num_left_out: int
+    left_out_s: float
     num_skipped: int
     segments: int
     images: int
@@ -50,7 +56,8 @@ class Window(Utilisation):
     patches: int
     audio_frames: int
     rank_flops: tuple[int, ...]
-    rank_wall_s: tuple[float, ...]
+    rank_busy_s: tuple[float, ...]
+    rank_busy_flops: tuple[int, ...]
     peak_memory_bytes: int = 0
     ceiling_flops_per_s: float = math.nan
     num_batches: int = 0
@@ -99,14 +106,46 @@ class Window(Utilisation):
         """Least share of the time that ranks waited for the heaviest one, were all equally fast: 1 - balance."""
         return 1 - self.balance
 
+    @property
+    def heaviest_rank(self) -> int:
+        """The rank that was given the most FLOPs, the first of several."""
+        return max(range(len(self.rank_flops)), key=self.rank_flops.__getitem__)
+
+    @property
+    def heaviest_rank_load(self) -> float:
+        """FLOPs of the heaviest rank over the mean of all, 1 or more: where the work makes the others wait."""
+        return 1 / self.balance
+
+    @property
+    def rank_speeds(self) -> tuple[float, ...]:
+        """FLOPs of each rank's forwards over the time that it computed them [FLOP/s]; NaN where nobody looked."""
+        spans = zip(self.rank_busy_flops, self.rank_busy_s, strict=True)
+        return tuple(flops / busy_s if busy_s else math.nan for flops, busy_s in spans)
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank whose device computed slowest, whatever work it was given; None where nobody looked."""
+        speeds = self.rank_speeds
+        if any(map(math.isnan, speeds)):
+            return None
+        return min(range(len(speeds)), key=speeds.__getitem__)
+
+    @property
+    def slowest_rank_speed(self) -> float:
+        """Speed of the slowest rank over the median of all, a fraction: where a device makes the others wait."""
+        rank = self.slowest_rank
+        return math.nan if rank is None else self.rank_speeds[rank] / median(self.rank_speeds)
+
     def as_record(self) -> dict[str, Any]:
         """Flatten into JSON-ready values; seconds, counts and fractions, None for what is not known."""
-        record = Utilisation.as_record(self)  # slots rebuild the class, which a bare super() would miss
+        record: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "step"}
+        record |= Utilisation.as_record(self)  # slots rebuild the class, which a bare super() would miss
         per_device = self.wall_s * self.world_size
         record |= {
             "step": self.step,
             "num_steps": self.num_steps,
             "num_left_out": self.num_left_out,
+            "left_out_s": self.left_out_s,
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,
             "flops_per_s": self.flops_per_s,
@@ -129,13 +168,21 @@ class Window(Utilisation):
             "joules_per_token": self.joules_per_token,
             "balance": self.balance,
             "straggler_share": self.straggler_share,
-            "slowest_rank_s": max(self.rank_wall_s) / self.num_steps,
-            "fastest_rank_s": min(self.rank_wall_s) / self.num_steps,
+            "heaviest_rank": self.heaviest_rank,
+            "heaviest_rank_load": self.heaviest_rank_load,
+            "slowest_rank": self.slowest_rank,
+            "slowest_rank_speed": self.slowest_rank_speed,
+            **(self._by_rank() if self.world_size <= _LISTED else {}),
             "peak_memory_bytes": self.peak_memory_bytes,
             **({f"{name}_smoothed": getattr(self.smoothed, name) for name in _SMOOTHED} if self.smoothed else {}),
             **self.extra,
         }
         return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+
+    def _by_rank(self) -> dict[str, list[float | None]]:
+        """What tells a heavy pack from a slow device: each rank's FLOPs, and its FLOPs per busy second."""
+        speeds = [None if math.isnan(speed) else speed for speed in self.rank_speeds]
+        return {"rank_flops": [*self.rank_flops], "rank_flops_per_busy_s": speeds}
 
     def _shares(self) -> dict[str, float]:
         """Share of each component in the useful FLOPs, fractions."""

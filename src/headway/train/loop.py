@@ -10,17 +10,22 @@ supervised or not, because that is what the ledger counts: what is billed is wha
 """
 
 import math
-import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import transformers
 
 from headway.data.feed import FeedReport
 from headway.errors import TrainingError
+from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
+from headway.meter.goodput_report import Bucket
+from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
 from headway.models.parallel.sequence import local_slots
 from headway.train.answers import answers_record
+from headway.train.checkpoint import Checkpoint
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
 from headway.train.memory_error import Explanation
@@ -34,8 +39,6 @@ from headway.train.record import (
     SAMPLES,
     SUMMARY,
     MetricsLog,
-    RunLedger,
-    memory_bytes,
     read_metrics,
     write_json,
 )
@@ -64,7 +67,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         TrainingError: a loss that is not finite, data that ended early, or no memory left.
         RankLostError: another process of the run ended.
     """
-    start_s, start_ns = time.perf_counter(), time.monotonic_ns()
+    start_ns = clock.now_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     run = prepare(config, resume=resume)
     trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
@@ -83,12 +86,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     writes_samples = ranks.is_first and run.questions is not None
     samples = MetricsLog(config.run.folder / SAMPLES if writes_samples else None, last_step=step)
 
-    ledger = RunLedger(
-        config.run.folder / GOODPUT if ranks.is_first else None,
-        since_ns=start_ns,
-        resumed_from=step if run.resumes else None,
-        compiles=config.speed.compile,
-    )
+    goodput = meter.goodput = _open_goodput(run, config.run.folder / GOODPUT, start_ns)
 
     with (
         Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{ranks.rank}.txt", ranks.rank),
@@ -96,7 +94,8 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         log,
         samples,
         window,
-        ledger,
+        goodput or nullcontext(),
+        meter,
         run.feed,
         saver,
         stop_requests() as stop_signal,
@@ -107,7 +106,6 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         recorder = StepRecorder(
             log,
             progress.step,
-            device,
             run.feed.names,
             may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
             bad_samples=config.run.folder / f"not-finite-rank-{ranks.rank}.json",
@@ -121,26 +119,23 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             window.before(step)
 
             # This rank's packs come before its first forward, and with them what the other ranks' hold: all supervised
-            # tokens normalise the loss, and the meter counts the step as a whole.
-            meter.start_step()
-            ledger.spend("data wait")
+            # tokens normalise the loss. With the same message ranks tell which steps their devices have passed.
             place.at("data wait", step=step)
-            wait_start_s = time.perf_counter()
+            meter.await_data()
             batches = next(steps, [])
-            meter.data_wait(time.perf_counter() - wait_start_s)
-            ledger.spend("step")
+            meter.got_data()
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
             place.at("exchange of what each rank computes")
             flags = Flags(has_ended, stop_signal(), saver.has_failed)
-            batches, whole = agree(batches, run.feed, ranks, flags)
+            batches, whole, finished = agree(batches, run.feed, ranks, flags, meter.finished())
+            recorder.write(meter.merge(finished))
             for checkpoint in saver.finished(wait=whole.flags.save_failed):
-                ledger.checkpoint_saved(checkpoint.step)
+                _note_saved(goodput, checkpoint)
             if whole.flags.has_ended:
-                recorder.flush()
-                ledger.spend("checkpoint")
+                _leave(run, recorder, "checkpoint")
                 save(run, step - 1)
-                ledger.checkpoint_saved(saver.wait().step)
+                _note_saved(goodput, saver.wait())
                 raise TrainingError(_data_ended(config, step - 1))
             stopped_by = whole.flags.stop_signal
 
@@ -155,7 +150,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
                     pack = trained.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
                 torch.autograd.backward(pack.total)
                 loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
-            meter.add(whole.workload)
+                meter.count(ranks.billed(batch.workload))
 
             # Update.
             place.at("update")
@@ -168,30 +163,27 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            utilisation = meter.end_step(compiled=compilations.happened)
-            recorder.add(Launched(step, lr, whole, utilisation, batches, compilations), numbers_K)
+            recorder.add(Launched(step, lr, whole, batches, compilations), numbers_K)
+            meter.step()
             progress.recompiled(step, compilations.news)
-            window.after(step, progress.note)
+            window.after(step, meter, progress.note)
 
             # Now and then, and at the end.
             is_last = step == optim.steps
             if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
-                recorder.flush()
-                ledger.spend("evaluation")
                 place.at("evaluation")
+                _leave(run, recorder, "evaluation")
                 evaluation = _evaluate(run, run.eval_set, step, log, samples, progress)
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
-                recorder.flush()
-                ledger.spend("checkpoint")
                 place.at("checkpoint")
+                _leave(run, recorder, "checkpoint")
                 save(run, step)
-        ledger.spend("checkpoint")
         last = saver.wait()
-        ledger.checkpoint_saved(last.step)
-        ledger.spend("idle")
+        _note_saved(goodput, last)
+        utilisation = meter.close()
         if step < optim.steps:
             progress.note(f"stopped by {NAMES[stopped_by]} after step {step}; continue with --resume")
-        for warning in meter.summary().warnings:
+        for warning in utilisation.warnings:
             progress.note(f"warning: {warning}")
 
     taken = [r for r in read_metrics(config.run.folder / METRICS) if r["kind"] == "step"]
@@ -206,16 +198,40 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         skipped=len(taken) - len(losses),
         first_loss=losses[0],
         last_loss=mean_of_last(losses),
-        utilisation=meter.summary(),
+        utilisation=utilisation,
         report=FeedReport.total(ranks.gather(run.feed.report())),
         evaluation=evaluation,
-        total_s=time.perf_counter() - start_s,
-        memory_bytes=memory_bytes(device),
+        total_s=(clock.now_ns() - start_ns) / 1e9,
     )
     if ranks.is_first:
         run.exports.make(last)
         write_json(config.run.folder / SUMMARY, summary.as_json())
     return summary
+
+
+def _open_goodput(run: Run, path: Path, start_ns: int) -> Goodput | None:
+    """The ledger of the run's time, which the first process keeps."""
+    if not run.ranks.is_first:
+        return None
+    goodput = Goodput(path, since_ns=start_ns)
+    if run.resumes:
+        goodput.resumed(run.checkpoint.step if run.checkpoint else 0)
+    return goodput
+
+
+def _leave(run: Run, recorder: StepRecorder, bucket: Bucket) -> None:
+    """Stop training for a while: the device is waited for, and the steps that it has taken are recorded.
+
+    Raises:
+        TrainingError: one of them had a loss or gradient that is not finite.
+    """
+    run.meter.leave(bucket)
+    recorder.write(run.meter.merge(run.ranks.gather_all(run.meter.finished())))
+
+
+def _note_saved(goodput: Goodput | None, checkpoint: Checkpoint) -> None:
+    if goodput is not None:
+        goodput.checkpoint_saved(checkpoint.step)
 
 
 def _evaluate(
@@ -226,7 +242,7 @@ def _evaluate(
     with run.weights_to_judge():
         evaluation = eval_set.evaluate(run.trained.head, device, autocast)
         answers = [] if run.questions is None else run.questions.answer(run.model, device, autocast)
-    record = {"kind": "evaluation", "step": step, **evaluation.as_record()}
+    record = {"schema_version": SCHEMA_VERSION, "kind": "evaluation", "step": step, **evaluation.as_record()}
     log.write(record)
     progress.note(evaluation_line(record))
     for answer in answers:

@@ -1,5 +1,6 @@
 """Build the parts of a run: devices and ranks, model, optimizer, meter, feed; and bring them to where they left off."""
 
+import math
 import random
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -16,7 +17,8 @@ from headway.data.feed import Feed
 from headway.data.vision import vision_geometry
 from headway.devices import peak_for
 from headway.errors import ConfigError
-from headway.meter import StepMeter
+from headway.meter import Meter
+from headway.meter.surroundings import bandwidth_of
 from headway.models.load import Processor, load_processor, rope_index
 from headway.models.lora import write_adapter_config
 from headway.models.parallel import Mesh, build_mesh, model_name
@@ -57,7 +59,7 @@ class Run:
     processor: Processor
     optimizer: Optimizer
     ema: WeightAverage | None
-    meter: StepMeter
+    meter: Meter
     feed: Feed
     router_load: RouterLoad
     eval_set: EvalSet | None
@@ -136,9 +138,6 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     trained = build_trained(config, mesh, checkpoint, precision, device)
     model, cost_model = trained.model, trained.cost_model
     processor = load_processor(config.model.path)
-    meter = StepMeter(
-        cost_model, peak_for(device, precision.peak_dtype), recompute=trained.recompute, world_size=ranks.size
-    )
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
@@ -174,6 +173,18 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
         keep=saving.keep,
         asynchronous=saving.asynchronous,
         export=exports.make if saving.export == "every" else None,
+    )
+    meter = Meter(
+        model,
+        cost_model=cost_model,
+        peak=peak_for(device, precision.peak_dtype),
+        device=device,
+        optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
+        recompute=trained.recompute,
+        packing_length=config.data.tokens_per_pack,
+        batch_ranks=ranks.sequence,
+        steps_before=checkpoint.step if checkpoint is not None else 0,
+        exchanges=False,
     )
     run = Run(
         device,

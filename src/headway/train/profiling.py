@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from headway.errors import ConfigError
+from headway.meter import Meter
 from headway.train.config.run import ProfileConfig
 
 
@@ -58,21 +59,25 @@ class ProfileWindow:
         self._profiler = profile(activities=self._activities, record_shapes=True)
         self._profiler.start()
 
-    def after(self, step: int, tell: Callable[[str], None]) -> None:
-        """Write what was recorded, if a step was the window's last, and tell where."""
+    def after(self, step: int, meter: Meter, tell: Callable[[str], None]) -> None:
+        """Write what was recorded, if a step was the window's last, and tell where; that is no step's time."""
         if self._settings is None or self._profiler is None or step < self._settings.last:
             return
-        self._profiler.stop()
+        with meter.away("idle"):
+            self._write(self._settings, self._profiler, step, tell)
+        self._profiler = None
+
+    def _write(self, settings: ProfileConfig, profiler: profile, step: int, tell: Callable[[str], None]) -> None:
+        profiler.stop()
         self._stem.parent.mkdir(exist_ok=True)
         trace = self._stem.with_name(f"{self._stem.name}.json.gz")
-        self._profiler.export_chrome_trace(str(trace))
-        self._profiler = None
-        if self._settings.memory:
+        profiler.export_chrome_trace(str(trace))
+        if settings.memory:
             torch.cuda.memory._dump_snapshot(  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 str(self._stem.with_name(f"{self._stem.name}.pickle"))
             )
             torch.cuda.memory._record_memory_history(enabled=None)
-        tell(f"profile of steps {self._settings.start} to {step}: {trace}")
+        tell(f"profile of steps {settings.start} to {step}: {trace}")
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from headway.meter.live import straggler_fields
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_share
 
 
@@ -78,7 +79,8 @@ def step_line(record: dict[str, Any], steps: int) -> str:
         f"padding {format_share(record['padding_share'])}",
         f"{format_rate(record['flops']['total'] / record['step_s'])}",
         f"MFU {format_share(record['mfu'])}",
-        format_bytes(record["memory_bytes"]),
+        format_bytes(record["peak_memory_bytes"]),
+        *straggler_fields(record),
     )
     return "  ".join(fields)
 

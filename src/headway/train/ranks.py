@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from headway.count import Workload
+
 T = TypeVar("T")
 
 
@@ -42,6 +44,10 @@ class Ranks:
     def num_data_ranks(self) -> int:
         """How many have packs of their own."""
         return self.size // self.sequence
+
+    def billed(self, workload: Workload) -> Workload:
+        """What this process counts of a pack: all of it as the first of those that share it, nothing as another."""
+        return Workload() if self.rank % self.sequence else workload
 
     def gather(self, value: T) -> list[T]:
         """What everyone with packs of their own gives, in order, one for each group that shares its packs.

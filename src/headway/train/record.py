@@ -12,10 +12,7 @@ export/         model folders made of checkpoints, one for each exported step
 
 import json
 import platform
-import re
-import resource
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -27,10 +24,7 @@ import yaml
 
 import headway
 from headway.errors import ConfigError, TrainingError
-from headway.meter import Goodput
-from headway.meter.goodput_report import Bucket
 from headway.meter.sinks import Sinks
-from headway.meter.surroundings import Compilation
 from headway.train.config import TrainConfig, parse_config
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
@@ -115,19 +109,6 @@ def describe_software() -> dict[str, Any]:
     }
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Largest memory so far: allocated on the device, or resident in the process on a CPU [bytes]."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    # Linux's getrusage has the peak of the program that started this one in it
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    if found is not None:
-        return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 class MetricsLog:
     """metrics.jsonl, one JSON object per line, each flushed as it is written; trackers get the same records.
 
@@ -173,45 +154,6 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the records of metrics.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-class RunLedger:
-    """The run's goodput, kept by one rank; the others keep none.
-
-    Args:
-        path: the ledger's file; None keeps none, as on all ranks but the first.
-        since_ns: reading of the monotonic clock at which the process began to set up [ns].
-        resumed_from: step that a resumed run goes on from; None if it is a new one.
-        compiles: whether torch.compile is used; its time is told apart then.
-    """
-
-    def __init__(self, path: Path | None, *, since_ns: int, resumed_from: int | None, compiles: bool) -> None:
-        self._ledger = None if path is None else Goodput(path, since_ns=since_ns)
-        self._compilation = Compilation()
-        if self._ledger is not None and compiles:
-            self._compilation.charge(self._ledger)
-        if self._ledger is not None and resumed_from is not None:
-            self._ledger.resumed(resumed_from)
-
-    def spend(self, bucket: Bucket) -> None:
-        """Charge the time from now on to a bucket."""
-        if self._ledger is not None:
-            self._ledger.switch(bucket)
-
-    def checkpoint_saved(self, step: int) -> None:
-        """Note that a checkpoint is whole."""
-        if self._ledger is not None:
-            self._ledger.checkpoint_saved(step)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._compilation.let_go()
-        if self._ledger is not None:
-            self._ledger.close()
 
 
 def _records_until(path: Path, last_step: int) -> list[str]:

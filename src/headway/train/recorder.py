@@ -1,6 +1,7 @@
 """Finished steps become records: in metrics.jsonl, on the screen, and an error where a loss is not finite."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +10,11 @@ import torch
 
 from headway.data import Batch
 from headway.errors import TrainingError
-from headway.meter import StepUtilisation
+from headway.meter import Window
+from headway.meter.async_copy import HostCopy
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
-from headway.train.record import MetricsLog, memory_bytes, write_json
+from headway.train.record import MetricsLog, write_json
 from headway.train.share import StepShare
 
 
@@ -23,7 +25,6 @@ class Launched(NamedTuple):
         step: its number.
         lr: its learning rate.
         share: what all ranks computed.
-        utilisation: of the step.
         batches: this rank's packs.
         compilations: of this rank.
     """
@@ -31,45 +32,19 @@ class Launched(NamedTuple):
     step: int
     lr: float
     share: StepShare
-    utilisation: StepUtilisation
     batches: Sequence[Batch]
     compilations: Compilations
-
-
-class HostCopy:
-    """A few numbers on their way from the device, read when they have arrived: no step waits for its own log line.
-
-    Args:
-        values_K: numbers on the device, shape (K,).
-    """
-
-    def __init__(self, values_K: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if values_K.device.type == "cuda":
-            self._values_K = torch.empty(values_K.shape, dtype=values_K.dtype, pin_memory=True)
-            self._values_K.copy_(values_K, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._event.record()
-        else:
-            self._values_K = values_K
-
-    def read(self) -> list[float]:
-        """Wait for the numbers, if they are not there yet."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._values_K.tolist()
-        return numbers
 
 
 class StepRecorder:
     """Turns finished steps into records: into metrics.jsonl, onto the screen, and an error where a loss is not finite.
 
-    A step's numbers are read back when the next one has been launched, so no step waits for its own record.
+    A step's numbers are read back once the device has passed it, so nothing waits for a record: on a CPU it is written
+    when the next step begins, on a GPU as late as the host is ahead.
 
     Args:
         log: the run's metrics.jsonl.
         show: called with each record.
-        device: whose memory is recorded.
         sources: names of the sources; where there are several, each has its loss and tokens recorded.
         may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
@@ -79,7 +54,6 @@ class StepRecorder:
         self,
         log: MetricsLog,
         show: Callable[[dict[str, Any]], None],
-        device: torch.device,
         sources: Sequence[str],
         *,
         may_skip: int,
@@ -87,36 +61,34 @@ class StepRecorder:
     ) -> None:
         self._log = log
         self._show = show
-        self._device = device
         self._sources = sources
         self._may_skip, self._skipped, self._bad_samples = may_skip, 0, bad_samples
-        self._pending: tuple[Launched, HostCopy] | None = None
+        self._launched: deque[tuple[Launched, HostCopy]] = deque()
 
     def add(self, launched: Launched, numbers_K: torch.Tensor) -> None:
-        """Take in a step that has been launched, and finish the record of the one before.
+        """Take in a step that has been launched; call it before the meter ends the step.
 
         Args:
             launched: what the host knows of it.
             numbers_K: over all ranks, the summed losses of each source [nats], the recompilations, the gradient's norm
                 and, where the model has experts, the three numbers of a `RouterSummary`; on the device.
+        """
+        self._launched.append((launched, HostCopy(numbers_K)))
+
+    def write(self, windows: Sequence[Window]) -> None:
+        """Write the records of steps that all ranks have passed.
+
+        Args:
+            windows: one for each step, in the order in which they were launched.
 
         Raises:
-            TrainingError: the step before had a loss or gradient that is not finite.
+            TrainingError: a step had a loss or gradient that is not finite.
         """
-        copy = HostCopy(numbers_K)
-        self.flush()
-        self._pending = launched, copy
+        for window in windows:
+            self._write(window, *self._launched.popleft())
 
-    def flush(self) -> None:
-        """Finish the record of the last step.
-
-        Raises:
-            TrainingError: its loss or gradient is not finite.
-        """
-        if self._pending is None:
-            return
-        (launched, copy), self._pending = self._pending, None
-        read = copy.read()
+    def _write(self, window: Window, launched: Launched, copy: HostCopy) -> None:
+        read = copy.read()  # the device has passed it
         losses, (recompiles, grad_norm, *router) = read[: len(self._sources)], read[len(self._sources) :]
         loss = sum(losses) / max(1, launched.share.num_supervised)
         is_finite = all(map(math.isfinite, (*losses, grad_norm)))
@@ -124,16 +96,13 @@ class StepRecorder:
         if self._skipped > self._may_skip:
             raise TrainingError(self._not_finite(launched, loss, grad_norm))
         record = {
-            "kind": "step",
-            "step": launched.step,
+            **window.as_record(),
             "loss": loss if is_finite else None,  # JSON has no numbers for what is not
             "lr": launched.lr,
             "grad_norm": grad_norm if is_finite else None,
             **({} if is_finite else {"skipped": True}),
-            "memory_bytes": memory_bytes(self._device),
             "compiled": launched.compilations.happened,
             "recompiles": round(recompiles),
-            **launched.utilisation.as_record(),
         }
         if launched.compilations.guards:
             record["recompile_guards"] = list(launched.compilations.guards)

@@ -87,8 +87,10 @@ class StepShare(NamedTuple):
         )
 
 
-def agree(batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags) -> tuple[list[Batch], StepShare]:
-    """Tell the other ranks what this one is about to compute, and hear what they are.
+def agree(
+    batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags, finished: list[list[int]]
+) -> tuple[list[Batch], StepShare, list[list[list[int]]]]:
+    """Tell the other ranks what this one is about to compute and what it has done, and hear what they are and have.
 
     Where some rank's pack has an image or a video, the packs that the others compute meanwhile get a blank one.
 
@@ -97,15 +99,17 @@ def agree(batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags) -> tuple
         feed: what handed them out.
         ranks: all of them.
         flags: what may end the run, as this process sees it.
+        finished: numbers of the steps that this rank's device has passed, as `Meter.finished` gives them.
 
     Returns:
-        The packs to compute, and what all ranks compute together.
+        The packs to compute, what all ranks compute together, and the finished steps of each rank.
     """
-    everyone = ranks.gather_all(StepShare.of(batches, feed, flags))
+    heard = ranks.gather_all((StepShare.of(batches, feed, flags), finished))
+    everyone, done = [share for share, _ in heard], [steps for _, steps in heard]
     flags = Flags.total([share.flags for share in everyone])  # a signal may reach any process
     shares = everyone[:: ranks.sequence]
     whole = StepShare.total(shares)._replace(flags=flags)
     if all(share.modalities == whole.modalities for share in shares):
-        return batches, whole
+        return batches, whole, done
     batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, whole.modalities, strict=True)]
-    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, flags)))
+    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, flags))), done

@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.data.feed import FeedReport
 from headway.data.policy import OUTCOMES
-from headway.meter import RunUtilisation
+from headway.meter import Window
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_share, render_pairs
 from headway.train.evaluate import Evaluation
 
@@ -42,7 +42,6 @@ class RunSummary:
         evaluation: the last evaluation, if there was one.
         stopped_by: number of the signal that ended the run early; 0 for none.
         total_s: wall time of this process's run, everything included [s].
-        memory_bytes: largest memory [bytes].
     """
 
     folder: Path
@@ -53,12 +52,11 @@ class RunSummary:
     skipped: int
     first_loss: float
     last_loss: float
-    utilisation: RunUtilisation
+    utilisation: Window
     report: FeedReport
     evaluation: Evaluation | None
     stopped_by: int
     total_s: float
-    memory_bytes: int
 
     @property
     def is_complete(self) -> bool:
@@ -68,7 +66,9 @@ class RunSummary:
     def as_json(self) -> dict[str, Any]:
         """One JSON-ready object; seconds, counts and fractions."""
         return {
+            **self.utilisation.as_record(),
             "schema_version": SCHEMA_VERSION,
+            "kind": "run",
             "folder": str(self.folder),
             "checkpoint": str(self.checkpoint),
             "model": str(self.model) if self.model else None,
@@ -80,12 +80,10 @@ class RunSummary:
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             "evaluation": self.evaluation.as_record() if self.evaluation else None,
-            **self.utilisation.as_record(),
             "vision_share": self.utilisation.flops.share("vision"),
             "fill": self.report.fill,
             "data": self.report.to_dict(),
             "total_s": self.total_s,
-            "memory_bytes": self.memory_bytes,
         }
 
     def as_table(self) -> str:
@@ -116,7 +114,7 @@ class RunSummary:
                 ("HFU", format_share(use.hfu)),
                 ("peak", f"{format_rate(use.peak.flops_per_s)} {use.peak.dtype}, {use.peak.kind}: {use.peak.name}"),
                 ("peak source", use.peak.source),
-                ("memory", format_bytes(self.memory_bytes)),
+                ("memory", format_bytes(use.peak_memory_bytes)),
                 ("checkpoint", str(self.checkpoint)),
                 ("model folder", str(self.model or "none; make one with headway export")),
             ]

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from headway.data.vision import vision_tower
+from headway.meter.surroundings import largest_memory
 from headway.models.draw import draw_weights
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, build_mesh, clip_, shard_model
 from headway.plan.mesh_shape import MeshShape
-from headway.train.record import memory_bytes
 from tiny_models import tiny_config
 
 
@@ -96,12 +96,12 @@ def clipped(mesh):
 def memory(mesh, way, folder):
     """Print the most that the process grew by while it came to its slices, pages of the files included [bytes]."""
     model = sharded(f"{folder}/config.json" if way == "draw" else folder, mesh)
-    before = memory_bytes(torch.device("cpu"))
+    before = largest_memory(torch.device("cpu"))
     if way == "draw":
         draw_weights(model, "cpu")
     else:
         read_weights(model, folder, "cpu")
-    sys.stdout.write(f"{memory_bytes(torch.device('cpu')) - before}\n")
+    sys.stdout.write(f"{largest_memory(torch.device('cpu')) - before}\n")
 
 
 def main(check, *arguments):

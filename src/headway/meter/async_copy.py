@@ -4,42 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headway.meter import clock
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-class Arrival:
-    """A point in an accelerator's queue; on the CPU everything has arrived.
-
-    Args:
-        device: a `torch.device`, or None for the CPU.
-    """
-
-    def __init__(self, device: Any = None) -> None:
-        self._event: Any = None
-        if device is not None and device.type == "cuda":
-            import torch
-
-            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._event.record(torch.cuda.current_stream(device))
-
-    @property
-    def timed(self) -> bool:
-        """Whether the device's own clock is read."""
-        return self._event is not None
-
-    def has_come(self) -> bool:
-        """Say whether the device has passed this point; never waits."""
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        """Wait until the device has passed this point."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, other: Arrival) -> float:
-        """Measure the device time between two points that have come [s]."""
-        return float(other._event.elapsed_time(self._event)) / 1e3
 
 
 class Shape:
@@ -78,3 +46,26 @@ def on_host(batch: Mapping[str, Any], names: tuple[str, ...]) -> tuple[Mapping[s
         pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=devices[name] == "cuda")
         taken[name] = pinned.copy_(value.detach(), non_blocking=devices[name] == "cuda")
     return taken, "cuda" in devices.values()
+
+
+class HostCopy:
+    """A few numbers on their way from the device.
+
+    Args:
+        values_K: numbers on the device, shape (K,).
+    """
+
+    def __init__(self, values_K: Any) -> None:
+        import torch
+
+        self._values_K = values_K.detach()
+        if values_K.device.type == "cuda":
+            self._values_K = torch.empty(values_K.shape, dtype=values_K.dtype, pin_memory=True)
+            self._values_K.copy_(values_K.detach(), non_blocking=True)
+        self._arrived = clock.mark(values_K.device)
+
+    def read(self) -> list[float]:
+        """Return the numbers; waits for them if the device has not passed the copy."""
+        self._arrived.wait()
+        numbers: list[float] = self._values_K.tolist()
+        return numbers

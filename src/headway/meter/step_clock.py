@@ -1,0 +1,181 @@
+"""When steps begin and end, what they wait for, and what is not training: every second of a loop in one place."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headway.errors import UsageError
+from headway.meter import clock as meter_clock
+from headway.meter.busy import Span
+from headway.meter.energy import WindowEnergy
+from headway.meter.surroundings import Compilation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+
+    from headway.meter.clock import Mark
+    from headway.meter.goodput import Goodput
+    from headway.meter.goodput_report import Bucket
+
+
+class StepTime(NamedTuple):
+    """The time of one step, which began at the end of the one before.
+
+    Attributes:
+        end: its end.
+        away_s: time within it that was not training, by the host's clock [s].
+        waits: for data.
+        compiled: whether something was compiled in it.
+    """
+
+    end: Mark
+    away_s: float
+    waits: list[Span]
+    compiled: bool
+
+
+class StepClock:
+    """Times the steps of a loop without a gap, and keeps its goodput along with them.
+
+    A step lasts from the end of the one before to its own end on the device's clock, less what is charged to something
+    else: an evaluation, a checkpoint, compiling. The device is waited for only where the loop leaves training and comes
+    back; so its lag behind the host is the steps', and the host's clock and the device's agree on what lies between.
+
+    Args:
+        device: a `torch.device`, or None for the CPU.
+        goodput: ledger of the run's time, moved between its buckets as the loop goes.
+        clock: the host's monotonic clock [s]; `headway.meter.clock`'s when None.
+    """
+
+    def __init__(self, device: Any, goodput: Goodput | None, clock: Callable[[], float] | None) -> None:
+        self.device = device
+        self.goodput = goodput
+        self.has_started = False
+        self._clock = clock or meter_clock.now_s
+        self._energy = WindowEnergy(None)
+        self._compilation = Compilation(self._compiling, self._compiled)
+        self._compile_span: AbstractContextManager[None] | None = None
+        self._waits: list[Span] = []
+        self._waits_since: Mark | None = None
+        self._left_s: float | None = None
+        self._away_s = 0.0
+        self._last = self._mark()
+
+    def start(self) -> None:
+        """Start the clock, once the device has done what it was given before."""
+        self.has_started = True
+        self._energy = WindowEnergy(self.device)
+        self._mark().wait()
+        self._last = self._mark()
+        self._charge("step")
+        self._compilation.watch()
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over a loader, noting how long the loop waits for each batch."""
+        self.start()
+        iterator = iter(loader)
+        while True:
+            self.await_data()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.got_data()
+            yield batch
+
+    def await_data(self) -> None:
+        """Note that the loop waits for data from now on, until `got_data`; `batches` does so by itself."""
+        self.start()
+        self.back()
+        self.got_data()
+        self._waits_since = self._mark()
+        self._charge("data wait")
+
+    def got_data(self) -> None:
+        """Note that the loop has its batch; without an `await_data` before, nothing happens."""
+        if self._waits_since is None:
+            return
+        self._waits.append(Span(self._waits_since, self._mark()))
+        self._waits_since = None
+        self._charge("step")
+
+    def leave(self, bucket: Bucket = "evaluation") -> None:
+        """Leave the time from now until `back` out of the steps': it is not training. Waits for the device.
+
+        Args:
+            bucket: what it is in the run's goodput, such as "evaluation" or "checkpoint".
+        """
+        self.start()
+        self.got_data()
+        self.back()
+        self._mark().wait()  # until then the device is busy with steps
+        self._left_s = self._clock()
+        self._energy.leave()
+        self._charge(bucket)
+
+    def back(self) -> None:
+        """Go on with training, once the device is done with what came between; without a `leave`, nothing happens."""
+        if self._left_s is None:
+            return
+        self._mark().wait()
+        self._away_s += self._clock() - self._left_s
+        self._left_s = None
+        self._energy.back()
+        self._charge("step")
+
+    def _compiling(self) -> None:
+        """Something begins to compile, in the middle of a step or of what is not training."""
+        if self._left_s is None:
+            self._compile_span = self.away("compile")
+        else:
+            self._compile_span = nullcontext() if self.goodput is None else self.goodput.bucket("compile")
+        self._compile_span.__enter__()
+
+    def _compiled(self) -> None:
+        if self._compile_span is not None:
+            span, self._compile_span = self._compile_span, None
+            span.__exit__(None, None, None)
+
+    @contextmanager
+    def away(self, bucket: Bucket = "evaluation") -> Iterator[None]:
+        """Leave a block out of the steps' time, as `leave` and `back` do."""
+        self.leave(bucket)
+        try:
+            yield
+        finally:
+            self.back()
+
+    def _end_step(self) -> StepTime:
+        """End a step, and begin the next one.
+
+        Raises:
+            UsageError: the clock stepped back.
+        """
+        self.got_data()
+        self.back()
+        end = self._mark()
+        wall_s = end.host_s - self._last.host_s - self._away_s
+        if wall_s < 0:
+            raise UsageError(
+                f"the clock stepped back: a step would have taken {wall_s:.6f} s. Use a monotonic clock such as "
+                "time.perf_counter."
+            )
+        self._compilation.watch()
+        time = StepTime(end, self._away_s, self._waits, self._compilation.happened())
+        self._waits, self._away_s, self._last = [], 0.0, end
+        return time
+
+    def _stop(self) -> None:
+        """Time no more."""
+        self._compilation.let_go()
+        self._charge("idle")
+
+    def _mark(self) -> Mark:
+        return meter_clock.mark(self.device, self._clock())
+
+    def _charge(self, bucket: Bucket) -> None:
+        if self.goodput is not None:
+            self.goodput.switch(bucket)

@@ -1,0 +1,136 @@
+"""What all ranks did, added up: windows of steps, the last ones together, and the run."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from headway.meter.sums import COUNTED, NS, Sums
+from headway.meter.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headway.devices import Peak
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What steps are measured against.
+
+    Attributes:
+        peak: what one device can do.
+        ceiling_flops_per_s: rate measured on one such device [FLOP/s]; NaN where it was not.
+        peak_bytes_per_s: memory bandwidth of one device [B/s]; NaN where it is not known.
+        packing_length: tokens that a micro-batch has room for; None where it was not said.
+        batch_ranks: ranks in a row that work on each batch together, of which the first counts it.
+    """
+
+    peak: Peak
+    ceiling_flops_per_s: float = math.nan
+    peak_bytes_per_s: float = math.nan
+    packing_length: int | None = None
+    batch_ranks: int = 1
+
+
+class Tally:
+    """Sums of all ranks, since the run began and in its last windows.
+
+    Args:
+        yardstick: what they are measured against.
+        smooth_over: windows that a window's `smoothed` numbers go over.
+    """
+
+    def __init__(self, yardstick: Yardstick, smooth_over: int) -> None:
+        self._yardstick = yardstick
+        self._run: list[Sums] = []
+        self._left_out: list[Sums] = []
+        self._recent: deque[list[Sums]] = deque(maxlen=smooth_over)
+        self._memory = 0
+
+    def window(self, ranks: list[Sums], memory: int, step: int, extra: dict[str, Any]) -> Window | None:
+        """Add steps of all ranks; None if all of them are left out.
+
+        Args:
+            ranks: sums of each rank.
+            memory: largest memory of any rank [bytes].
+            step: number of the last step.
+            extra: the loop's own numbers.
+        """
+        self._run = _added(self._run, ranks)
+        self._recent.append(ranks)
+        self._memory = max(self._memory, memory)
+        window = self._describe(ranks, step, extra)
+        if window is not None and len(self._recent) > 1:
+            recent = [sum(rank[1:], rank[0]) for rank in zip(*self._recent, strict=True)]
+            window = replace(window, smoothed=self._describe(recent, step, extra))
+        return window
+
+    def one_step(self, ranks: list[Sums], memory: int, step: int) -> Window:
+        """Add one step of all ranks, which has a window also where the run's numbers leave it out."""
+        self._memory = max(self._memory, memory)
+        is_left_out = any(rank.totals["num_left_out"] for rank in ranks)
+        for rank in ranks:
+            rank.totals["num_left_out"] = int(is_left_out)
+        if is_left_out:
+            self._left_out = _added(self._left_out, ranks)
+        else:
+            self._run = _added(self._run, ranks)
+        window = self._describe(ranks, step, {})
+        assert window is not None
+        return window
+
+    def only(self, rank: int) -> None:
+        """Forget the other ranks, which have been lost."""
+        self._run, self._left_out = self._run[rank : rank + 1], self._left_out[rank : rank + 1]
+        self._recent.clear()
+
+    def run(self, step: int, extra: dict[str, Any]) -> Window | None:
+        """Describe all counted steps; those that compiled something if there are no others; None of no steps."""
+        run = self._describe(self._run, step, extra)
+        if run is None:
+            return self._describe(self._left_out, step, extra)
+        left_out = self._left_out[0].totals if self._left_out else {"num_left_out": 0, "wall_ns": 0}
+        return replace(
+            run,
+            num_left_out=run.num_left_out + left_out["num_left_out"],
+            left_out_s=run.left_out_s + left_out["wall_ns"] / NS,
+        )
+
+    def _describe(self, ranks: Sequence[Sums], step: int, extra: dict[str, Any]) -> Window | None:
+        """Describe what all ranks did together; None if no step was counted."""
+        if not ranks or not ranks[0].totals["num_steps"]:
+            return None
+        whole, first, yardstick = sum(ranks[1:], ranks[0]), ranks[0].totals, self._yardstick
+        billed = [ranks[place - place % yardstick.batch_ranks] for place in range(len(ranks))]
+        counted: dict[str, Any] = {name: whole.totals[name] for name in COUNTED}
+        return Window(
+            flops=whole.count(),
+            wall_s=first["wall_ns"] / NS,
+            data_wait_s=first["data_wait_ns"] / NS,
+            peak=yardstick.peak,
+            world_size=len(ranks),
+            step=step,
+            num_steps=first["num_steps"],
+            num_left_out=first["num_left_out"],
+            left_out_s=first["left_out_ns"] / NS,
+            num_skipped=first["num_skipped"],
+            rank_flops=tuple(rank.useful // yardstick.batch_ranks for rank in billed),
+            rank_busy_s=tuple(rank.totals["busy_ns"] / NS for rank in ranks),
+            rank_busy_flops=tuple(rank.totals["busy_flops"] // yardstick.batch_ranks for rank in billed),
+            peak_memory_bytes=self._memory,
+            energy_j=math.nan if whole.totals["num_without_energy"] else whole.totals["energy_mj"] / 1000,
+            packing_length=yardstick.packing_length,
+            bytes_moved=whole.totals["bytes_moved"],
+            peak_bytes_per_s=yardstick.peak_bytes_per_s,
+            num_batches=whole.totals["num_batches"],
+            ceiling_flops_per_s=yardstick.ceiling_flops_per_s,
+            extra=extra,
+            **counted,
+        )
+
+
+def _added(before: list[Sums], ranks: list[Sums]) -> list[Sums]:
+    return [a + b for a, b in zip(before, ranks, strict=True)] if before else ranks
