@@ -100,14 +100,17 @@ def test_nothing_waits_for_the_device_between_boundaries():
 
 
 @settings(max_examples=20)
-@given(script=steps.filter(lambda script: sum(step["device_s"] * step["micro_batches"] for step in script) > 0.5))
+@given(
+    script=steps.filter(
+        lambda script: sum(step["device_s"] * step["micro_batches"] for step in script) > 0.5 + 0.01 * len(script)
+    )
+)
 def test_the_laws_catch_a_clock_that_stops_when_the_launch_returns(script):
     """Put the old defect back: no mark knows the device, so its lag at each boundary is charged to something else."""
     script = [step | {"host_s": 1e-3, "load_s": 0.0} for step in script]
-    device, _, whole, seconds, wall_s = run(script, depth=1_000, mark=HostMark, log_every=1)
-    with pytest.raises(AssertionError):
-        assert whole.mfu <= 90 * 10 * sum(step["micro_batches"] for step in script) / device.busy_ns * 1e9 / 1e6
-        check_time([whole.wall_s], seconds, wall_s)
+    device, _, whole, _, _ = run(script, depth=1_000, mark=HostMark, log_every=1)
+    steps_ns = sum(round(step["device_s"] * 1e9) * step["micro_batches"] for step in script)
+    assert whole.wall_s * 1e9 < steps_ns < device.busy_ns  # faster than the device can be
 
 
 @given(script=steps, depth=st.sampled_from([1, 8, 1_000]))
