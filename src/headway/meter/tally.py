@@ -47,11 +47,12 @@ class Tally:
         self._yardstick = yardstick
         self._run: list[Sums] = []
         self._left_out: list[Sums] = []
+        self._carried: list[Sums] = []  # of ranks that are ahead of the first one
         self._recent: deque[list[Sums]] = deque(maxlen=smooth_over)
         self._memory = 0
 
     def window(self, ranks: list[Sums], memory: int, step: int, extra: dict[str, Any]) -> Window | None:
-        """Add steps of all ranks; None if all of them are left out.
+        """Add steps of all ranks; None if all of them are left out, or the first rank's device has passed none.
 
         Args:
             ranks: sums of each rank.
@@ -60,8 +61,12 @@ class Tally:
             extra: the loop's own numbers.
         """
         self._run = _added(self._run, ranks)
-        self._recent.append(ranks)
         self._memory = max(self._memory, memory)
+        ranks = _added(self._carried, ranks)
+        self._carried = [] if ranks[0].totals["num_steps"] else ranks
+        if self._carried:
+            return None
+        self._recent.append(ranks)
         window = self._describe(ranks, step, extra)
         if window is not None and len(self._recent) > 1:
             recent = [sum(rank[1:], rank[0]) for rank in zip(*self._recent, strict=True)]
@@ -85,6 +90,7 @@ class Tally:
     def only(self, rank: int) -> None:
         """Forget the other ranks, which have been lost."""
         self._run, self._left_out = self._run[rank : rank + 1], self._left_out[rank : rank + 1]
+        self._carried = self._carried[rank : rank + 1]
         self._recent.clear()
 
     def run(self, step: int, extra: dict[str, Any]) -> Window | None:

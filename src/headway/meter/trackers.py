@@ -24,6 +24,10 @@ PREFIX = "headway"
 _MAX_PENDING = 1000  # records that may wait for MLflow
 
 
+# of a step's record, what is no curve: a constant, and a number for each rank
+_FOR_FILES = {"schema_version", "rank_flops", "rank_flops_per_busy_s"}
+
+
 def tracked(record: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str, str]]:
     """Sort a record into numbers and texts under the names that trackers show; the step is not among them.
 
@@ -34,7 +38,7 @@ def tracked(record: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str
     prefix = PREFIX if kind == "step" else f"{PREFIX}/{kind}"
     numbers: dict[str, int | float] = {}
     texts: dict[str, str] = {}
-    for name, value in flatten(record).items():
+    for name, value in flatten({key: value for key, value in record.items() if key not in _FOR_FILES}).items():
         if isinstance(value, str):
             if name != "kind":
                 texts[f"{prefix}/{name}"] = value
