@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from headway.errors import ConfigError
+from headway.models.segments import with_equal_heads
 from headway.models.varlen import varlen_attention
 
 PACKAGES = ("flash_attn_interface", "flash_attn")
@@ -77,14 +77,13 @@ def flash_kernel(attend: Callable[..., Any]) -> Kernel:
         if sinks_H is not None:
             raise ConfigError("flash-attn has no attention sinks, which this model uses; set speed.attention=torch.")
         value_size = v_TKD.shape[-1]
-        size = -(-max(q_THD.shape[-1], value_size) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-        q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q_THD, k_TKD, v_TKD))
+        q, k, v = with_equal_heads(q_THD, k_TKD, v_TKD, multiple=_HEAD_MULTIPLE)
         cu = cu_seqlens_N.to(torch.int32)
         reach = (window - 1, 0) if causal and window is not None else (-1, -1)
         out = attend(
             q, k, v, cu, cu, max_seqlen, max_seqlen, softmax_scale=scale, causal=causal, window_size=reach
         )  # fmt: skip
         out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # FlashAttention-3 once gave its sums too
-        return out_THD[..., :value_size]
+        return out_THD.narrow(-1, 0, value_size)
 
     return kernel
