@@ -104,9 +104,9 @@ class _VarlenWithSinks(torch.autograd.Function):
             list(reach),
             **_grouped(q_THD, k_TKD),
         )
-        out_HTD, log_sum_HT = with_sinks(out_THD.transpose(0, 1), log_sum_HT, sinks_H.unsqueeze(1))
-        out_THD = out_HTD.transpose(0, 1).contiguous()
-        ctx.save_for_backward(q_THD, k_TKD, v_TKD, sinks_H, cu_N, out_THD, log_sum_HT.contiguous(), state)
+        # Turned about here rather than the values: a compiled function of torch 2.11 gives no gradient to a view.
+        out_THD, log_sum_TH = with_sinks(out_THD, log_sum_HT.T, sinks_H)
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, sinks_H, cu_N, out_THD, log_sum_TH.T.contiguous(), state)
         ctx.longest, ctx.causal, ctx.reach, ctx.scale = longest, causal, reach, scale
         return out_THD
 
