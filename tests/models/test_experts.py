@@ -165,6 +165,31 @@ def test_the_kernel_of_the_device_is_the_loop(is_transposed):
         torch.testing.assert_close(mine.double(), theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_where_the_kernel_leaves_garbage_for_experts_without_rows_their_gradient_is_zero(is_transposed, monkeypatch):
+    """A stand-in for the kernel of devices that no test machine has: right but for those gradients."""
+    rows, ends = torch.randn(7, 6), torch.tensor([4, 4, 7], dtype=torch.int32)
+    weight = torch.randn(3, 6, 6, requires_grad=True)
+    expected = grouped_linear(rows, weight, ends, is_transposed=is_transposed)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), weight)
+
+    def grouped_mm(rows, weight, offs):
+        weight = weight.view_as(weight)  # a hook on the parameter itself would stay
+        weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), torch.nan))
+        return torch.ops.headway.grouped_linear(rows, weight, offs, True)
+
+    monkeypatch.setattr("headway.models.grouped._has_kernel", lambda *_: True)
+    monkeypatch.setattr("torch.nn.functional.grouped_mm", grouped_mm)
+    for capability, is_garbage in (((9, 0), True), ((10, 0), False), ((12, 0), False)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, found=capability: found)
+        out = grouped_linear(rows, weight, ends, is_transposed=is_transposed)
+        (found,) = torch.autograd.grad(out.square().sum(), weight)
+        torch.testing.assert_close(out, expected)
+        assert found[1].isnan().all() == is_garbage
+        if not is_garbage:
+            torch.testing.assert_close(found, wanted)
+
+
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(
         ConfigError, match=r"There is no experts implementation 'fast'\. Known are: eager, .*grouped_mm"

@@ -2,8 +2,9 @@
 
 Tensor letters: S rows sorted by expert, E experts, D input size, F output size. Rows of expert e end at `ends_E[e]`.
 
-bfloat16 on CUDA is one kernel of torch that reads the boundaries on the device. Anything else is a loop over the
-experts that have rows; its boundaries are read on the host, which waits for the device once a product.
+bfloat16 on CUDA is one operator of torch. From compute capability 9.0 (H100) on it is one kernel that reads the
+boundaries on the device; before (A100) the operator itself reads them on the host and loops in C++, which waits for
+the device once a product. Anything else is a loop here over the experts that have rows, with the same wait.
 """
 
 from typing import Any
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 
 _ALIGNMENT = 8  # sizes that torch's grouped kernel takes are multiples of 16 bytes, which are 8 bfloat16
 _CAPABILITY = (8, 0)  # the oldest CUDA devices that it runs on
+# From these on, the kernel leaves something else than zeros in the weight's gradient of an expert without rows. Source:
+# github.com/pytorch/pytorch/issues/172439 (open in November 2026; seen on a B200, not on an H800).
+_CAPABILITY_OF_GARBAGE = (10, 0)
 
 
 def grouped_linear(
@@ -34,6 +38,9 @@ def grouped_linear(
     [[10.0], [20.0], [300.0]]
     """
     if _has_kernel(rows_SD, weight):
+        if weight.requires_grad and torch.cuda.get_device_capability(rows_SD.device) >= _CAPABILITY_OF_GARBAGE:
+            learns: Any = _OnlyWhereRows.apply  # torch leaves it untyped
+            weight = learns(weight, ends_E)
         return F.grouped_mm(rows_SD, weight if is_transposed else weight.mT, offs=ends_E)
     product: torch.Tensor = _linear(rows_SD, weight, ends_E, is_transposed)
     return product
@@ -47,6 +54,22 @@ def _has_kernel(rows_SD: torch.Tensor, weight: torch.Tensor) -> bool:
         and all(size % _ALIGNMENT == 0 for size in weight.shape[1:])
         and torch.cuda.get_device_capability(rows_SD.device) >= _CAPABILITY
     )
+
+
+class _OnlyWhereRows(torch.autograd.Function):
+    """A weight as it is, whose gradient is zero for experts without rows, whatever it was before."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ends_E)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (ends_E,) = ctx.saved_tensors
+        has_none_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        return grad.masked_fill(has_none_E.view(-1, 1, 1), 0.0), None
 
 
 @torch.library.custom_op("headway::grouped_linear", mutates_args=())

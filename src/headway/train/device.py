@@ -78,7 +78,7 @@ def choose_precision(run: RunConfig, device: torch.device) -> Precision:
 
     Raises:
         ConfigError: bfloat16 on a CPU, where it would be slower than what it replaces and unlike what a GPU computes;
-            float8 where the device has none.
+            float32 on CUDA, where attention has no kernel for it; float8 where the device has none.
     """
     name: str = run.dtype
     if name == "auto":
@@ -88,6 +88,12 @@ def choose_precision(run: RunConfig, device: torch.device) -> Precision:
     if name != "float32" and device.type != "cuda":
         raise ConfigError(
             f"run.dtype {name!r} takes effect on CUDA only, and the run is on {device}; use float32 or auto."
+        )
+    if name == "float32" and device.type == "cuda":
+        raise ConfigError(
+            f"run.dtype 'float32' takes effect on a CPU only, and the run is on {device}, whose kernels of attention "
+            "within segments compute in bfloat16 or float16. Set run.dtype=bfloat16-autocast (also auto), which keeps "
+            "parameters, gradients and moments in float32."
         )
     params = torch.bfloat16 if name == "bfloat16-params" else torch.float32
     compute = torch.float32 if name == "float32" else torch.bfloat16
