@@ -261,7 +261,7 @@ def test_random_generators_go_on_where_they_were(tmp_path):
 
 @pytest.fixture
 def pretended_device(monkeypatch):
-    """Whatever is saved seems to lie on a device; the blocks made for it, its copies, and how often they are waited for."""
+    """Whatever is saved seems to lie on a device; what is made for it, copied, and waited for."""
     seen = {"blocks": [], "waits": 0, "copies": 0}
     original = torch.Tensor.copy_
 
