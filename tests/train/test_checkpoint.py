@@ -25,6 +25,7 @@ from headway.train.checkpoint import (
     refuse_half_written,
     restore,
     restore_random_state,
+    state,
     training_tensors,
 )
 from headway.train.ranks import Ranks
@@ -256,3 +257,79 @@ def test_random_generators_go_on_where_they_were(tmp_path):
     expected = [draw() for _ in range(3)]
     restore_random_state(latest_checkpoint(tmp_path).random_state(rank=3))
     assert [draw() for _ in range(3)] == expected
+
+
+@pytest.fixture
+def pretended_device(monkeypatch):
+    """Whatever is saved seems to lie on a device; what is made for it, copied, and waited for."""
+    seen = {"blocks": [], "waits": 0, "copies": 0}
+    original = torch.Tensor.copy_
+
+    def page_locked(num_bytes):
+        seen["blocks"].append(torch.full((num_bytes,), 255, dtype=torch.uint8))
+        return seen["blocks"][-1]
+
+    def wait_for(_):
+        seen["waits"] += 1
+
+    def copy(target, source, non_blocking=False):
+        seen["copies"] += non_blocking
+        return original(target, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(state, "_is_on_device", lambda _: True)
+    monkeypatch.setattr(state, "_page_locked", page_locked)
+    monkeypatch.setattr(state, "_wait_for", wait_for)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    return seen
+
+
+def test_a_devices_tensors_are_copied_to_one_block_that_every_save_uses_again(pretended_device):
+    model, optimizer = parts()
+    tensors = training_tensors(model, optimizer)
+    tensors |= {"odd": torch.arange(7, dtype=torch.uint8), "none": torch.zeros(0, 3), "turned": torch.randn(3, 5).T}
+    copies = state.HostCopies()
+    for number in (1, 2):
+        expected = {name: tensor.clone() for name, tensor in tensors.items()}
+        found = copies.take(tensors)
+        for tensor in tensors.values():
+            tensor.zero_()  # training goes on
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+            assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
+        assert pretended_device["waits"] == number
+        assert pretended_device["copies"] == number * len(tensors)
+        for place, tensor in enumerate(tensors.values()):
+            tensor.fill_(place)
+    (block,) = pretended_device["blocks"]
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    assert needed <= len(block) < needed + 64 * len(tensors)
+    copies.take(tensors | {"more": torch.zeros(1000)})
+    assert len(pretended_device["blocks"]) == 2
+
+
+def test_checkpoints_from_a_device_are_what_they_are_from_a_host(pretended_device, tmp_path):
+    model, optimizer = parts()
+    with CheckpointSaver(tmp_path, ALONE, keep=3) as saver:
+        for step in (1, 2):
+            saver.save(step, contents(model, optimizer, [step]))
+            expected = {name: tensor.clone() for name, tensor in training_tensors(model, optimizer).items()}
+            with torch.no_grad():
+                model["embed"].weight.add_(1.0)
+        saver.wait()
+    assert len(pretended_device["blocks"]) == 1
+    other, fresh = parts(seed=1)
+    restore(latest_checkpoint(tmp_path), other, fresh)
+    for name, tensor in training_tensors(other, fresh).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_no_memory_for_a_copy_is_one_clear_error(monkeypatch):
+    class Cudart:
+        @staticmethod
+        def cudaHostRegister(_address, _num_bytes, _flags):  # noqa: N802 - CUDA's name
+            return 2  # out of memory
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    with pytest.raises(CheckpointError, match=r"0.5 GiB of page-locked host memory.*checkpoint.asynchronous to false"):
+        state._page_locked(2**29)

@@ -108,6 +108,12 @@ class Batch:
         # With everything ready-made, the model only lists the grids: on the host, so that it need not wait for them.
         return replace(moved, grids_M3=self.grids_M3, video_grids_M3=self.video_grids_M3)
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of the tensors on a device from being used again before a stream is done with them."""
+        for tensor in (*(getattr(self, item.name) for item in fields(self)), *self.vision.values()):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                tensor.record_stream(stream)
+
     def pin_memory(self) -> "Batch":
         """The same pack in page-locked memory, from which a CUDA device copies without waiting."""
         return self._each(torch.Tensor.pin_memory)

@@ -39,9 +39,12 @@ class RouterLoad:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         modules: list[Any] = list(experts_of(model).values())
-        self._sizes = [module.down_proj.shape[0] for module in modules]
-        self._load_E = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        for module, load in zip(modules, torch.split(self._load_E, self._sizes), strict=True):
+        sizes = [module.down_proj.shape[0] for module in modules]
+        self._load_E = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        size_M = torch.tensor(sizes, dtype=torch.int64)
+        self._layer_E = torch.repeat_interleave(torch.arange(len(sizes)), size_M).to(device)
+        self._size_M = size_M.to(device)
+        for module, load in zip(modules, torch.split(self._load_E, sizes), strict=True):
             module.router_load = load
 
     def take(self, sum_: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -53,10 +56,12 @@ class RouterLoad:
         Returns:
             Shape (3,), or (0,) where the model has no experts.
         """
-        if not self._sizes:
+        if not len(self._size_M):
             return self._load_E.float()
         sum_(self._load_E)
-        ratios = [load.amax() / load.float().mean() for load in torch.split(self._load_E, self._sizes)]
-        ratio_M, unused = torch.stack(ratios), (self._load_E == 0).sum()
+        none_M = torch.zeros_like(self._size_M)
+        most_M = none_M.scatter_reduce(0, self._layer_E, self._load_E, "amax")
+        ratio_M = most_M / (none_M.scatter_add(0, self._layer_E, self._load_E) / self._size_M)
+        unused = (self._load_E == 0).sum()
         self._load_E.zero_()
         return torch.stack((ratio_M.mean(), ratio_M.amax(), unused))

@@ -19,6 +19,7 @@ import operator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from headway.count.hidden import hidden_matrices
 from headway.count.recompute import run_again
 from headway.count.saved import bytes_of
 from headway.plan.recompute import block_bytes
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 FLOAT32, BFLOAT16 = 4, 2
 """Bytes of a number."""
-
-_HIDDEN = frozenset({"projections", "mlp", "experts", "merger", "mtp"})  # components whose matrices Muon updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,8 @@ def plan_memory(
     trained = [p for p in cost_model.parameters if p.trainable]
     held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
     gradients = _shared(state.weight_bytes * _numel(trained), sharing)
-    moments = sum(p.numel * (1 if state.muon and _is_hidden(p) else 2) for p in trained)
+    by_muon = hidden_matrices(cost_model) if state.muon else frozenset()
+    moments = sum(p.numel * (1 if p.name in by_muon else 2) for p in trained)
     optimizer = _shared(state.moment_bytes * moments, sharing)
     average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
     gathered, reducing = _units(cost_model, saved, state, sharing)
@@ -200,12 +200,6 @@ def _block_of(parameter: Parameter, saved: SavedActivations) -> str:
     while path and path not in saved.blocks:
         path = path.rpartition(".")[0]
     return path
-
-
-def _is_hidden(parameter: Parameter) -> bool:
-    """Whether Muon updates it: a matrix of a hidden layer, or a stack of those of experts."""
-    part = parameter.component.rpartition(".")[2]
-    return part in _HIDDEN and not parameter.name.endswith("bias")
 
 
 def _of_products(cost_model: CostModel) -> set[int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from headway.data.feed import FeedReport
+from headway.data.feed import FeedReport, on_device
 from headway.errors import TrainingError
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
@@ -141,7 +141,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
-            for number, batch in enumerate((batch.to(device) for batch in batches), start=1):
+            for number, batch in enumerate(on_device(batches, device), start=1):
                 place.at("forward and backward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
                 local = local_slots(batch.slots, run.sequence_group)

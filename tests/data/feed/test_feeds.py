@@ -1,12 +1,15 @@
 """No sample is lost or repeated: over epochs, and over stops and goings-on with other ranks and workers."""
 
+import time
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fed_data import Data, samples_of
+from headway.data.feed import parcel
 from headway.data.plan.order import Play, Stage
 from headway.errors import CheckpointError, ConfigError
 
@@ -167,3 +170,29 @@ def test_a_stream_of_long_documents_is_split_and_counted(tmp_path, text_encoder)
         cut = Data([source], text_encoder, stages, overlong="truncate", lanes=2).ranks(kind, 1)
         list(cut.steps())
         assert cut.counts().samples["documents"]["truncated"] == (6, sum(tokens[:6]) - 6 * 120)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_pinned_ahead_has_not_been_handed_out(two_sources, text_encoder, kind, workers, monkeypatch):
+    """Positions and counts go by the packs that were handed out, however many wait in page-locked memory."""
+    made = []
+
+    def new_block(num_bytes):
+        made.append(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(parcel, "pinned_block", new_block)
+    data = Data(two_sources, text_encoder)
+    whole = [samples_of(step) for step in data.ranks(kind, 2).steps()]
+    first = data.ranks(kind, 2, workers=workers, prefetch_bytes=10**6, pin_memory=True)
+    seen = [samples_of(step) for step in first.steps(3)]
+    while len(made) <= 2 * 3:
+        time.sleep(0.01)
+    state = first.state()
+    first.close()
+    rest = data.ranks(kind, 2, pin_memory=True)
+    rest.load(state)
+    assert seen + [samples_of(step) for step in rest.steps()] == whole
+    assert rest.counts().samples["few"]["used"].samples == 22
+    rest.close()

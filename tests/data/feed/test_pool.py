@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headway.data.feed import parcel
 from headway.data.feed.parcel import unwrap, wrap
 from headway.data.feed.pool import Job, Pool
 from headway.errors import ConfigError, DataError
@@ -198,3 +200,59 @@ def test_work_that_cannot_be_sent_is_told_at_once():
 def test_numbers_below_zero_are_refused():
     with pytest.raises(ConfigError, match="workers=-1"):
         Pool(Square(), workers=-1, prefetch_bytes=0)
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """The blocks of page-locked memory that are made; ordinary memory here, where no device is."""
+    blocks = []
+
+    def new_block(num_bytes):
+        blocks.append((torch.zeros(num_bytes, dtype=torch.uint8), threading.current_thread().name))
+        return blocks[-1][0]
+
+    monkeypatch.setattr(parcel, "pinned_block", new_block)
+    return blocks
+
+
+def lies_in(tensor, blocks):
+    return any(tensor.untyped_storage().data_ptr() == block.untyped_storage().data_ptr() for block, _ in blocks)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_results_are_pinned_ahead_and_by_another_thread(workers, pinned):
+    pool = Pool(Square(), workers=workers, prefetch_bytes=5, pin_memory=True)
+    results = pool.run(tasks(range(30)))
+    squares = [int(next(results)["square"])]
+    while len(pinned) < 5:  # those that wait to be asked for, too
+        time.sleep(0.01)
+    for result in results:
+        assert lies_in(result["square"], pinned)
+        squares.append(int(result["square"]))
+    assert squares == [n * n for n in range(30)]
+    assert len(pinned) == 30  # one block for all tensors of a result
+    assert {name.rsplit("_")[0] for _, name in pinned} == {"headway-pin"}
+    pool.close()
+    assert not any(thread.name.startswith("headway-pin") for thread in threading.enumerate())
+
+
+def test_a_killed_worker_loses_and_repeats_nothing_that_is_pinned(tmp_path, pinned):
+    pool = Pool(Square(tmp_path, kill_at=7), workers=2, prefetch_bytes=4, pin_memory=True)
+    with pytest.warns(RuntimeWarning, match="killed"):
+        results = list(pool.run(tasks(range(20))))
+    assert [result["number"] for result in results] == list(range(20))
+    assert all(lies_in(result["square"], pinned) for result in results)
+    pool.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_comes_in_its_turn_and_closing_ends_what_is_pinned_ahead(workers, pinned):
+    pool = Pool(Square(), workers=workers, prefetch_bytes=9, pin_memory=True)
+    results = pool.run(tasks([1, -2, 3]))
+    assert next(results)["number"] == 1
+    with pytest.raises(DataError, match="-2 is below 0"):
+        next(results)
+    pool.close()
+    assert not any(thread.name.startswith("headway-pin") for thread in threading.enumerate())
+    assert [result["number"] for result in pool.run(tasks([4]))] == [4]
+    pool.close()

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from headway.count import trace
+from headway.count import Workload, trace
+from headway.count.saved import SavedActivations, SavedBlock
 from headway.errors import ConfigError
 from headway.models.load import load_model
+from headway.plan.memory import Sharing, State, plan_memory
 from headway.train.config import OptimConfig
 from headway.train.optim import freeze, learning_rate, make_optimizer, parameter_groups, set_learning_rate
 from tiny_models import tiny_config
@@ -119,6 +121,24 @@ def test_muon_takes_the_matrices_of_hidden_layers():
         "model.visual.patch_embed.proj.weight",
         "model.visual.pos_embed.weight",
     }
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_oss_sinks", "qwen2_5_vl", "qwen3_next", "qwen3_vl_moe"])
+def test_what_is_planned_to_be_kept_of_each_parameter_is_kept(kind):
+    """One moment of what Muon updates and two of the rest, whatever a part of a model calls its norms."""
+    model = load_model(tiny_config(kind), random_init=True)
+    cost_model = trace(model)
+    optimizer = make_optimizer(model, optim_config(name="muon"), cost_model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
+    nothing_saved = SavedActivations({"": SavedBlock({}, {}, {})})
+    planned = plan_memory(cost_model, nothing_saved, Workload([16], packs=1), State(muon=True), Sharing())
+    assert planned.optimizer == kept
+    rules = by_name(model, "rule", optimizer.param_groups)
+    assert all(model.get_parameter(name).ndim >= 2 for name, rule in rules.items() if rule == "muon")
+    assert not any("bias" in name or "norm" in name for name, rule in rules.items() if rule == "muon")
 
 
 def test_muons_matrices_have_a_peak_of_their_own(model, cost_model):

@@ -128,7 +128,13 @@ class Feed(ABC):
         self.names = tuple(source.name for source in maker.sources)
         self._report = FeedReport(planned=planned or {})
         self._lost = dict.fromkeys(self.names, 0)
-        self._pool: Pool[Any, Any] = Pool(work, workers=share.workers, prefetch_bytes=share.prefetch_bytes, keyed=keyed)
+        self._pool: Pool[Any, Any] = Pool(
+            work,
+            workers=share.workers,
+            prefetch_bytes=share.prefetch_bytes,
+            keyed=keyed,
+            pin_memory=share.pin_memory,
+        )
         self._steps: Iterator[list[Made]] | None = None
         weakref.finalize(self, self._pool.close, wait=False)
 
@@ -169,8 +175,7 @@ class Feed(ABC):
         except HeadwayError:
             self.close()  # asked again, the same place gives the same error instead of a quiet end
             raise
-        batches = [pack.batch for pack in made]
-        return [batch.pin_memory() for batch in batches] if self.share.pin_memory else batches
+        return [pack.batch for pack in made]
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ which a pipe takes whole or not at all: a worker that is killed cannot leave hal
 import io
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +55,12 @@ class _Unpacking(pickle.Unpickler):
         return self.block[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def wrap(value: Any) -> Parcel:
-    """Lay an object and the CPU tensors in it into one block of shared memory.
+def wrap(value: Any, new_block: Callable[[int], torch.Tensor] | None = None) -> Parcel:
+    """Lay an object and the CPU tensors in it into one block.
+
+    Args:
+        value: any object that can be pickled.
+        new_block: makes so many bytes of memory; None for shared memory.
 
     Raises:
         RuntimeError: there is not enough shared memory.
@@ -64,16 +69,24 @@ def wrap(value: Any) -> Parcel:
     packing = _Packing(file)
     packing.dump(value)
     rest = file.getvalue()
-    # Shared from the start, as torch's own collating does it: `share_memory_` would copy a block made elsewhere.
-    storage: Any = torch.UntypedStorage  # its methods are untyped
-    shared = storage._new_shared(packing.end + len(rest))
-    block = torch.empty(0, dtype=torch.uint8).set_(shared)
+    block = (new_block or _shared_block)(packing.end + len(rest))
     for start, tensor in packing.tensors:
         size = tensor.numel() * tensor.element_size()
         if size:
             block[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     block[packing.end :] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
     return Parcel(block, packing.end)
+
+
+def _shared_block(num_bytes: int) -> torch.Tensor:
+    # Shared from the start, as torch's own collating does it: `share_memory_` would copy a block made elsewhere.
+    storage: Any = torch.UntypedStorage  # its methods are untyped
+    return torch.empty(0, dtype=torch.uint8).set_(storage._new_shared(num_bytes))
+
+
+def pinned_block(num_bytes: int) -> torch.Tensor:
+    """So many bytes of page-locked memory, from which a CUDA device copies while the host does other things."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def unwrap(parcel: Parcel) -> Any:

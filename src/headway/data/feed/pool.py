@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from headway.data.feed import parcel
 from headway.data.feed.parcel import Parcel, unwrap, wrap
 from headway.data.workers import prepare_worker, worker_context
 from headway.errors import ConfigError, DataError
@@ -44,6 +45,7 @@ class Job(NamedTuple, Generic[Task]):
 class _Pending(Generic[Task]):
     job: Job[Task]
     future: "Future[Any]"
+    pinned: "Future[Any] | None" = None
 
 
 class Pool(Generic[Task, Result]):
@@ -55,6 +57,7 @@ class Pool(Generic[Task, Result]):
         prefetch_bytes: estimated bytes of the results that are being made or wait to be taken; one result is always
             allowed, so 0 makes each when it is asked for [bytes].
         keyed: whether every job has a key.
+        pin_memory: whether the tensors of results lie in page-locked memory; a thread copies them there, ahead too.
         restarts: how often in a row, without a result in between, processes may be replaced because one was killed.
 
     Raises:
@@ -68,6 +71,7 @@ class Pool(Generic[Task, Result]):
         workers: int,
         prefetch_bytes: int,
         keyed: bool = False,
+        pin_memory: bool = False,
         restarts: int = 3,
     ) -> None:
         if workers < 0 or prefetch_bytes < 0 or restarts < 0:
@@ -88,6 +92,8 @@ class Pool(Generic[Task, Result]):
                 ) from error
         # Tasks without keys go to whichever process is free; each key has a process of its own group.
         self._groups: list[_Group | None] = [None] * (max(1, workers) if keyed else 1)
+        self._pins = pin_memory
+        self._pinner: ThreadPoolExecutor | None = None
         self._failures = 0
         self.replaced = 0  # times that killed workers were replaced
 
@@ -106,7 +112,7 @@ class Pool(Generic[Task, Result]):
                 not pending
                 or (in_flight_bytes + upcoming.size_bytes <= self._prefetch_bytes and len(pending) < _MOST_AHEAD)
             ):
-                pending.append(_Pending(upcoming, self._submit(upcoming)))
+                pending.append(self._begun(_Pending(upcoming, self._submit(upcoming))))
                 in_flight_bytes += upcoming.size_bytes
                 upcoming = next(remaining, None)
             result = self._first_result(pending)
@@ -126,11 +132,14 @@ class Pool(Generic[Task, Result]):
         for group in groups:
             group.executor.shutdown(wait=wait, cancel_futures=True)
         self._groups = [None] * len(self._groups)
+        if self._pinner is not None:  # no job that it waits for is left under way
+            self._pinner.shutdown(wait=wait, cancel_futures=True)
+            self._pinner = None
 
     def _first_result(self, pending: "deque[_Pending[Task]]") -> Result:
         while True:
             try:
-                made = pending[0].future.result()
+                made = (pending[0].pinned or pending[0].future).result()
             except BrokenProcessPool as error:
                 self._replace_workers(pending, error)
                 continue
@@ -163,6 +172,15 @@ class Pool(Generic[Task, Result]):
             lost = not item.future.done() or item.future.cancelled() or item.future.exception() is not None
             if lost and self._place(item.job) == place:
                 item.future = self._submit(item.job)
+                self._begun(item)
+
+    def _begun(self, item: _Pending[Task]) -> _Pending[Task]:
+        """Let the result of a job that was just submitted be pinned as soon as it is there, those before it first."""
+        if self._pins:
+            if self._pinner is None:
+                self._pinner = ThreadPoolExecutor(1, thread_name_prefix="headway-pin")
+            item.pinned = self._pinner.submit(_pinned, item.future)
+        return item
 
     def _place(self, job: Job[Task]) -> int:
         return 0 if job.key is None else job.key % len(self._groups)
@@ -190,6 +208,16 @@ class Pool(Generic[Task, Result]):
             processes, mp_context=context, initializer=_begin, initargs=(self._pickled, stop)
         )
         return _Group(executor, stop)
+
+
+def _pinned(future: "Future[Any]") -> Any:
+    """Wait for a result and copy its tensors, all at once, into page-locked memory."""
+    made = future.result()
+    if not isinstance(made, Parcel):
+        return unwrap(wrap(made, parcel.pinned_block))
+    block = parcel.pinned_block(made.block.numel())
+    block.copy_(made.block)
+    return unwrap(Parcel(block, made.start))
 
 
 class _Group(NamedTuple):

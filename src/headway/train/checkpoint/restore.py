@@ -23,6 +23,7 @@ from headway.train.checkpoint.state import (
     model_tensors,
     training_tensors,
 )
+from headway.train.optim import Optimizer
 from headway.train.ranks import Ranks
 
 T = TypeVar("T")
@@ -83,6 +84,8 @@ def restore(
         kept = [name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in saved if name.startswith(OPTIMIZER)]
         make_optimizer_state(model, optimizer, set(kept))
     read_tensors(checkpoint.folder, training_tensors(model, optimizer, average))
+    if isinstance(optimizer, Optimizer):
+        optimizer.updates = checkpoint.step  # left-out ones among them, which no parameter's own count has
 
 
 def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], model: nn.Module) -> None:

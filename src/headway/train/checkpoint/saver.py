@@ -37,7 +37,7 @@ from headway.train.checkpoint.folder import (
     seal,
     step_folder,
 )
-from headway.train.checkpoint.state import WEIGHTS, architecture, on_host
+from headway.train.checkpoint.state import WEIGHTS, HostCopies, architecture
 from headway.train.ranks import Ranks
 
 T = TypeVar("T")
@@ -86,6 +86,7 @@ class CheckpointSaver:
         self._root, self._ranks, self._keep, self._export = root, ranks, keep, export
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if ranks.size > 1 else None
         self._asynchronous = asynchronous
+        self._copies = HostCopies()  # the checkpoint before is written when the next one is copied
         self._in_flight: futures.Future[Checkpoint] | None = None
         self._last: Checkpoint | None = None
 
@@ -99,7 +100,7 @@ class CheckpointSaver:
         # Said of every save of a lone process; filters belong to the process, so the other thread is not to touch them.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         if self._asynchronous:
-            contents = Contents(**{**vars(contents), "tensors": on_host(contents.tensors)})
+            contents = Contents(**{**vars(contents), "tensors": self._copies.take(contents.tensors)})
         self._in_flight = futures.Future()
         # A process that has lost the others must be able to end without waiting for what it writes with them.
         threading.Thread(

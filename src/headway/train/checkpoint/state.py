@@ -8,6 +8,7 @@ process writes its own part, and any other number of them reads the parts that i
 import hashlib
 import json
 import random
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -16,6 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from headway.errors import CheckpointError
+from headway.train.optim.parts import local
+
+_ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 WEIGHTS, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
 
 
@@ -63,17 +68,77 @@ def architecture(shapes: Mapping[str, torch.Size]) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
-def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in the host's memory, spread as the originals are; training may change these from now on."""
-    return {name: _copied(tensor) for name, tensor in tensors.items()}
+class HostCopies:
+    """Copies of tensors in the host's memory, spread as the originals are, which training may change from then on.
+
+    What lies on a CUDA device is copied into one block of page-locked memory, as large as all of it together. The
+    block is made by the first call and stays: later calls copy into it again, so an earlier call's copies must be done
+    with. All copies are queued and waited for once.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy tensors, this process's parts of them.
+
+        Raises:
+            CheckpointError: there is not as much memory that can be page-locked.
+        """
+        own = {name: local(tensor).detach() for name, tensor in tensors.items()}
+        copies = self._room({name: tensor for name, tensor in own.items() if _is_on_device(tensor)})
+        for name, copy in copies.items():
+            copy.copy_(own[name], non_blocking=True)
+        for device in {own[name].device for name in copies}:
+            _wait_for(device)
+        for name, tensor in own.items():
+            if name not in copies:
+                copies[name] = tensor.to("cpu", copy=True)
+        return {name: _spread_as(tensor, copies[name]) for name, tensor in tensors.items()}
+
+    def _room(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A place in the block for each tensor."""
+        starts, end = {}, 0
+        for name, tensor in tensors.items():
+            starts[name] = end
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if len(self._block) != end:  # the optimizer has made more state, say
+            self._block = torch.empty(0, dtype=torch.uint8)  # never two of them at a time
+            self._block = _page_locked(end)
+        return {
+            name: self._block[start : start + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
+            for name, start in starts.items()
+        }
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _wait_for(device: torch.device) -> None:
+    torch.cuda.current_stream(device).synchronize()
+
+
+def _page_locked(num_bytes: int) -> torch.Tensor:
+    """Memory of just this size; PyTorch's own page-locked memory comes in powers of two, up to twice as much."""
+    block = torch.empty(num_bytes, dtype=torch.uint8)
+    if num_bytes:
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)):
+            raise CheckpointError(
+                f"a checkpoint is copied to {num_bytes / 2**30:.1f} GiB of page-locked host memory, which is not to be "
+                "had. Lower data.prefetch_bytes, spread the run over more machines, or set checkpoint.asynchronous "
+                "to false: training then waits until the files are written, and no copy is made."
+            )
+        weakref.finalize(block, cudart.cudaHostUnregister, block.data_ptr()).atexit = False
+    return block
+
+
+def _spread_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
+        return copy
     # The part on the host, under a description that still names the device's mesh: nothing is sent around by it.
-    local = tensor.to_local().detach().to("cpu", copy=True)
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # as torch leaves it
+    return DTensor(copy, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # as torch leaves it
 
 
 def make_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> None:

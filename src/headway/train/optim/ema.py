@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from headway.train.config.optim import EmaConfig
-from headway.train.optim.moments import local
+from headway.train.optim.parts import Values, cut, local
 
 
 class WeightAverage:
@@ -47,9 +47,16 @@ class WeightAverage:
         if rest:
             return
         decay = min(self._ema.decay, (1 + count) / (10 + count)) if self._ema.warmup else self._ema.decay
-        for name, parameter in self._parameters.items():
-            average = local(self._averages[name])
-            average.lerp_(local(parameter).to(torch.float32), 1.0 - decay)
+        whole = [name for name, p in self._parameters.items() if p.dtype is torch.float32]
+        if whole:
+            averages = [local(self._averages[name]) for name in whole]
+            torch._foreach_lerp_(averages, [local(self._parameters[name]) for name in whole], 1.0 - decay)
+        others: dict[torch.Tensor, torch.Tensor] = {
+            p: self._averages[name] for name, p in self._parameters.items() if p.dtype is not torch.float32
+        }
+        for parts in cut(others):  # in float32, as many at a time as the copies may take room for
+            weights = Values([part.of(part.parameter) for part in parts])
+            torch._foreach_lerp_([part.of(others[part.parameter]) for part in parts], weights.parts, 1.0 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -5,16 +5,12 @@ from typing import Any, Literal
 from torch import nn
 
 from headway.count import CostModel
+from headway.count.hidden import hidden_matrices
 from headway.errors import ConfigError, UsageError
 from headway.train.config import OptimConfig
 from headway.train.config.optim import factor_of
 
 Rule = Literal["adamw", "muon"]
-
-# The hidden linear layers of the ledger. Embeddings, the head, the router (a head over experts) and what embeds patches
-# stay with AdamW: Muon is for matrices between hidden activations. Source: Jordan et al. 2024, "Muon: An optimizer for
-# hidden layers in neural networks", https://kellerjordan.github.io/posts/muon/; Liu et al. 2025, arXiv:2502.16982.
-_HIDDEN = frozenset({"projections", "mlp", "experts", "merger", "mtp"})
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> list[dict[str, Any]]:
@@ -34,13 +30,13 @@ def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel
         ConfigError: a pattern of `optim.lr_of` matches nothing, nothing that learns, or nothing that no later pattern
             matches; or Muon finds no matrix.
     """
-    components = {entry.name: entry.component for entry in cost_model.parameters}
+    by_muon = hidden_matrices(cost_model) if optim.name == "muon" else frozenset()
     rates = _rates(model, optim, cost_model)
     groups: dict[tuple[Rule, float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        rule: Rule = "muon" if optim.name == "muon" and _is_hidden(components[name], parameter.ndim) else "adamw"
+        rule: Rule = "muon" if name in by_muon else "adamw"
         own = optim.muon.lr if rule == "muon" else None
         rate = rates.get(name)
         factor = 1.0 if own is None else own / optim.lr
@@ -80,9 +76,3 @@ def _rates(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> dict[
                 "holds. Put it after them, or take it out."
             )
     return {name: optim.lr_of[pattern] for name, pattern in last.items()}
-
-
-def _is_hidden(component: str, ndim: int) -> bool:
-    """Whether a parameter is a matrix of a hidden layer, or a stack of the matrices of experts."""
-    part = component.rpartition(".")[2]
-    return part in _HIDDEN and (ndim == 2 or (ndim == 3 and part == "experts"))

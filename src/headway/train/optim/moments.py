@@ -5,7 +5,8 @@ scales are sharded as it is, and a checkpoint goes on with any number of process
 of a block.
 """
 
-from abc import ABC, abstractmethod
+import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -13,18 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway.errors import ConfigError
+from headway.train.optim.parts import Part, Values, laid_as, local
 
 Held = Literal["float32", "bfloat16", "8bit"]
 
 MAX_BLOCK = 256  # values that share a scale, as in torchao and newer bitsandbytes
 _MIN_BLOCK = 64  # below it scales would cost more than they save
 _MIN_NUMEL = 4096  # smaller tensors stay in float32, as in bitsandbytes
-_CHUNK = 2**24  # values worked on at a time, so that float32 copies stay small
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor; a tensor that is not sharded is all its own."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def block_size(shape: torch.Size) -> int:
@@ -39,18 +35,6 @@ def block_size(shape: torch.Size) -> int:
     return block if block >= _MIN_BLOCK else 0
 
 
-class Moment(ABC):
-    """One moment of one parameter, this process's part of it, seen as rows of blocks."""
-
-    @abstractmethod
-    def read(self, rows: slice) -> torch.Tensor:
-        """Some rows in float32, shape (R, B); free to change."""
-
-    @abstractmethod
-    def write(self, rows: slice, values_RB: torch.Tensor) -> None:
-        """Hold new values of some rows, given in float32."""
-
-
 def new_moment(state: dict[str, Any], name: str, parameter: torch.Tensor, held: Held) -> None:
     """Put a moment of zeros into a parameter's state: one tensor, or codes under its name and scales beside them."""
     block = block_size(parameter.shape) if held == "8bit" else 0
@@ -62,76 +46,54 @@ def new_moment(state: dict[str, Any], name: str, parameter: torch.Tensor, held: 
         state[name] = torch.zeros_like(parameter, dtype=dtype)
 
 
-def open_moment(state: dict[str, Any], name: str, shape: torch.Size, noise: torch.Generator, *, signed: bool) -> Moment:
-    """Open a moment that `new_moment` made.
+def open_moment(
+    states: Sequence[dict[str, Any]], name: str, parts: Sequence[Part], *, signed: bool, copied: bool = False
+) -> Values:
+    """Open a moment of a group's parts, all held in one way.
 
     Args:
-        state: of the parameter.
+        states: of each part's parameter, as `new_moment` made them.
         name: of the moment.
-        shape: of the whole parameter.
-        noise: for stochastic rounding.
+        parts: of parameters whose `width` is the same.
         signed: whether it can be negative.
+        copied: as in `Values`.
     """
-    held = local(state[name])
-    if held.dtype is torch.uint8:
-        return _Coded(held, local(state[f"{name}_scale"]), width(shape), signed=signed)
-    return Plain(held, width(shape), noise)
+    held = [part.of(state[name]) for part, state in zip(parts, states, strict=True)]
+    if held[0].dtype is not torch.uint8:
+        return Values(held, copied=copied)
+    block = width(parts[0].parameter.shape)
+    scales = [part.of(state[f"{name}_scale"], block=block) for part, state in zip(parts, states, strict=True)]
+    return _Coded(held, scales, block, signed=signed)
 
 
 def width(shape: torch.Size) -> int:
-    """Values of a row as moments are opened: a block where there are blocks."""
+    """Values that stay together where moments are held in 8 bits."""
     return block_size(shape) or 1
 
 
-def chunks(numel: int, block: int) -> list[slice]:
-    """Slices of the rows of a local tensor, small enough for float32 copies of them to be cheap."""
-    rows, step = numel // block, max(1, _CHUNK // block)
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-class Plain(Moment):
-    """A tensor in a floating-point type; bfloat16 is rounded stochastically, so that small changes are not lost.
-
-    Args:
-        tensor: this process's part.
-        block: values of a row.
-        noise: for the rounding.
-    """
-
-    def __init__(self, tensor: torch.Tensor, block: int, noise: torch.Generator) -> None:
-        self._tensor_RB = tensor.view(-1, block)
-        self._noise = noise
-
-    def read(self, rows: slice) -> torch.Tensor:
-        """Some rows in float32."""
-        return self._tensor_RB[rows].to(torch.float32, copy=True)
-
-    def write(self, rows: slice, values_RB: torch.Tensor) -> None:
-        """Hold new values of some rows."""
-        if self._tensor_RB.dtype is torch.bfloat16:
-            values_RB = round_stochastically(values_RB, self._noise)
-        self._tensor_RB[rows] = values_RB
-
-
-class _Coded(Moment):
+class _Coded(Values):
     """8-bit codes into a table of values from -1 or 0 to 1, and a scale per block.
 
     Source: block-wise dynamic quantization, Dettmers et al. 2022 (arXiv:2110.02861), sections 2.1 and 2.2.
     """
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, block: int, *, signed: bool) -> None:
-        self._codes_RB = codes.view(-1, block)
-        self._scales_R1 = scales.view(-1, 1)
-        self._table = code_table(signed=signed, device=codes.device)
+    def __init__(self, held: list[torch.Tensor], scales: list[torch.Tensor], block: int, *, signed: bool) -> None:
+        self._held, self._held_scales = held, scales
+        self._codes_RB, self._scales_R1 = torch.cat(held).view(-1, block), torch.cat(scales).view(-1, 1)
+        self._table = code_table(signed=signed, device=self._codes_RB.device)
+        self.put((self._table[self._codes_RB.int()] * self._scales_R1).view(-1))
 
-    def read(self, rows: slice) -> torch.Tensor:
-        return self._table[self._codes_RB[rows].int()] * self._scales_R1[rows]
-
-    def write(self, rows: slice, values_RB: torch.Tensor) -> None:
-        scales_R1 = values_RB.abs().amax(-1, keepdim=True).clamp_(min=1e-12)
+    def write(self, noise: torch.Generator, skip: torch.Tensor | None) -> None:
+        del noise
+        values_RB = self.flat.view(self._codes_RB.shape)
+        scales_R1 = torch.linalg.vector_norm(values_RB, math.inf, dim=-1, keepdim=True).clamp_(min=1e-12)
         between = (self._table[1:] + self._table[:-1]) / 2
-        self._codes_RB[rows] = torch.bucketize(values_RB / scales_R1, between, out_int32=True).to(torch.uint8)
-        self._scales_R1[rows] = scales_R1
+        codes_RB = torch.bucketize(values_RB / scales_R1, between, out_int32=True).to(torch.uint8)
+        if skip is not None:  # the codes of a value that a code stands for need not be that code
+            codes_RB = torch.where(skip, self._codes_RB, codes_RB)
+            scales_R1 = torch.where(skip, self._scales_R1, scales_R1)
+        for held, values in ((self._held, codes_RB), (self._held_scales, scales_R1)):
+            torch._foreach_copy_(held, laid_as(held, values.view(-1)))
 
 
 @cache
@@ -151,17 +113,6 @@ def code_table(*, signed: bool, device: torch.device) -> torch.Tensor:
         if signed:
             values += (-magnitudes).tolist()
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
-
-
-def round_stochastically(values: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
-    """Round float32 to bfloat16, up or down with the probability that makes the mean exact.
-
-    The 16 bits that bfloat16 drops are a number below one step of it: a uniform number of 16 bits added to them carries
-    into the kept bits with that very probability.
-    """
-    random = torch.randint(0, 2**16, values.shape, generator=noise, device=values.device, dtype=torch.int32)
-    bits = values.contiguous().view(torch.int32).add(random).bitwise_and_(-(2**16))
-    return bits.view(torch.float32).to(torch.bfloat16)
 
 
 def _zero_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:

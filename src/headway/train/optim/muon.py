@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from headway.errors import ConfigError
+from headway.train.optim.parts import AT_ONCE, laid_as
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
+_Alike = list[tuple[torch.Tensor, torch.Tensor]]  # parameters of one shape, each with its update
 _IN_FLIGHT = 2  # swaps under way at a time: one arrives while the one before is computed
 
 
@@ -57,8 +59,8 @@ def step_scale(shape: torch.Size, scale: str) -> float:
 
 def orthogonalised(
     updates: Iterable[tuple[torch.Tensor, torch.Tensor]], iterations: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Orthogonalise the updates of matrices and of stacks of matrices, sharded or not.
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Orthogonalise the updates of matrices and of stacks of matrices, sharded or not; those of one shape together.
 
     All processes of a mesh must come with the same parameters in the same order.
 
@@ -67,23 +69,27 @@ def orthogonalised(
         iterations: of Newton-Schulz.
 
     Yields:
-        The parameters in some order, each with this process's part of its orthogonalised update.
+        Parameters of one shape, each with this process's part of its orthogonalised update; lists in some order.
 
     Raises:
         ConfigError: a parameter is sharded in a way that leaves no whole matrices to put together.
     """
     under_way: deque[_Swap] = deque()
-    waiting: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    whole: dict[torch.Size, _Alike] = {}
+    waiting: dict[tuple[_Layout, torch.Size], _Alike] = {}
 
-    def finished(at_most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def finished(at_most: int) -> Iterator[_Alike]:
         while len(under_way) > at_most:
-            yield from under_way.popleft().finish(iterations)
+            yield under_way.popleft().finish(iterations)
 
     turn = 0
     for parameter, update in updates:
         layout = _layout(parameter)
         if layout is None:
-            yield parameter, newton_schulz(update.to(_device(parameter)), iterations).to(update.device)
+            stack = whole.setdefault(parameter.shape, [])
+            stack.append((parameter, update))
+            if sum(update.numel() for _, update in stack) >= AT_ONCE:
+                yield _all_here(whole.pop(parameter.shape), iterations)
             continue
         alike = waiting.setdefault((layout, parameter.shape), [])
         alike.append((parameter, update))
@@ -94,7 +100,31 @@ def orthogonalised(
         under_way.append(_Swap(layout, alike, turn))
         turn += len(alike)
         yield from finished(_IN_FLIGHT - 1)
+    for stack in whole.values():
+        yield _all_here(stack, iterations)
     yield from finished(0)
+
+
+def _all_here(alike: _Alike, iterations: int) -> _Alike:
+    """Orthogonalise updates of one shape whose matrices this process has whole."""
+    parameter, first = alike[0]
+    matrices = torch.cat([update.view(-1, *update.shape[-2:]) for _, update in alike]).to(_device(parameter))
+    results = _by_stacks(matrices, iterations).to(first.device).reshape(-1)
+    pieces = laid_as((update for _, update in alike), results)
+    return [(p, piece.view(update.shape)) for (p, update), piece in zip(alike, pieces, strict=True)]
+
+
+def _by_stacks(matrices_NAB: torch.Tensor, iterations: int) -> torch.Tensor:
+    """Newton-Schulz on as many matrices at a time as fit the budget of an optimizer's working memory."""
+    if len(matrices_NAB) == 0:
+        return matrices_NAB
+    at_once = max(1, AT_ONCE // matrices_NAB[0].numel())
+    # One alone is an ordinary matrix product, which libraries choose their kernels for with more care.
+    stacks = [
+        newton_schulz(s[0], iterations)[None] if len(s) == 1 else newton_schulz(s, iterations)
+        for s in torch.split(matrices_NAB, at_once)
+    ]
+    return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
 
 
 @dataclass(frozen=True)
@@ -155,7 +185,7 @@ class _Swap:
         turn: which process takes the first matrix.
     """
 
-    def __init__(self, layout: _Layout, alike: list[tuple[torch.Tensor, torch.Tensor]], turn: int) -> None:
+    def __init__(self, layout: _Layout, alike: _Alike, turn: int) -> None:
         self._layout = layout
         self._alike = alike
         *_, rows, columns = alike[0][0].shape
@@ -184,8 +214,8 @@ class _Swap:
         work = dist.all_to_all_single(received, sent, arriving, leaving, group=self._layout.group, async_op=True)
         return received, work
 
-    def finish(self, iterations: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Wait for the matrices, orthogonalise them, send them back and hand out this process's parts."""
+    def finish(self, iterations: int) -> _Alike:
+        """Wait for the matrices, orthogonalise them, send them back; this process's parts."""
         self._work.wait()
         count, across, rank = self._counts[self._layout.rank], self._across, self._layout.rank
         parts = [
@@ -197,21 +227,19 @@ class _Swap:
             )
         ]
         whole = torch.cat(parts, dim=1)
-        whole = torch.stack([self._orthogonalise(matrix, iterations) for matrix in whole]) if count else whole
+        if count:  # the way round in which a single process would have them
+            whole = _by_stacks(whole.mT, iterations).mT if self._layout.dim else _by_stacks(whole, iterations)
         sent = torch.cat([part.reshape(-1) for part in torch.split(whole, self._lengths, dim=1)])
         returned, work = self._exchange(sent, back=True)
         work.wait()
         slices = returned.view(len(self._place), self._lengths[rank], across)
-        first = 0
+        results, first = [], 0
         for parameter, update in self._alike:
             stack = self._layout.stack(parameter)
             own = torch.stack([slices[self._place[i]] for i in range(first, first + stack)])
             first += stack
-            yield parameter, (own.mT if self._layout.dim else own).reshape(update.shape).to(update.device)
-
-    def _orthogonalise(self, matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-        """One whole matrix, the way round in which a single process would have it."""
-        return newton_schulz(matrix.mT, iterations).mT if self._layout.dim else newton_schulz(matrix, iterations)
+            results.append((parameter, (own.mT if self._layout.dim else own).reshape(update.shape).to(update.device)))
+        return results
 
 
 def _add_product(

@@ -4,20 +4,19 @@ Each process updates its own part of every parameter. The state holds plain tens
 that PyTorch's distributed checkpoints save and reshard it like any other optimizer's.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
 from headway.count import CostModel
 from headway.train.config import OptimConfig
 from headway.train.config.optim import MuonConfig
 from headway.train.optim.groups import parameter_groups
-from headway.train.optim.moments import Held, Plain, chunks, local, new_moment, open_moment, width
+from headway.train.optim.moments import Held, new_moment, open_moment, width
 from headway.train.optim.muon import orthogonalised, step_scale
+from headway.train.optim.parts import Values, alike, cut, laid_as, local
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -30,6 +29,10 @@ class Optimizer(torch.optim.Optimizer):
         eps: AdamW's epsilon.
         muon: Muon's settings.
         held: how moments are held; None for the parameters' own type.
+
+    Attributes:
+        updates: steps taken, left-out ones among them; what noise for rounding follows from.
+        found_inf: 1.0, on a device, makes steps leave everything as it is, and 0.0 does nothing; None for no look.
 
     Source: AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101); Muon, see `headway.train.optim.muon`.
     """
@@ -45,137 +48,163 @@ class Optimizer(torch.optim.Optimizer):
         held: Held | None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self.found_inf: torch.Tensor | None = (
-            None  # 1.0 makes PyTorch's fused kernel leave a step out, as in GradScaler
-        )
+        self.updates = 0
+        self.found_inf: torch.Tensor | None = None
+        self._found_inf: torch.Tensor | None = None  # where the parameters are
+        self._skip: torch.Tensor | None = None
         self._muon = muon
         self._held = held
-        self._noise: dict[torch.device, torch.Generator] = {}
+        self._noise: dict[tuple[torch.device, int], torch.Generator] = {}
         self._places = {
             parameter: place
             for place, parameter in enumerate(p for group in self.param_groups for p in group["params"])
         }
-        for group in self.param_groups:
-            # PyTorch's own key, by which it puts the step of a loaded state where its fused kernel wants it
-            group["fused"] = group["rule"] == "adamw" and all(self._is_fused(p) for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, so nothing to return
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient; no device is waited for."""
         assert closure is None
+        self.updates += 1
         for group in self.param_groups:
             if group["rule"] == "muon":
                 self._step_muon(group)
-            elif group["fused"]:
-                self._step_fused(group)
             else:
                 self._step_adamw(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take in a state; moments stay in the type in which they are held, whatever the parameters' type is."""
-        wanted = {key: {"step": state["step"]} if "step" in state else {} for key, state in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": wanted})
+        super().load_state_dict({**state_dict, "state": {key: {} for key in state_dict["state"]}})
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         held = (parameter for group in self.param_groups for parameter in group["params"])
         for key, parameter in zip(keys, held, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name != "step":
-                    self.state[parameter][name] = value.to(parameter.device)
-
-    def _is_fused(self, parameter: torch.Tensor) -> bool:
-        """Whether PyTorch's fused kernel updates a parameter: it wants moments in the parameter's own type."""
-        return self._held is None or (self._held == "float32" and parameter.dtype is torch.float32)
-
-    def _step_fused(self, group: dict[str, Any]) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        adamw(
-            [local(p) for p in parameters],
-            [local(p.grad) for p in parameters],
-            [local(self.state[p]["exp_avg"]) for p in parameters],
-            [local(self.state[p]["exp_avg_sq"]) for p in parameters],
-            [],
-            [self.state[p]["step"] for p in parameters],
-            fused=True,
-            amsgrad=False,
-            found_inf=self.found_inf,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+                self.state[parameter][name] = value.to(parameter.device)
+        self.updates = max((int(state["step"]) for state in self.state.values() if state), default=0)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
-        """AdamW in float32 on moments that are held in another type than the parameters."""
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state, noise = self._begin(parameter, {"exp_avg": True, "exp_avg_sq": False})
-            step = int(state["step"])
-            first = open_moment(state, "exp_avg", parameter.shape, noise, signed=True)
-            second = open_moment(state, "exp_avg_sq", parameter.shape, noise, signed=False)
-            weights = Plain(local(parameter), width(parameter.shape), noise)
-            gradients = Plain(local(parameter.grad), width(parameter.shape), noise)
-            for rows in chunks(local(parameter).numel(), width(parameter.shape)):
-                gradient = gradients.read(rows)
-                mean = first.read(rows).lerp_(gradient, 1.0 - beta1)
-                square = second.read(rows).lerp_(gradient.square_(), 1.0 - beta2)
-                first.write(rows, mean)
-                second.write(rows, square)
-                spread = square.sqrt_().div_(math.sqrt(1.0 - beta2**step)).add_(group["eps"])
-                weight = weights.read(rows).mul_(1.0 - lr * group["weight_decay"])
-                weights.write(rows, weight.addcdiv_(mean, spread, value=-lr / (1.0 - beta1**step)))
+        """PyTorch's fused kernel, on the tensors themselves or on float32 copies of what is held in another type."""
+        parameters = self._begin(group, ("exp_avg", "exp_avg_sq"))
+        whole = [p for p in parameters if self._is_float32(p)]
+        if whole:
+            gradients = [local(p.grad) for p in whole if p.grad is not None]
+            moments = ([local(self.state[p][name]) for p in whole] for name in ("exp_avg", "exp_avg_sq"))
+            self._fused(group, whole, [local(p) for p in whole], gradients, *moments)
+        for others in alike((p for p in parameters if not self._is_float32(p)), self._block_of):
+            noise = self._noise_of(others[0], stream=0)
+            for parts in cut(others, self._block_of(others[0].shape)):
+                owners = [part.parameter for part in parts]
+                states = [self.state[owner] for owner in owners]
+                weights = Values([part.of(part.parameter) for part in parts])
+                gradient = Values([part.gradient for part in parts])
+                first = open_moment(states, "exp_avg", parts, signed=True)
+                second = open_moment(states, "exp_avg_sq", parts, signed=False)
+                self._fused(group, owners, weights.parts, gradient.parts, first.parts, second.parts)
+                for values in (weights, first, second):
+                    values.write(noise, self._skip)
+        self._end(parameters)
+
+    def _is_float32(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter and its moments are all held in float32."""
+        return parameter.dtype is torch.float32 and self._held in (None, "float32")
+
+    def _fused(
+        self,
+        group: dict[str, Any],
+        owners: Sequence[torch.Tensor],
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        first: list[torch.Tensor],
+        second: list[torch.Tensor],
+    ) -> None:
+        """Update weights and moments in float32, each a tensor for an owner, whose steps are counted already."""
+        torch._fused_adamw_(
+            weights,
+            gradients,
+            first,
+            second,
+            [],
+            [self.state[owner]["step"] for owner in owners],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            found_inf=self._found_inf,
+        )
 
     def _step_muon(self, group: dict[str, Any]) -> None:
-        lr = group["lr"]
-        for parameter, direction in orthogonalised(self._momenta(group), self._muon.iterations):
-            noise = self._noise_of(parameter, int(self.state[parameter]["step"]), stream=1)
-            weights = Plain(local(parameter), 1, noise)
-            everything = slice(None)
-            weight = weights.read(everything).mul_(1.0 - lr * group["weight_decay"])
+        lr, decay = group["lr"], 1.0 - group["lr"] * group["weight_decay"]
+        parameters = self._begin(group, ("momentum_buffer",))
+        for updates in orthogonalised(self._momenta(parameters), self._muon.iterations):
+            directions, (parameter, _) = dict(updates), updates[0]
+            noise = self._noise_of(parameter, stream=1)
             scale = step_scale(parameter.shape, self._muon.scale)
-            weights.write(everything, weight.sub_(direction.reshape(weight.shape), alpha=lr * scale))
+            for parts in cut(directions):
+                weights = Values([part.of(part.parameter) for part in parts], copied=True)
+                direction = Values([part.of(directions[part.parameter].contiguous()) for part in parts], copied=True)
+                weight = (weights.flat * decay).sub_(direction.flat, alpha=lr * scale)
+                weights.put(weight if self._skip is None else torch.where(self._skip, weights.flat, weight))
+                weights.write(noise, self._skip)
+        self._end(parameters)
 
-    def _momenta(self, group: dict[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _momenta(self, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each of Muon's parameters with this process's part of its update before it is orthogonalised, in bfloat16."""
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state, noise = self._begin(parameter, {"momentum_buffer": True})
-            block = width(parameter.shape)
-            momentum = open_moment(state, "momentum_buffer", parameter.shape, noise, signed=True)
-            gradient = local(parameter.grad)
-            gradients = Plain(gradient, block, noise)
-            update = torch.empty_like(gradient, dtype=torch.bfloat16)
-            for rows in chunks(gradient.numel(), block):
-                now = gradients.read(rows)
-                mean = momentum.read(rows).lerp_(now, 1.0 - self._muon.momentum)
-                momentum.write(rows, mean)
-                update.view(-1, block)[rows] = now.lerp_(mean, self._muon.momentum) if self._muon.nesterov else mean
-            yield parameter, update
+        for kind in alike(parameters, self._block_of):
+            noise, updates = self._noise_of(kind[0], stream=0), []
+            for parts in cut(kind, self._block_of(kind[0].shape)):
+                states = [self.state[part.parameter] for part in parts]
+                momentum = open_moment(states, "momentum_buffer", parts, signed=True, copied=True)
+                gradients = Values([part.gradient for part in parts], copied=True)
+                if self._skip is not None:  # the mean of a number and itself is that number
+                    gradients.put(torch.where(self._skip, momentum.flat, gradients.flat))
+                momentum.flat.lerp_(gradients.flat, 1.0 - self._muon.momentum)
+                ahead = gradients.flat.lerp_(momentum.flat, self._muon.momentum) if self._muon.nesterov else None
+                update = (momentum.flat if ahead is None else ahead).to(torch.bfloat16)
+                momentum.write(noise, self._skip)
+                for part, values in zip(parts, laid_as(gradients.parts, update), strict=True):
+                    updates.append(values)
+                    if part.is_last:
+                        whole = updates[0] if len(updates) == 1 else torch.cat(updates)
+                        updates = []
+                        yield part.parameter, whole.view(local(part.parameter).shape)
 
-    def _begin(self, parameter: torch.Tensor, moments: dict[str, bool]) -> tuple[dict[str, Any], torch.Generator]:
-        """Count a parameter's step, after making its state if it has none; with its source of noise."""
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, where it is read
-            for name in moments:
-                new_moment(state, name, parameter, self._held or _own_type(parameter))
-        state["step"] += 1
-        return state, self._noise_of(parameter, int(state["step"]), stream=0)
+    def _begin(self, group: dict[str, Any], moments: Sequence[str]) -> list[torch.Tensor]:
+        """Count the step of every parameter that has a gradient, after making its state if it has none."""
+        parameters: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
+        for parameter in parameters:
+            state: dict[str, Any] = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                for name in moments:
+                    new_moment(state, name, parameter, self._held or _own_type(parameter))
+        if parameters:
+            torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
+            given = self.found_inf
+            # Weights that were offloaded to the host wait for it there, as they have for their gradients.
+            self._found_inf = None if given is None else given.to(parameters[0].device)
+            self._skip = None if self._found_inf is None else self._found_inf > 0
+        return parameters
 
-    def _noise_of(self, parameter: torch.Tensor, step: int, *, stream: int) -> torch.Generator:
-        """Noise that depends on the step and the parameter alone, so that a resumed run rounds as it would have."""
-        noise = self._noise.setdefault(parameter.device, torch.Generator(parameter.device))
-        return noise.manual_seed((step * len(self._places) + self._places[parameter]) * 2 + stream)
+    def _end(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take back the count of a step that was left out."""
+        if parameters and self._found_inf is not None:
+            torch._foreach_sub_([self.state[p]["step"] for p in parameters], [self._found_inf] * len(parameters))
+
+    def _block_of(self, shape: torch.Size) -> int:
+        """Values of a parameter that are held together."""
+        return width(shape) if self._held == "8bit" else 1
+
+    def _noise_of(self, first: torch.Tensor, *, stream: int) -> torch.Generator:
+        """Noise that depends on the update and on what it is for alone, so that a resumed run rounds as it would have.
+
+        Args:
+            first: of the parameters that it is for.
+            stream: one generator each, for those that are drawn from by turns.
+        """
+        noise = self._noise.setdefault((first.device, stream), torch.Generator(first.device))
+        return noise.manual_seed((self.updates * len(self._places) + self._places[first]) * 2 + stream)
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> Optimizer:
