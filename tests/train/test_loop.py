@@ -73,6 +73,24 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
         assert (ours - theirs).norm() <= 2e-2 * max(theirs.norm().item(), 1e-2), name
 
 
+def test_a_steps_mbu_is_what_it_must_move_where_the_bandwidth_is_known(raw, monkeypatch):
+    for user in ("train.prepare", "meter.meter"):
+        monkeypatch.setattr(f"headway.{user}.bandwidth_of", lambda _device: 1e10)
+    raw["optim"] |= {"steps": 2, "warmup_steps": 0}
+    moved = []
+    for state in ("auto", "bfloat16"):
+        raw["optim"]["state"] = state
+        raw["run"]["folder"] += state
+        config = parse_config(raw)
+        model = load_model(str(train(config).model))
+        records = steps_of(config)
+        assert all(r["mbu"] == pytest.approx(r["bytes_moved"] / r["wall_s"] / 1e10) for r in records)
+        moved.append([r["bytes_moved"] for r in records])
+    # an update reads and writes both moments of each parameter, in 4 bytes or in 2
+    numel = sum(p.numel() for p in model.parameters())
+    assert [full - half for full, half in zip(*moved, strict=True)] == [2 * 2 * 2 * numel] * 2
+
+
 @pytest.mark.own_peak
 def test_what_a_run_leaves_behind(raw, digits):
     raw["data"]["eval"] = str(digits / "data/eval.jsonl")

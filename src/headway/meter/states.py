@@ -24,10 +24,12 @@ def state_bytes(optimizer: Optimizer) -> dict[int, int]:
     """Map the id of each parameter that an optimizer updates to the bytes of its state on this rank.
 
     State is what lies beside the parameter and is not a single number. Where the first step is still to come, one of
-    PyTorch's own optimizers is run for one step on shapes; of others (and of LBFGS and SparseAdam), what is not there
-    yet is not counted.
+    PyTorch's own optimizers is run for one step on shapes, and one with a method `state_bytes_of(parameter)` is asked;
+    of others (and of LBFGS and SparseAdam), what is not there yet is not counted.
     """
-    own = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
+    own: Any = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
+    if hasattr(own, "state_bytes_of"):
+        return {id(p): own.state_bytes_of(p) for group in own.param_groups for p in group["params"]}
     found = {}
     for group in own.param_groups:
         for parameter in group["params"]:

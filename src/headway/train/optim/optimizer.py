@@ -18,6 +18,8 @@ from headway.train.optim.moments import Held, new_moment, open_moment, width
 from headway.train.optim.muon import orthogonalised, step_scale
 from headway.train.optim.parts import Values, alike, cut, laid_as, local
 
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by the rule of a group
+
 
 class Optimizer(torch.optim.Optimizer):
     """AdamW and Muon, by the `rule` of each group.
@@ -81,13 +83,21 @@ class Optimizer(torch.optim.Optimizer):
                 self.state[parameter][name] = value.to(parameter.device)
         self.updates = max((int(state["step"]) for state in self.state.values() if state), default=0)
 
+    def state_bytes_of(self, parameter: torch.Tensor) -> int:
+        """Bytes of the state that this process keeps of a parameter, or will after the first step."""
+        group = next(group for group in self.param_groups if any(parameter is p for p in group["params"]))
+        twin, state = torch.empty_like(local(parameter), device="meta"), dict[str, torch.Tensor]()
+        for name in _MOMENTS[group["rule"]]:
+            new_moment(state, name, twin, self._held or _own_type(parameter))
+        return sum(moment.nbytes for moment in state.values())
+
     def _step_adamw(self, group: dict[str, Any]) -> None:
         """PyTorch's fused kernel, on the tensors themselves or on float32 copies of what is held in another type."""
-        parameters = self._begin(group, ("exp_avg", "exp_avg_sq"))
+        parameters = self._begin(group)
         whole = [p for p in parameters if self._is_float32(p)]
         if whole:
             gradients = [local(p.grad) for p in whole if p.grad is not None]
-            moments = ([local(self.state[p][name]) for p in whole] for name in ("exp_avg", "exp_avg_sq"))
+            moments = ([local(self.state[p][name]) for p in whole] for name in _MOMENTS["adamw"])
             self._fused(group, whole, [local(p) for p in whole], gradients, *moments)
         for others in alike((p for p in parameters if not self._is_float32(p)), self._block_of):
             noise = self._noise_of(others[0], stream=0)
@@ -136,7 +146,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step_muon(self, group: dict[str, Any]) -> None:
         lr, decay = group["lr"], 1.0 - group["lr"] * group["weight_decay"]
-        parameters = self._begin(group, ("momentum_buffer",))
+        parameters = self._begin(group)
         for updates in orthogonalised(self._momenta(parameters), self._muon.iterations):
             directions, (parameter, _) = dict(updates), updates[0]
             noise = self._noise_of(parameter, stream=1)
@@ -170,14 +180,14 @@ class Optimizer(torch.optim.Optimizer):
                         updates = []
                         yield part.parameter, whole.view(local(part.parameter).shape)
 
-    def _begin(self, group: dict[str, Any], moments: Sequence[str]) -> list[torch.Tensor]:
+    def _begin(self, group: dict[str, Any]) -> list[torch.Tensor]:
         """Count the step of every parameter that has a gradient, after making its state if it has none."""
         parameters: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
         for parameter in parameters:
             state: dict[str, Any] = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                for name in moments:
+                for name in _MOMENTS[group["rule"]]:
                     new_moment(state, name, parameter, self._held or _own_type(parameter))
         if parameters:
             torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
