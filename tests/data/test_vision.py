@@ -109,6 +109,15 @@ def test_a_tower_given_everything_ready_made_computes_the_same(model):
     assert_same(loss_and_gradients(model, ahead), loss_and_gradients(model, alone))
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_tower_is_known_by_its_class_whatever_a_saved_configuration_calls_it(family):
+    """`save_pretrained` of older versions wrote the whole model's type, and transformers 5.17 keeps what it reads."""
+    saved = _config(family).to_dict()
+    saved["vision_config"]["model_type"] = family
+    model = load_model(type(_config(family)).from_dict(saved), device="meta", random_init=True)
+    assert vision_geometry(model).window_size == (32 if family == "qwen2_5_vl" else None)
+
+
 def test_a_tower_given_everything_computes_none_of_it(model, monkeypatch):
     batch = Collator(vision_geometry(model))(samples(model))
     tower_module = __import__(type(model).__module__, fromlist=["_"])

@@ -2,11 +2,15 @@
 
 import copy
 import importlib.util
-from types import SimpleNamespace
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from headway.errors import ConfigError
@@ -105,8 +109,9 @@ def test_liger_without_cuda_or_package_is_refused(monkeypatch):
 
 
 def test_flash_attn_without_cuda_or_package_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"speed\.attention is 'flash-attn'.*on CUDA only.*speed\.attention=auto"):
-        choose_kernel("flash-attn", CPU)
+    for name in ("flash-attn", "fa3"):
+        with pytest.raises(ConfigError, match=rf"speed\.attention is '{name}'.*on CUDA only.*speed\.attention=auto"):
+            choose_kernel(name, CPU)
     monkeypatch.setattr("headway.models.flash.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install flash-attn.*speed\.attention=auto"):
         choose_kernel("flash-attn", CUDA)
@@ -138,8 +143,60 @@ def test_flash_attn_is_given_windows_scale_and_padded_heads_as_it_expects_them(m
         with pytest.raises(ConfigError, match="attention sinks"):
             cuda_kernel()(q, k, v, cu, 7, True, None, 0.3, torch.zeros(4))
     finally:
-        choose_kernel("auto", CUDA)
+        assert choose_kernel("torch", CUDA) == (FA2_LINE,)
     assert cuda_kernel() is varlen_attention
+
+
+FA2_LINE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
+
+
+@pytest.fixture
+def _fa3(monkeypatch):
+    """FlashAttention-3's package as PyTorch looks for it, and a Hopper device: no kernels, as nothing is computed."""
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    for name in ("fwd", "bwd"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(
+        "headway.models.flash.find_spec", lambda name: object() if name == "flash_attn_interface" else None
+    )
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    yield
+    choose_kernel("auto", CPU)
+    assert current_flash_attention_impl() is None
+
+
+@pytest.mark.usefixtures("_fa3")
+def test_auto_takes_flash_attention_3_where_it_runs_and_says_so():
+    for name in ("auto", "fa3"):
+        assert choose_kernel(name, CUDA) == (
+            "Attention on CUDA: FlashAttention-3 (flash_attn_interface) behind PyTorch's variable-length attention",
+        )
+        assert current_flash_attention_impl() == "FA3"
+        assert cuda_kernel() is varlen_attention
+        assert choose_kernel("torch", CUDA) == (FA2_LINE,)
+        assert current_flash_attention_impl() is None
+
+
+@pytest.mark.usefixtures("_fa3")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (("torch.cuda.get_device_capability", lambda _: (8, 0)), r"capability 9\.x \(H100, H200\), and cuda has 8\.0"),
+        (("headway.models.flash.find_spec", lambda _: None), "flash_attn_interface is not installed"),
+        (
+            ("torch.nn.attention._fa3._fa3_import_module", Mock(side_effect=RuntimeError("no backward"))),
+            "cannot use the installed flash_attn_interface: no backward",
+        ),
+    ],
+)
+def test_without_flash_attention_3_auto_says_why_and_its_name_is_refused(change, why, monkeypatch):
+    monkeypatch.setattr(*change)
+    (line,) = choose_kernel("auto", CUDA)
+    assert re.match(rf"{FA2_LINE}; FlashAttention-3 is not used, as .*{why}", line)
+    with pytest.raises(ConfigError, match=rf"'fa3' \(FlashAttention-3\), but .*{why}.*speed\.attention=auto"):
+        choose_kernel("fa3", CUDA)
+    assert current_flash_attention_impl() is None
 
 
 @pytest.mark.gpu

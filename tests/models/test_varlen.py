@@ -6,9 +6,10 @@ log-sum-exp of the scores, and a backward that rebuilds the weights from that lo
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headway.errors import ConfigError
-from headway.models.segments import segment_attention
+from headway.models.segments import segment_attention, with_equal_heads
 from headway.models.varlen import varlen_attention
 
 LENGTHS = [1, 20, 7, 7]
@@ -30,8 +31,8 @@ def scores(q, k, cu, longest, causal, scale, window):
     return (torch.einsum("thd,shd->hts", q.float(), k.float()) * scale).masked_fill(~seen, -torch.inf)
 
 
-def forward(q, k, v, cu, cu_k, longest, longest_k, causal, scale, window, grouped, *rest):
-    assert grouped == (q.shape[1] != k.shape[1])
+def forward(q, k, v, cu, cu_k, longest, longest_k, causal, scale, window, grouped=None, *rest):
+    assert grouped in (None, q.shape[1] != k.shape[1])  # torch 2.11 does not ask
     all_scores = scores(q, k, cu, longest, causal, scale, window)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     out = torch.einsum("hts,shd->thd", all_scores.softmax(-1), v.float())
@@ -107,3 +108,33 @@ def test_heads_larger_than_the_kernel_takes_are_refused():
     x = torch.randn(35, 2, 320).bfloat16()
     with pytest.raises(ConfigError, match="heads have 320 channels; the flash kernel on CUDA takes up to 256"):
         varlen_attention(x, x, x, CU, 20, True, None, 0.3, None)
+
+
+@pytest.mark.parametrize(("device", "learns"), [("cuda", False), ("meta", True)])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [(8, 8), (12, 9)])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])
+def test_the_installed_torch_takes_every_call(device, learns, with_sinks, num_groups, sizes, causal, window):
+    """Its real operators, asked for shapes only: a keyword or a number of arguments that it does not know fails here.
+
+    Gradients are asked for on the meta device: autograd wants a driver for a tensor that says it is on CUDA.
+    """
+    with FakeTensorMode():
+        shapes = [(35, 4, sizes[0]), (35, num_groups, sizes[0]), (35, num_groups, sizes[1]), (4,)]
+        inputs = [torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=learns) for shape in shapes]
+        cu = torch.zeros(5, dtype=torch.int64, device=device)
+        used = inputs if with_sinks else inputs[:3]
+        out = varlen_attention(*inputs[:3], cu, 20, causal, window, 0.3, inputs[3] if with_sinks else None)
+        assert (out.shape, out.dtype, out.device.type) == ((35, 4, sizes[1]), torch.bfloat16, device)
+        if learns:
+            grads = torch.autograd.grad(out.sum(), used)
+            assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in used]
+
+
+def test_what_needs_no_padding_is_not_copied():
+    x, y = torch.randn(3, 2, 16), torch.randn(3, 2, 12)
+    assert with_equal_heads(x, x, x, multiple=8)[0] is x
+    kept, grown = with_equal_heads(x, y)
+    assert kept is x
+    assert torch.equal(grown, torch.cat([y, torch.zeros(3, 2, 4)], dim=-1))

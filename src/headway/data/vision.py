@@ -19,7 +19,8 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-# Vision configurations whose towers, and the models around them, take everything ready-made.
+# Vision configurations whose towers, and the models around them, take everything ready-made: what their classes call
+# themselves, as a saved configuration may carry an older name ("qwen2_5_vl" for "qwen2_5_vl_vision").
 _KNOWN = ("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")
 _PADDING_SIDE = 32  # side of the squares that padding patches form [patches]; whole images would cost attention
 
@@ -92,8 +93,7 @@ class VisionGeometry:
 def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
     """A model's vision tower; None where it has none, or one that takes nothing ready-made."""
     for tower in model.modules():
-        config: Any = getattr(tower, "config", None)
-        if isinstance(tower, PreTrainedModel) and getattr(config, "model_type", None) in _KNOWN:
+        if isinstance(tower, PreTrainedModel) and getattr(tower.config_class, "model_type", None) in _KNOWN:
             return tower
     return None
 

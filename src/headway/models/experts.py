@@ -22,7 +22,7 @@ from headway.models.grouped import grouped_linear
 from headway.models.take import take
 
 NAME = "headway_experts"
-_DECLARED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_apply_gate")
+_DECLARED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 def register() -> None:
@@ -106,7 +106,8 @@ def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expe
     else:
         inside_SF = module.act_fn(linear(rows_SD, "up_proj"))
     out_SD = linear(inside_SF, "down_proj")
-    return module.post_expert_norm(out_SD) if module.has_post_expert_norm else out_SD
+    has_norm = getattr(module, "has_post_expert_norm", False)  # transformers 5.17 knows no such experts
+    return module.post_expert_norm(out_SD) if has_norm else out_SD
 
 
 def sizes_of(ends_E: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,31 @@
-"""Attention within segments on CUDA by the flash-attn package, where it is installed and asked for.
+"""Which kernel attention within segments runs on CUDA: PyTorch's, FlashAttention-3 in its place, or a package's.
 
 Tensor letters as in `attention`. Two packages are known: `flash_attn_interface` (FlashAttention-3, for Hopper) and
-`flash_attn` (FlashAttention-2); the first is taken where both are there.
+`flash_attn` (FlashAttention-2). PyTorch's variable-length attention is FlashAttention-2, unless its own switch puts
+FlashAttention-3's kernels behind the same operators: then everything above them, compiled blocks too, stays as it is.
 """
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.nn import functional as F
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from headway.errors import ConfigError
+from headway.models.segments import with_equal_heads
 from headway.models.varlen import varlen_attention
 
-PACKAGES = ("flash_attn_interface", "flash_attn")
+FA3, FA2 = PACKAGES = ("flash_attn_interface", "flash_attn")
+_FA3_MAJOR = 9  # of the devices' compute capability: Hopper
 _HEAD_MULTIPLE = 8
+_FA2_LINE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
 
 Kernel = Callable[..., torch.Tensor]  # arguments as in `varlen_attention`
 
@@ -28,32 +37,76 @@ def cuda_kernel() -> Kernel:
     return _chosen[0]
 
 
-def choose_kernel(name: str, device: torch.device) -> None:
+def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
     """Choose the kernel of attention on CUDA for this process.
 
     Args:
-        name: "torch" for PyTorch's own, "flash-attn" for the package, "auto" for PyTorch's, which needs nothing else.
+        name: "torch" for PyTorch's FlashAttention-2, "fa3" for FlashAttention-3 through PyTorch's switch, "flash-attn"
+            for a package's own function, "auto" for "fa3" where it runs and "torch" elsewhere.
         device: where the model runs.
 
+    Returns:
+        Which it is, as a line for the start of the run; none on a CPU, which attends segment by segment.
+
     Raises:
-        ConfigError: flash-attn was asked for, and the device is not CUDA or the package is not installed.
+        ConfigError: a kernel was asked for by name that this device or installation does not have.
     """
-    if name != "flash-attn":
-        _chosen[0] = varlen_attention
-        return
-    if device.type != "cuda":
+    if device.type != "cuda" and name in ("fa3", "flash-attn"):
         raise ConfigError(
-            f"speed.attention is 'flash-attn', which runs on CUDA only, and the run is on {device}. Set "
+            f"speed.attention is {name!r}, which runs on CUDA only, and the run is on {device}. Set "
             "speed.attention=auto, which attends segment by segment on a CPU."
         )
+    _chosen[0] = varlen_attention
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()  # of an earlier run in this process
+    if device.type != "cuda":
+        return ()
+    if name == "flash-attn":
+        return (_use_package(),)
+    if name == "torch":
+        return (_FA2_LINE,)
+    missing = _missing_for_fa3(device) or _put_in_fa3()
+    if missing is None:
+        return (f"Attention on CUDA: FlashAttention-3 ({FA3}) behind PyTorch's variable-length attention",)
+    if name == "fa3":
+        raise ConfigError(
+            f"speed.attention is 'fa3' (FlashAttention-3), but {missing}. Set speed.attention=auto, which takes "
+            "PyTorch's own variable-length flash kernel where there is no FlashAttention-3."
+        )
+    return (f"{_FA2_LINE}; FlashAttention-3 is not used, as {missing}",)
+
+
+def _missing_for_fa3(device: torch.device) -> str | None:
+    """What FlashAttention-3 lacks here, as a part of a sentence; None where it runs."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != _FA3_MAJOR:
+        return f"it needs a device of compute capability {_FA3_MAJOR}.x (H100, H200), and {device} has {major}.{minor}"
+    if find_spec(FA3) is None:
+        return f"its package {FA3} is not installed (it is built from the hopper folder of the flash-attention sources)"
+    return None
+
+
+def _put_in_fa3() -> str | None:
+    """Switch PyTorch to FlashAttention-3; why it could not, as a part of a sentence, or None."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # it replaces kernels: as asked
+            activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:  # built for another PyTorch, or without a backward
+        return f"PyTorch {torch.__version__} cannot use the installed {FA3}: {error}"
+    return None
+
+
+def _use_package() -> str:
     installed = [package for package in PACKAGES if find_spec(package) is not None]
     if not installed:
         raise ConfigError(
-            "speed.attention is 'flash-attn', but neither flash_attn_interface (FlashAttention-3) nor flash_attn is "
-            "installed. Install one with `pip install flash-attn --no-build-isolation`, or set speed.attention=auto, "
-            "which takes PyTorch's own variable-length flash kernel."
+            f"speed.attention is 'flash-attn', but neither {FA3} (FlashAttention-3) nor {FA2} is installed. Install "
+            "one with `pip install flash-attn --no-build-isolation`, or set speed.attention=auto, which takes "
+            "PyTorch's own variable-length flash kernel."
         )
     _chosen[0] = flash_kernel(import_module(installed[0]).flash_attn_varlen_func)
+    return f"Attention on CUDA: flash_attn_varlen_func of {installed[0]}"
 
 
 def flash_kernel(attend: Callable[..., Any]) -> Kernel:
@@ -77,14 +130,13 @@ def flash_kernel(attend: Callable[..., Any]) -> Kernel:
         if sinks_H is not None:
             raise ConfigError("flash-attn has no attention sinks, which this model uses; set speed.attention=torch.")
         value_size = v_TKD.shape[-1]
-        size = -(-max(q_THD.shape[-1], value_size) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-        q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q_THD, k_TKD, v_TKD))
+        q, k, v = with_equal_heads(q_THD, k_TKD, v_TKD, multiple=_HEAD_MULTIPLE)
         cu = cu_seqlens_N.to(torch.int32)
         reach = (window - 1, 0) if causal and window is not None else (-1, -1)
         out = attend(
             q, k, v, cu, cu, max_seqlen, max_seqlen, softmax_scale=scale, causal=causal, window_size=reach
         )  # fmt: skip
         out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # FlashAttention-3 once gave its sums too
-        return out_THD[..., :value_size]
+        return out_THD.narrow(-1, 0, value_size)
 
     return kernel

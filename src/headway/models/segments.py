@@ -98,13 +98,21 @@ def segment_attention(
         Attended values, shape (T, H, Dv).
     """
     value_size = v_TKD.shape[-1]
-    size = max(q_THD.shape[-1], value_size)  # the kernel wants one head size; zeros change neither scores nor values
-    q_THD, k_TKD, v_TKD = (
-        F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in (q_THD, k_TKD, v_TKD)
-    )
+    q_THD, k_TKD, v_TKD = with_equal_heads(q_THD, k_TKD, v_TKD)
     attend: Any = _SegmentAttention.apply  # torch leaves it untyped
     out: torch.Tensor = attend(q_THD, k_TKD, v_TKD, sinks_H, cu_seqlens_N, causal, window, scale)
-    return out[..., :value_size]
+    return out.narrow(-1, 0, value_size)
+
+
+def with_equal_heads(*tensors: torch.Tensor, multiple: int = 1) -> tuple[torch.Tensor, ...]:
+    """Give queries, keys and values one head size, as kernels want: zeros change neither scores nor values.
+
+    Args:
+        tensors: of shape (T, heads, D), each with its own D; one that has the size is not copied.
+        multiple: what the size must be a multiple of.
+    """
+    size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
+    return tuple(F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in tensors)
 
 
 class _SegmentAttention(torch.autograd.Function):

@@ -3,16 +3,19 @@
 Tensor letters as in `attention`: H query heads, K key/value heads, T slots, D head size.
 """
 
+import inspect
 from typing import Any
 
 import torch
-from torch.nn import functional as F
+from torch.nn.attention import varlen
 
 from headway.errors import ConfigError
-from headway.models.segments import sink_gradient, with_sinks
+from headway.models.segments import sink_gradient, with_equal_heads, with_sinks
 
 _LARGEST_HEAD = 256  # head size that the flash kernel takes
 _HEAD_MULTIPLE = 8
+# torch 2.11's kernel takes fewer key/value heads than query heads by itself; later ones want to be told.
+_IS_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def varlen_attention(
@@ -34,8 +37,6 @@ def varlen_attention(
     Raises:
         ConfigError: the tensors are neither bfloat16 nor float16, or the heads are larger than the kernel takes.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     if q_THD.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
             f"Attention over packs on CUDA runs in bfloat16 or float16, but this model computes in {q_THD.dtype}. Set "
@@ -48,20 +49,25 @@ def varlen_attention(
             f"This model's attention heads have {largest} channels; the flash kernel on CUDA takes up to "
             f'{_LARGEST_HEAD}. Load the model with the attention backend "sdpa" and one sample per row.'
         )
-    size = -(-largest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-    q, k, v = (F.pad(x, (0, size - x.shape[-1])).contiguous() for x in (q_THD, k_TKD, v_TKD))
+    q, k, v = (x.contiguous() for x in with_equal_heads(q_THD, k_TKD, v_TKD, multiple=_HEAD_MULTIPLE))
     cu = cu_seqlens_N.to(torch.int32)
     # The kernel itself cuts windows wider than every segment; a comparison here would be compiled as two cases.
     left = window - 1 if window is not None else -1
     reach = (left, 0) if causal else (-1, -1)
-    grouped = q.shape[1] != k.shape[1]
     if sinks_H is None:
-        out = varlen_attn(q, k, v, cu, cu, max_seqlen, max_seqlen, scale=scale, window_size=reach, enable_gqa=grouped)
+        out = varlen.varlen_attn(
+            q, k, v, cu, cu, max_seqlen, max_seqlen, scale=scale, window_size=reach, **_grouped(q, k)
+        )  # fmt: skip
     else:
         attend: Any = _VarlenWithSinks.apply  # torch leaves it untyped
         out = attend(q, k, v, sinks_H, cu, max_seqlen, reach, scale)
     assert isinstance(out, torch.Tensor)
-    return out[..., :value_size]
+    return out.narrow(-1, 0, value_size)
+
+
+def _grouped(q_THD: torch.Tensor, k_TKD: torch.Tensor) -> dict[str, Any]:
+    """What the installed torch wants to hear of grouped heads, as keyword arguments."""
+    return {"enable_gqa": q_THD.shape[1] != k_TKD.shape[1]} if _IS_TOLD_OF_GROUPS else {}
 
 
 class _VarlenWithSinks(torch.autograd.Function):
@@ -96,11 +102,11 @@ class _VarlenWithSinks(torch.autograd.Function):
             causal,
             scale,
             list(reach),
-            q_THD.shape[1] != k_TKD.shape[1],
+            **_grouped(q_THD, k_TKD),
         )
-        out_HTD, log_sum_HT = with_sinks(out_THD.transpose(0, 1), log_sum_HT, sinks_H[:, None])
-        out_THD = out_HTD.transpose(0, 1).contiguous()
-        ctx.save_for_backward(q_THD, k_TKD, v_TKD, sinks_H, cu_N, out_THD, log_sum_HT.contiguous(), state)
+        # Turned about here rather than the values: a compiled function of torch 2.11 gives no gradient to a view.
+        out_THD, log_sum_TH = with_sinks(out_THD, log_sum_HT.T, sinks_H)
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, sinks_H, cu_N, out_THD, log_sum_TH.T.contiguous(), state)
         ctx.longest, ctx.causal, ctx.reach, ctx.scale = longest, causal, reach, scale
         return out_THD
 
@@ -113,5 +119,5 @@ class _VarlenWithSinks(torch.autograd.Function):
             grad_THD, q, k, v, out_THD, log_sum_HT, cu_N, cu_N, ctx.longest, ctx.longest, ctx.causal, state, ctx.scale,
             list(ctx.reach),
         )  # fmt: skip
-        sinks = sink_gradient(grad_THD.transpose(0, 1), out_THD.transpose(0, 1), log_sum_HT, sinks_H[:, None])
+        sinks = sink_gradient(grad_THD.transpose(0, 1), out_THD.transpose(0, 1), log_sum_HT, sinks_H.unsqueeze(1))
         return dq, dk, dv, sinks.sum(1).to(sinks_H.dtype), None, None, None, None

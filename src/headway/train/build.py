@@ -74,8 +74,8 @@ def build_trained(
     model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
     cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
     recompute = chosen_recompute(config, model, cost_model, precision)
-    choose_kernel(config.speed.attention, device)
-    notes = use_kernels(model, config.speed.kernels, device)
+    notes = choose_kernel(config.speed.attention, device)
+    notes += use_kernels(model, config.speed.kernels, device)
     head = loss_head(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
     if precision.is_float8:
         notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)

@@ -10,7 +10,7 @@ from headway.data.vision import vision_tower
 from headway.models.draw import draw_weights
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
-from headway.models.parallel import Mesh, build_mesh, clip_, shard_model
+from headway.models.parallel import Mesh, build_mesh, clip_, reduce_gradients, shard_model
 from headway.plan.mesh_shape import MeshShape
 from headway.train.record import memory_bytes
 from tiny_models import tiny_config
@@ -91,6 +91,28 @@ def clipped(mesh):
         torch.testing.assert_close(clip_(parameters, max_norm), expected, rtol=1e-6, atol=0.0)
         for one, other in zip(parameters, plain, strict=False):
             torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-6, atol=0.0)
+
+
+def unused(mesh):
+    """A tower of the root that one process has a use for: the sums are the gradients of all packs on one process."""
+    config = tiny_config("qwen2_5_vl")
+    torch.manual_seed(3)
+    plain = load_model(config, random_init=True)
+    model = load_model(config, device="meta", random_init=True)
+    shard_model(model, mesh, compute_dtype=torch.float32)  # no tower is named, so the root holds the vision tower
+    torch.manual_seed(3)
+    draw_weights(model, "cpu")
+    text = {"input_ids": torch.arange(20, 26)[None]}
+    image = {"input_ids": torch.tensor([[20, 5, 3, 6, 21, 22]]), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    image["pixel_values"] = torch.linspace(-1, 1, 4 * 3 * 2 * 64).view(4, -1)
+    for now in (False, True):  # gradients are kept back once, as in a step of several packs
+        reduce_gradients(model, now)
+        for rank, inputs in enumerate((image, text)):
+            plain(**inputs).logits.square().sum().backward()
+            if rank == dist.get_rank():
+                model(**inputs).logits.square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(whole(model.get_parameter(name).grad), parameter.grad, msg=name)
 
 
 def memory(mesh, way, folder):

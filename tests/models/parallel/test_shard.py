@@ -41,6 +41,12 @@ def test_the_gradient_norm_is_that_of_the_whole_on_any_mesh():
     run(4, "clipped")
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_tower_that_one_process_has_no_use_for_counts_as_zero_there():
+    run(2, "unused")
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """A model of about 400 MB, and how much its parameters take [bytes]."""

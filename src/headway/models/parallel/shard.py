@@ -75,8 +75,7 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(enable=True)
-    # What the root holds of towers that this process's pack has no use for counts as zero.
-    model.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]  # FSDPModule's by now
+    _reduce_unused(model)
     _prefetch(units)
 
 
@@ -129,6 +128,32 @@ def _spread_parts(block: nn.Module, mesh: Mesh) -> list[nn.Module]:
         return any(isinstance(parameter, DTensor) and parameter.device_mesh == mesh.expert for parameter in own)
 
     return [module for module in block.modules() if is_spread(module)]
+
+
+def _reduce_unused(model: Any) -> None:
+    """Have what the root holds of towers that this process's pack has no use for count as zero in the sums.
+
+    Without it, a process that has no gradient for such a tower would bring less to the sum than the others, which hangs
+    or mixes gradients up. torch 2.11 has no setting for it, so the gradients are made before its sum looks for them.
+    """
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    group = model._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    summed = group.post_backward
+
+    def post_backward(*arguments: Any) -> None:
+        for each in group.fsdp_params if group.reduce_grads else ():
+            if not hasattr(each, "_unsharded_param") or each.unsharded_accumulated_grad is not None:
+                continue  # not gathered yet, or with a gradient of an earlier pack
+            whole = each.unsharded_param
+            if whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+        summed(*arguments)
+
+    group.post_backward = post_backward
 
 
 def _prefetch(units: Sequence[Block]) -> None:

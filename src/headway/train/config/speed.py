@@ -32,10 +32,11 @@ class SpeedConfig(Section):
         description="Whose kernels compute norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger "
         "Kernel's on CUDA",
     )
-    attention: Literal["auto", "torch", "flash-attn"] = Field(
+    attention: Literal["auto", "torch", "fa3", "flash-attn"] = Field(
         default="auto",
-        description="Kernel of attention within segments on CUDA: PyTorch's (also with auto) or that of the flash-attn "
-        "package",
+        description="Kernel of attention within segments on CUDA: torch for PyTorch's FlashAttention-2, fa3 for "
+        "FlashAttention-3 in its place (on Hopper, with its package), auto for fa3 where it runs and torch elsewhere, "
+        "flash-attn for a package's own function",
     )
     loss_chunk: Positive | None = Field(
         default=2048,
