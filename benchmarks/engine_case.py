@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import AutoConfig
 
 from engine_memory import Memory, fitting_layers, predicted_memory
 from engine_setups import SETUPS
-from headway.count import Workload, trace
+from headway.count import CostModel, Workload, trace
 from headway.count.conventions import Step, architecture, get_convention
 from headway.count.models import presets
 from headway.data.collate import Batch
@@ -178,21 +179,14 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
 
     sizes = architecture(model_config.to_dict(), setup.model, cost_model)
     progress = Progress(case, deadline_s, tell, sizes, memory.record)
-    meter = Meter(
-        cost_model,
-        peak=peak_for(device, precision.peak_dtype),
-        recompute=trained.recompute,
-        log_every=1,
-        on_window=progress.add,
-    )
-    queue = OneAhead(device)
+    peak = peak_for(device, precision.peak_dtype)
     loop(
-        case,
         progress,
-        meter,
+        cost_model,
+        partial(Meter, cost_model, peak=peak, recompute=trained.recompute),
         [(batch, batch.workload) for batch in batches],
         step,
-        queue,
+        OneAhead(device),
         most_warmup=conditions.most_warmup,
         guards=lambda: trained.compile_watch.since().guards,
     )
@@ -222,15 +216,15 @@ def measure_gpt2(case: Case, conditions: Conditions, deadline_s: float, tell: Te
         return loss.detach()
 
     progress = Progress(case, deadline_s, tell)
-    meter = Meter(cost_model, peak=peak_for(device, dtype_name(device)), log_every=1, on_window=progress.add)
-    workload = Workload([config.n_positions] * case.rows)
-    loop(case, progress, meter, [(ids, workload)], step, OneAhead(device), most_warmup=conditions.most_warmup)
+    new_meter = partial(Meter, cost_model, peak=peak_for(device, dtype_name(device)))
+    packs = [(ids, Workload([config.n_positions] * case.rows))]
+    loop(progress, cost_model, new_meter, packs, step, OneAhead(device), most_warmup=conditions.most_warmup)
 
 
 def loop(
-    case: Case,
     progress: "Progress",
-    meter: Meter,
+    cost_model: CostModel,
+    new_meter: Callable[..., Meter],
     packs: Sequence[tuple[Any, Workload]],
     step: Callable[[int, Any], torch.Tensor],
     queue: "OneAhead",
@@ -250,15 +244,16 @@ def loop(
         step(number, pack)
         queue.wait()
         step_s = time.perf_counter() - began_s
-        rates.append(meter.cost_model.count(workload).total / step_s)
+        rates.append(cost_model.count(workload).total / step_s)
         progress.warmed_up(step_s)
-        if len(rates) > len(packs) and abs(rates[-1] / rates[-2] - 1) < STEADY:
+        if len(rates) >= max(2, len(packs)) and abs(rates[-1] / rates[-2] - 1) < STEADY:
             break
     progress.recompiled(guards(), counted=False)
-    steps = affordable_steps(progress.left_s, step_s, case.steps)
+    steps = affordable_steps(progress.left_s, step_s, progress.case.steps)
     if not steps:
         raise OutOfTimeError(f"after {len(rates)} warm-up steps, the last of {step_s:.2f} s, there is no time for more")
     gc.collect()
+    meter = new_meter(log_every=1, on_window=progress.add)  # it leaves out a step before which something compiled
     meter.start()
     for number in range(len(rates) + 1, len(rates) + 1 + steps):
         if progress.workloads and progress.left_s < step_s:
@@ -271,8 +266,9 @@ def loop(
         meter.step()
         progress.losses.append(queue.step_ended(loss))
         progress.tell_now_and_then()
+    queue.wait()
     meter.close()
-    progress.tell_all()
+    progress.tell_all(is_over=True)
 
 
 def affordable_steps(left_s: float, step_s: float, most: int) -> int:
@@ -320,7 +316,7 @@ class Progress:
         sizes: the model's, for other tools' rules; None where they are not asked.
         memory: what is known of memory.
         workloads: of the counted steps that were launched.
-        losses: of the same, on the host; the last may not have come yet.
+        losses: of the same, on the host; that of the last may not have come yet.
     """
 
     case: Case
@@ -365,11 +361,13 @@ class Progress:
             self._told_s = time.monotonic()
             self.tell_all()
 
-    def tell_all(self) -> None:
-        """Tell what is known."""
+    def tell_all(self, *, is_over: bool = False) -> None:
+        """Tell what is known; only at the end is the last step's loss known to have come."""
         found: dict[str, Any] = {"recompilations": self._guards, **self.memory()}
         if self._windows:
             found |= self._rates()
+            read = self.losses if is_over else self.losses[:-1]
+            found["losses"] = [float(loss) for loss in (*read[:1], *read[-1:])]
         self.tell(found)
 
     def _rates(self) -> dict[str, Any]:
@@ -377,7 +375,6 @@ class Progress:
         steps, wall_s = sum(w.num_steps for w in windows), sum(w.wall_s for w in windows)
         flops, tokens = sum(w.flops.total for w in windows), sum(w.tokens for w in windows)
         peak = windows[0].peak.flops_per_s
-        read = self.losses[:steps]  # of steps that the device has passed
         found = {
             "steps": steps,
             "left_out": sum(w.num_left_out for w in windows),
@@ -389,7 +386,6 @@ class Progress:
             "peak_flops_per_s": peak,
             "mfu": flops / wall_s / peak,
             "hfu": sum(w.hfu * w.wall_s for w in windows) / wall_s,
-            "losses": [float(read[0]), float(read[-1])],
         }
         if self.sizes is not None:
             whole = Step(Workload.total(self.workloads), sum(w.slots for w in self.workloads) // len(self.workloads))
