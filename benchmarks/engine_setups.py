@@ -1,20 +1,27 @@
-"""The set-ups of benchmarks/engine_gpu.py: a model's published sizes, a packing length, and packs like its data's."""
+"""The set-ups of benchmarks/engine_gpu.py: a recipe with its model's published sizes, and packs like its data's."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.count.tracing.build import preset_config
-from headway.data import EncodedSample, Origin
+from headway.data.collate import Batch, Collator
+from headway.data.encoded import EncodedSample
+from headway.data.samples import Origin
+from headway.data.vision import vision_geometry
 from headway.demo.small_model import small_config
+from headway.models import load_model, rope_index
 from headway.models.load import RopeIndex
 from headway.plan.mixes import MIXES
+from headway.train.config import TrainConfig, load_config
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 VIDEO_FRAME = 28  # height and width of a pair of video frames [patches]
 SMALL = 64  # how much shorter samples and packs are with small sizes
 
@@ -53,18 +60,45 @@ class Setup:
                 if hasattr(config, name):
                     setattr(config, name, 250 + number)
         if layers is not None:
-            config.get_text_config().num_hidden_layers = layers
+            text = config.get_text_config()
+            text.num_hidden_layers = layers
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:layers]
         shaped: PreTrainedConfig = config
         return shaped
+
+    def recipe_for(self, folder: Path, model: PreTrainedConfig, settings: dict[str, Any]) -> TrainConfig:
+        """The recipe as `headway train` reads it, for a model at random.
+
+        Args:
+            folder: where the model's configuration is written; the run's folder would be in it.
+            model: the configuration.
+            settings: of the recipe, as `--set` names them, and what they are instead; None leaves one as it is.
+        """
+        model.save_pretrained(folder / "model")
+        given = {"model.path": folder / "model", "model.random_init": "true", "run.folder": folder / "run"} | settings
+        return load_config(
+            RECIPES / f"{self.recipe}.yaml", tuple(f"{k}={v}" for k, v in given.items() if v is not None)
+        )
 
     def layers(self, *, is_small: bool) -> int:
         """Language layers of the whole model."""
         return int(self.config(layers=None, is_small=is_small).get_text_config().num_hidden_layers)
 
+    def batches(self, count: int, *, is_small: bool) -> list[Batch]:
+        """Draw packs as the feed would hand them over: patches as bytes, the vision tower's inputs ready-made."""
+        model = without_data(self.config(layers=1, is_small=is_small))  # no layer's weights decide what a pack holds
+        vision = getattr(model.config, "vision_config", None)
+        values = 0 if vision is None else _frame_values(vision) * vision.temporal_patch_size
+        scale = torch.full((values,), 2 / 255), torch.full((values,), -1.0)  # bytes as numbers from -1 to 1
+        collator = Collator(geometry=vision_geometry(model), pixel_scale=scale)
+        drawn = self.packs(model.config, rope_index(model), is_small=is_small)
+        return [collator(samples) for samples, _ in zip(drawn, range(count), strict=False)]
+
     def packs(
         self, config: PreTrainedConfig, rule: RopeIndex | None, *, is_small: bool
     ) -> Iterator[list[EncodedSample]]:
-        """Draw packs, each filled to the last token: what is left over by the samples that fit is text."""
+        """Draw samples of packs, each filled to the last token: what is left over by those that fit is text."""
         rng, scale = np.random.default_rng(0), SMALL if is_small else 1
         while True:
             pack: list[EncodedSample] = []
@@ -97,6 +131,11 @@ SETUPS = {
         Setup("vqa", "qwen3-vl-30b-a3b-vqa-8192", "qwen3-vl-30b-a3b", 8_192, "vqa", 0.25),
     )
 }
+
+
+def without_data(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model that is shapes alone."""
+    return load_model(config, device="meta", random_init=True)
 
 
 def _sample(
@@ -133,13 +172,17 @@ def _sample(
         return EncodedSample(position_ids_RS=positions.repeat(3, 1), token_types_S=types_S, **text)
     known = {"video_grid_thw" if is_video else "image_grid_thw": grids_M3}
     positions = rule(input_ids=ids_S[None], mm_token_type_ids=types_S[None], **known)[0][:, 0]
-    vision = config.vision_config
-    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels_PD = torch.from_numpy(rng.standard_normal((int(grids_M3.prod(1).sum()), channels), dtype=np.float32))
+    values = _frame_values(config.vision_config) * (config.vision_config.temporal_patch_size if is_video else 1)
+    pixels_PD = torch.from_numpy(rng.integers(0, 256, (int(grids_M3.prod(1).sum()), values), dtype=np.uint8))
     media: dict[str, Any] = {"pixels_PD": pixels_PD, "grids_M3": grids_M3}
     if is_video:
         media = {"video_pixels_PD": pixels_PD, "video_grids_M3": grids_M3}
     return EncodedSample(position_ids_RS=positions, token_types_S=types_S, media_end=start, **text, **media)
+
+
+def _frame_values(vision: Any) -> int:
+    """Bytes of a patch in one frame."""
+    return int(vision.in_channels * vision.patch_size**2)
 
 
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

@@ -3,14 +3,15 @@
     .venv/bin/python benchmarks/plain_loop.py         # some minutes on one NVIDIA GPU with 40 GiB or more
 
 Random weights, causal attention through SDPA, one flat row of real tokens per sample. mfu-tracker is used as its page
-shows it: FLOPs profiled on one row of the batch, then again on the whole batch. Without a GPU, `--tiny` runs the same
-code on a CPU, where mfu-tracker has no number.
+shows it: FLOPs profiled on one row of the batch, then again on the whole batch. Where it is not installed, and on a
+CPU, where it has no number, its columns stay empty; `--tiny` runs the same code on a CPU.
 
 Writes benchmarks/results/plain_loop_<hardware>_<yyyymm>.json and the .md table rendered from it.
 """
 
 import argparse
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def run(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     ids = torch.randint(config["vocab_size"], (options.rows, options.tokens), device=device)
     batch = {"input_ids": ids, "labels": ids}
-    theirs = Theirs(model, batch) if device.type == "cuda" else None
+    has_theirs = device.type == "cuda" and find_spec("mfu_tracker") is not None
+    theirs = Theirs(model, batch) if has_theirs else None
     meter = Meter(model, log_every=options.steps * 2, num_warmup_steps=max(options.steps // 4, 2))
     trained = torch.compile(model) if is_compiled else model
     tracked: list[Any] = []

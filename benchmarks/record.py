@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         "headway": headway.__version__,
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "accelerate": version("accelerate"),
+        "accelerate": _version_if_there("accelerate"),
     }
+
+
+def _version_if_there(package: str) -> str | None:
+    """Version of a package that not every benchmark needs; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def result_paths(folder: Path, record: dict[str, Any]) -> tuple[Path, Path]:
@@ -44,11 +52,12 @@ def result_paths(folder: Path, record: dict[str, Any]) -> tuple[Path, Path]:
 
 
 def write(paths: tuple[Path, Path], record: dict[str, Any], table: str) -> None:
-    """Write the record and its table."""
-    json_path, markdown_path = paths
-    json_path.parent.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    markdown_path.write_text(table, encoding="utf-8")
+    """Write the record and its table; whoever is ended in the middle of it leaves what was there before."""
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    for path, text in zip(paths, (json.dumps(record, indent=1) + "\n", table), strict=True):
+        beside = path.with_name(f".{path.name}.new")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -68,5 +77,5 @@ def describe_environment(record: dict[str, Any]) -> str:
     return (
         f"{env['device']}, {env['cores']} cores, {env['threads']} thread{'' if env['threads'] == 1 else 's'}, load "
         f"{env['load_1min_at_start']} at the start; {env['date']}; Headway {env['headway']}, "
-        f"torch {env['torch']}, transformers {env['transformers']}, accelerate {env['accelerate']}."
+        f"torch {env['torch']}, transformers {env['transformers']}, accelerate {env['accelerate'] or 'not installed'}."
     )

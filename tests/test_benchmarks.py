@@ -2,11 +2,22 @@
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from headway import Meter
+from headway.count import Workload, trace
+from headway.count.models import load_cost_model
+from headway.devices import Peak
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
@@ -62,22 +73,190 @@ def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
         assert contenders["trl"]["rounds"][0]["tokens"] > 0
 
 
+SMALL = ("--scale", "small", "--warmup", "1", "--packs", "1", "--eager")
+
+
+def engine_record(folder):
+    (path,) = folder.glob("engine_gpu_*.json")
+    return json.loads(path.read_text())
+
+
 @pytest.mark.slow
 def test_the_engine_benchmark_counts_each_set_up_on_packs_that_are_full(tmp_path):
-    run("engine_gpu.py", "--scale", "small", "--steps", 1, "--warmup", 1, "--eager", "--out", tmp_path)
-    (path,) = tmp_path.glob("engine_gpu_*.json")
-    record = json.loads(path.read_text())
-    assert [found["setup"] for found in record["runs"]] == ["text", "image", "video", "vqa"]
-    for found, length in zip(record["runs"], (81_920, 61_440, 51_200, 8_192), strict=True):
+    setups = ["text", "image", "video", "vqa"]
+    run("engine_gpu.py", *SMALL, "--steps", 1, "--only", *setups, "--out", tmp_path)
+    record = engine_record(tmp_path)
+    cases = list(record["cases"].values())
+    assert [(found["setup"], found["status"]) for found in cases] == [(name, "done") for name in setups]
+    for found, length in zip(cases, (81_920, 61_440, 51_200, 8_192), strict=True):
         assert found["step_s"] * found["tokens_per_s"] == pytest.approx(length // 64)
         assert found["hfu"] > found["mfu"] > 0
         assert found["layers"] == found["of_layers"] == 4
-    assert [(g["rows"], g["attention"]) for g in record["gpt2"]] == [
-        (1, "eager"),
-        (1, "sdpa"),
-        (8, "eager"),
-        (8, "sdpa"),
+        assert found["memory"]["predicted"]["peak"] > 4 * 4 * found["parameters"]  # weight, gradient, two moments
+        assert found["recompilations"] == []
+    assert record["ceiling"]["best_flops_per_s"] >= record["ceiling"]["sustained_flops_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_an_error_becomes_a_row_and_what_is_done_is_not_measured_again(tmp_path):
+    command = ("engine_gpu.py", *SMALL, "--steps", 1, "--only", "text", "gpt2", "--kernels", "liger", "--out", tmp_path)
+    run(*command)
+    cases = engine_record(tmp_path)["cases"]
+    failed = cases.pop("text, liger, eager")
+    assert failed["status"] == "error"
+    assert "CUDA" in failed["error"]
+    assert [(found["rows"], found["attention"], found["status"]) for found in cases.values()] == [
+        (1, "eager", "done"),
+        (1, "sdpa", "done"),
+        (8, "eager", "done"),
+        (8, "sdpa", "done"),
     ]
+    table = run(*command)
+    assert f"* text, liger, eager: failed: {failed['error'].partition(chr(10))[0]}" in table
+    again = engine_record(tmp_path)["cases"]
+    assert again.pop("text, liger, eager")["wall_s"] != failed["wall_s"]
+    assert again == cases
+
+
+def processes_of(parent):
+    """Processes that a benchmark measures in, by id."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def has_ended(process):
+    """Whether a process is gone, or a zombie that nobody has asked after."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(is_so, timeout_s=240):
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := is_so()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_case_and_a_killed_benchmark_keep_what_they_have(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "engine_gpu.py"), *SMALL, "--only", "gpt2", "--steps", "1000000"]
+    started = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
+
+    def row(name):
+        return engine_record(tmp_path)["cases"].get(name, {}) if list(tmp_path.glob("*.json")) else {}
+
+    try:
+        wait_until(lambda: row("gpt2 1 eager").get("steps"))
+        (child,) = processes_of(started.pid)
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: row("gpt2 1 sdpa").get("steps"))
+        killed = row("gpt2 1 eager")
+        assert (killed["status"], killed["error"]) == ("error", "its process was ended by SIGKILL")
+        assert killed["steps"] >= 1
+        assert killed["mfu"] > 0
+        (child,) = processes_of(started.pid)
+    finally:
+        started.kill()
+        started.wait()
+    assert row("gpt2 1 sdpa")["status"] == "running"
+    assert row("gpt2 1 eager") == killed
+    wait_until(lambda: has_ended(child))  # nobody is left to tell
+
+
+@pytest.fixture
+def engine_case(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("engine_case")
+
+
+@pytest.mark.parametrize(("deadline_s", "steps"), [(100.0, 8), (1e9, 30), (39.5, 2), (25.0, None)])
+def test_the_engine_benchmark_takes_as_many_steps_as_its_time_allows(engine_case, monkeypatch, deadline_s, steps):
+    clock = SimpleNamespace(now_s=0.0)
+
+    def nine_seconds(_number, _pack):
+        clock.now_s += 9.0
+        return torch.zeros(())
+
+    pretended = SimpleNamespace(monotonic=lambda: clock.now_s, perf_counter=lambda: clock.now_s)
+    monkeypatch.setattr(engine_case, "time", pretended)
+    told = {}
+    progress = engine_case.Progress(engine_case.Case("one", "gpt2", steps=30), deadline_s, told.update)
+    peak = Peak("a device", 1e12, "fp32", "made up", "datasheet")
+    gpt2 = load_cost_model("gpt2")
+    new_meter = partial(Meter, gpt2, peak=peak, clock=lambda: clock.now_s)
+    queue = engine_case.OneAhead(torch.device("cpu"))
+    arguments = (progress, gpt2, new_meter, [(None, Workload([7]))], nine_seconds, queue)
+    if steps is None:
+        with pytest.raises(engine_case.OutOfTimeError, match=r"after 2 warm-up steps, the last of 9\.00 s"):
+            engine_case.loop(*arguments, most_warmup=8)
+        return
+    engine_case.loop(*arguments, most_warmup=8)
+    assert told["warmup_s"] == [9.0, 9.0]  # the rate has settled
+    assert told["steps"] == len(progress.workloads) == steps
+    assert told["step_s"] == 9.0
+    assert clock.now_s <= deadline_s
+
+
+@pytest.mark.slow
+def test_the_engine_benchmark_runs_as_many_layers_as_the_plan_fits_into_the_device(engine_case, monkeypatch, tmp_path):
+    engine_memory = importlib.import_module("engine_memory")
+    setup, largest = engine_case.SETUPS["vqa"], (8_192, 20_000)
+    settings = {"run.dtype": "bfloat16-params", "speed.kernels": "torch", "speed.recompute": "full"}
+    total = 141 * 10**9
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    layers = engine_memory.fitting_layers(setup, settings, largest, tmp_path)
+    needed = []
+    for count in (layers, layers + 1):
+        model_config = setup.config(layers=count, is_small=False)
+        config = setup.recipe_for(tmp_path, model_config, settings)
+        cost_model = trace(engine_memory.without_data(model_config))
+        plan = engine_memory.predicted_memory(setup, config, cost_model, count, largest, is_small=False)
+        needed.append(plan.peak)
+    assert needed[0] <= engine_memory.USABLE * total < needed[1]
+    assert layers < setup.layers(is_small=False)
+
+
+@pytest.mark.slow
+def test_the_script_of_all_gpu_benchmarks_goes_on_where_it_was(tmp_path):
+    script = [str(BENCHMARKS / "gpu_all.sh"), "--out", str(tmp_path), "--scale", "small", "--part", "5"]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+
+    def call(*more):
+        done = subprocess.run([*script, *more], capture_output=True, text=True, check=True, env=environment)
+        return done.stdout
+
+    assert "needs 240 s; call again with the same --out" in call("--budget-s", "30")
+    assert not list(tmp_path.glob("*.json"))
+    call()
+    cases = engine_record(tmp_path)["cases"]
+    assert {name: found["status"] for name, found in cases.items()} == {
+        "text, torch, eager": "done",
+        "vqa, torch, eager": "done",
+    }
+    call()
+    assert engine_record(tmp_path)["cases"] == cases
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".json", ".md"]
+
+
+def test_the_script_of_all_gpu_benchmarks_says_what_it_takes(tmp_path):
+    command = [str(BENCHMARKS / "gpu_all.sh"), "--part", "6", "--out", str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--part 1..5 --out DIR" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_the_meter_is_held_against_a_stopwatch(tmp_path):
+    run("meter_truth.py", "--tiny", "--steps", 2, "--rounds", 1, "--out", tmp_path)
+    (path,) = tmp_path.glob("meter_truth_*.json")
+    loops = json.loads(path.read_text())["loops"]
+    assert loops.keys() == {"long steps", "short steps", "a host that dawdles"}
+    # the stopwatch encloses the meter; what lies between their readings is small against steps that train
+    assert all(0.5 < loop["told_of_true"]["median"] <= 1 for loop in loops.values())
 
 
 @pytest.mark.slow

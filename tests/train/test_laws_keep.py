@@ -4,9 +4,13 @@ The yardstick is a run of one process that nobody interrupted: float32, the same
 and gradient norms to 1e-5 whatever number of processes took the step.
 """
 
+import os
 import random
 import signal
+import socket
+import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -17,7 +21,7 @@ from headway.train.config import load_config
 from headway.train.loop import train
 from headway.train.ranks import Ranks
 from headway.train.record import read_metrics
-from processes import TRAIN, run_processes, start_processes
+from processes import ROOT, TRAIN, run_processes, start_processes
 
 STEPS, PACKS = 15, 4
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -215,3 +219,86 @@ def test_a_full_disk_under_one_rank_ends_all_with_the_reason(recipe, tmp_path):
         assert "File too large (rank 1)" in " ".join(text.split())
         assert "Traceback" not in text
     assert not list((folder / "checkpoints").iterdir())
+
+
+DIES_WITH_ITS_AGENT = """
+import os, signal
+from headway.cli.app import main
+from headway.train import loop
+original = loop.learning_rate
+def rate(step, optim):
+    if step == 8:
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(step, optim)
+loop.learning_rate = rate
+main()
+"""
+
+
+class Agents:
+    """torchruns of one run on loopback, each a machine of its own to the others."""
+
+    def __init__(self, said, train):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.said, self.train, self.running = said, train, []
+
+    def start(self, program):
+        """Start a torchrun whose one process runs a program of Python's."""
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "keep"]
+        # a machine counts as gone after two missed signs of life, one a second, instead of three in fifteen
+        meeting += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2", "--max-restarts", "1"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/multi-node.md says, with the reason
+        with (self.said / f"agent-{len(self.running)}").open("w") as file:
+            whole = [*command, "--no-python", sys.executable, *program, "train", *map(str, self.train)]
+            started = subprocess.Popen(whole, env=environment, stdout=file, stderr=file, start_new_session=True)
+        self.running.append(started)
+        return started
+
+    def wait_for_store(self):
+        """Wait until the first agent listens, so that it is the one that hosts the meeting place."""
+        deadline_s = time.monotonic() + 120
+        while time.monotonic() < deadline_s:
+            with socket.socket() as caller:
+                if caller.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(self.texts())
+
+    def texts(self):
+        return [(self.said / f"agent-{number}").read_text() for number in range(len(self.running))]
+
+    def kill(self):
+        """End what still runs; agents end their processes on SIGTERM."""
+        for agent in self.running:
+            agent.terminate()
+        for agent in self.running:
+            try:
+                agent.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+
+
+def test_a_killed_machine_comes_back_and_the_run_goes_on_with_the_same_losses(recipe, alone, tmp_path):
+    folder = tmp_path / "run"
+    agents = Agents(tmp_path, arguments(recipe, folder, 2))
+    try:
+        first = agents.start(["-m", "headway"])
+        agents.wait_for_store()
+        second = agents.start(["-c", DIES_WITH_ITS_AGENT])
+        assert second.wait(timeout=300) == -signal.SIGKILL, agents.texts()
+        taken = [step for step, *_ in curve(folder)]
+        assert 6 <= taken[-1] < 8, "it was killed in step 8, after the checkpoint of step 3"
+        again = agents.start(["-m", "headway"])
+        assert [agent.wait(timeout=300) for agent in (first, again)] == [0, 0], agents.texts()
+    finally:
+        agents.kill()
+    assert "another rank ended or did not answer in step" in " ".join(agents.texts()[0].split())
+    assert_same(curve(folder), alone)
+    records = read_metrics(folder / "metrics.jsonl")
+    assert {record["world_size"] for record in records if record["kind"] == "step"} == {2}
+    assert read_goodput(folder).restarts == 1

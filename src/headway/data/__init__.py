@@ -32,7 +32,7 @@ _HOME = {
     "Chat": "headway.data.samples",
     "Collator": "headway.data.collate",
     "Document": "headway.data.samples",
-    "EncodedSample": "headway.data.encode",
+    "EncodedSample": "headway.data.encoded",
     "Encoder": "headway.data.encode",
     "ImagePart": "headway.data.samples",
     "Media": "headway.data.samples",

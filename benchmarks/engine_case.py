@@ -1,0 +1,400 @@
+"""One case of benchmarks/engine_gpu.py, measured in a process of its own; what is known is told after every few steps.
+
+An engine case is what `headway train` makes of a recipe: the same model, kernels, recomputation, compiled blocks, loss,
+clipping and optimizer, on packs that lie on the device; without its feed, records and checkpoints. A GPT-2 case is a
+plain loop with PyTorch's AdamW, as on mfu-tracker's page.
+"""
+
+import gc
+import itertools
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+from engine_memory import Memory, fitting_layers, predicted_memory
+from engine_setups import SETUPS
+from headway.count import CostModel, Workload, trace
+from headway.count.conventions import Step, architecture, get_convention
+from headway.count.models import presets
+from headway.data.collate import Batch
+from headway.devices import peak_for
+from headway.devices.ceilings import matmul_ceiling
+from headway.meter import Meter, Window
+from headway.models import load_model
+from headway.models.parallel import clip_
+from headway.train.build import build_trained
+from headway.train.device import choose_device, choose_precision
+from headway.train.optim import learning_rate, make_optimizer, set_learning_rate
+from record import environment
+
+OTHERS = ("lmms-engine", "torchtitan", "torchtitan-2025-12-vlm")  # what these would have printed for the same run
+STEADY = 0.03  # change of the rate from one warm-up step to the next below which warm-up ends
+TELL_EVERY_S = 5.0  # between two tellings of what is known so far
+SPARE_S = 3.0  # kept of a case's time for what comes after its last step
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+class OutOfTimeError(Exception):
+    """The time of a case ended before a step was counted."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        name: unique, as the record and the table have it.
+        setup: of the engine's, by name; "gpt2" for the plain loop.
+        kernels: of the engine: "torch" or "liger".
+        is_compiled: whether blocks (of the plain loop, the model) are compiled.
+        layers: language layers; None for as many as the device's memory holds.
+        steps: most counted steps.
+        rows: of the plain loop's batch.
+        attention: of the plain loop.
+        weight: of the time that is shared out among the cases that are left.
+    """
+
+    name: str
+    setup: str
+    kernels: str = "torch"
+    is_compiled: bool = False
+    layers: int | None = None
+    steps: int = 30
+    rows: int = 0
+    attention: str = ""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What all cases have in common.
+
+    Attributes:
+        is_small: sizes for a smoke test.
+        num_packs: packs that are drawn once and taken in turn.
+        recompute: as `speed.recompute`.
+        most_warmup: steps after which warm-up ends even if the rate has not settled.
+    """
+
+    is_small: bool
+    num_packs: int
+    recompute: str
+    most_warmup: int
+
+
+def describe_machine(tell: Tell) -> None:
+    """Tell hardware, versions, and the measured ceiling: the best of all matmuls, and the median of the largest."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = matmul_ceiling(device, dtype_name(device))
+    largest = max(found.measurements, key=lambda measured: measured.work)
+    ceiling = {"best_flops_per_s": found.best.best_per_s, "best_shape": list(found.best.shape)}
+    ceiling |= {"sustained_flops_per_s": largest.median_per_s, "sustained_shape": list(largest.shape)}
+    tell({"device_type": device.type, "environment": environment(device), "ceiling": ceiling})
+
+
+def measure(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -> None:
+    """Measure one case.
+
+    Args:
+        case: what.
+        conditions: how.
+        deadline_s: reading of `time.monotonic` at which the case must have ended [s].
+        tell: given what is known so far, several times; later entries replace earlier ones.
+
+    Raises:
+        OutOfTimeError: no step could be counted before the deadline.
+        torch.OutOfMemoryError: the device's memory does not hold the case.
+    """
+    if case.setup == "gpt2":
+        measure_gpt2(case, conditions, deadline_s, tell)
+    else:
+        measure_engine(case, conditions, deadline_s, tell)
+
+
+def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -> None:
+    """Train as `headway train` would, with every part of the step but its feed."""
+    began_s = time.monotonic()
+    setup, is_small = SETUPS[case.setup], conditions.is_small
+    is_cuda = torch.cuda.is_available()
+    settings = {
+        "run.device": "cuda" if is_cuda else "cpu",
+        "run.dtype": "bfloat16-params" if is_cuda else "float32",
+        "speed.kernels": case.kernels,
+        "speed.compile": str(case.is_compiled).lower(),
+        "speed.recompute": conditions.recompute,
+        "optim.accumulation": 1,
+    }
+    batches = setup.batches(conditions.num_packs, is_small=is_small)
+    largest = max(batch.slots for batch in batches), max(batch.workload.patches for batch in batches)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        layers = case.layers or setup.layers(is_small=is_small)
+        if case.layers is None and is_cuda and not is_small:
+            layers = fitting_layers(setup, settings, largest, folder)
+        model_config = setup.config(layers=layers, is_small=is_small)
+        config = setup.recipe_for(folder, model_config, settings)
+        device = choose_device(config.run)
+        precision = choose_precision(config.run, device)
+        torch.manual_seed(config.run.seed)
+        trained = build_trained(config, None, None, precision, device)
+    model, cost_model = trained.model.train(), trained.cost_model
+    optimizer = make_optimizer(model, config.optim, cost_model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    batches = [batch.to(device) for batch in batches]
+    predicted = predicted_memory(setup, config, cost_model, layers, largest, is_small=is_small)
+    memory = Memory(device, batches, predicted)
+    tell(
+        {
+            "layers": layers,
+            "of_layers": setup.layers(is_small=is_small),
+            "parameters": cost_model.params.total,
+            "dtype": precision.name,
+            "recompute": trained.recompute,
+            "notes": list(trained.notes),
+            "set_up_s": time.monotonic() - began_s,
+            **memory.record(),
+        }
+    )
+
+    def step(number: int, batch: Batch) -> torch.Tensor:
+        set_learning_rate(optimizer, learning_rate(number, config.optim))
+        with precision.autocast():
+            pack = trained.head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
+        torch.autograd.backward(pack.total)
+        clip_(parameters, math.inf if config.optim.clip is None else config.optim.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return pack.total.detach()
+
+    sizes = architecture(model_config.to_dict(), setup.model, cost_model)
+    progress = Progress(case, deadline_s, tell, sizes, memory.record)
+    peak = peak_for(device, precision.peak_dtype)
+    loop(
+        progress,
+        cost_model,
+        partial(Meter, cost_model, peak=peak, recompute=trained.recompute),
+        [(batch, batch.workload) for batch in batches],
+        step,
+        OneAhead(device),
+        most_warmup=conditions.most_warmup,
+        guards=lambda: trained.compile_watch.since().guards,
+    )
+
+
+def measure_gpt2(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -> None:
+    """GPT-2 on rows of 1,024 tokens, forward, backward and PyTorch's AdamW: the table of mfu-tracker's page."""
+    torch.manual_seed(0)
+    values = dict(presets()["gpt2"])
+    if conditions.is_small:
+        values |= {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 64}
+    config = AutoConfig.for_model(**values, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = load_model(config, dtype=dtype, device=device, random_init=True, attention=case.attention).train()
+    cost_model = trace(model)
+    trained = torch.compile(model) if case.is_compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    ids = torch.randint(config.vocab_size, (case.rows, config.n_positions), device=device)
+
+    def step(_number: int, ids: torch.Tensor) -> torch.Tensor:
+        logits = trained(input_ids=ids, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    progress = Progress(case, deadline_s, tell)
+    new_meter = partial(Meter, cost_model, peak=peak_for(device, dtype_name(device)))
+    packs = [(ids, Workload([config.n_positions] * case.rows))]
+    loop(progress, cost_model, new_meter, packs, step, OneAhead(device), most_warmup=conditions.most_warmup)
+
+
+def loop(
+    progress: "Progress",
+    cost_model: CostModel,
+    new_meter: Callable[..., Meter],
+    packs: Sequence[tuple[Any, Workload]],
+    step: Callable[[int, Any], torch.Tensor],
+    queue: "OneAhead",
+    *,
+    most_warmup: int,
+    guards: Callable[[], Iterable[str]] = lambda: (),
+) -> None:
+    """Warm up until the rate has settled, choose how many steps the time allows, and take them under the meter.
+
+    Raises:
+        OutOfTimeError: the deadline came before a step was counted.
+    """
+    cycle, rates, step_s = itertools.cycle(packs), [], math.inf
+    for number in range(1, most_warmup + 1):
+        pack, workload = next(cycle)
+        began_s = time.perf_counter()
+        step(number, pack)
+        queue.wait()
+        step_s = time.perf_counter() - began_s
+        rates.append(cost_model.count(workload).total / step_s)
+        progress.warmed_up(step_s)
+        if len(rates) >= max(2, len(packs)) and abs(rates[-1] / rates[-2] - 1) < STEADY:
+            break
+    progress.recompiled(guards(), counted=False)
+    steps = affordable_steps(progress.left_s, step_s, progress.case.steps)
+    if not steps:
+        raise OutOfTimeError(f"after {len(rates)} warm-up steps, the last of {step_s:.2f} s, there is no time for more")
+    gc.collect()
+    meter = new_meter(log_every=1, on_window=progress.add)  # it leaves out a step before which something compiled
+    meter.start()
+    for number in range(len(rates) + 1, len(rates) + 1 + steps):
+        if progress.workloads and progress.left_s < step_s:
+            break
+        pack, workload = next(cycle)
+        loss = step(number, pack)
+        progress.recompiled(guards(), counted=True)
+        progress.workloads.append(workload)
+        meter.count(workload)
+        meter.step()
+        progress.losses.append(queue.step_ended(loss))
+        progress.tell_now_and_then()
+    queue.wait()
+    meter.close()
+    progress.tell_all(is_over=True)
+
+
+def affordable_steps(left_s: float, step_s: float, most: int) -> int:
+    """How many steps of a length fit the time that is left.
+
+    >>> affordable_steps(60.0, 9.0, 30), affordable_steps(600.0, 9.0, 30), affordable_steps(5.0, 9.0, 30)
+    (6, 30, 0)
+    """
+    return max(0, int(min(most, left_s / step_s)))  # a time without end is infinite
+
+
+class OneAhead:
+    """Lets the host be one step ahead of the device, as `headway train` does, and reads losses once they have come."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._before: torch.cuda.Event | None = None
+
+    def step_ended(self, loss: torch.Tensor) -> torch.Tensor:
+        """Wait for the end of the step before; return where this step's loss will be, on the host."""
+        if not self._is_cuda:
+            return loss
+        copy = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        end.record()
+        if self._before is not None:
+            self._before.synchronize()
+        self._before = end
+        return copy
+
+    def wait(self) -> None:
+        """Wait until the device is done."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+
+@dataclass
+class Progress:
+    """What has been measured so far of one case.
+
+    Attributes:
+        case: what is measured.
+        deadline_s: when it must have ended, by `time.monotonic` [s].
+        tell: given the row so far.
+        sizes: the model's, for other tools' rules; None where they are not asked.
+        memory: what is known of memory.
+        workloads: of the counted steps that were launched.
+        losses: of the same, on the host; that of the last may not have come yet.
+    """
+
+    case: Case
+    deadline_s: float
+    tell: Tell
+    sizes: Any = None
+    memory: Callable[[], dict[str, Any]] = dict
+    workloads: list[Workload] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    _windows: list[Window] = field(default_factory=list)
+    _warmup_s: list[float] = field(default_factory=list)
+    _guards: list[str] = field(default_factory=list)
+    _told_s: float = -math.inf
+
+    @property
+    def left_s(self) -> float:
+        """Time that steps may still take [s]."""
+        return self.deadline_s - SPARE_S - time.monotonic()
+
+    def warmed_up(self, step_s: float) -> None:
+        """Note a warm-up step.
+
+        Raises:
+            OutOfTimeError: the deadline has come.
+        """
+        self._warmup_s.append(step_s)
+        self.tell({"warmup_s": list(self._warmup_s)})
+        if self.left_s < 0:
+            raise OutOfTimeError(f"the time ended in warm-up step {len(self._warmup_s)}, which took {step_s:.2f} s")
+
+    def recompiled(self, guards: Iterable[str], *, counted: bool) -> None:
+        """Note what was compiled again, in warm-up or in a step that the meter then leaves out."""
+        self._guards += [guard if counted else f"in warm-up: {guard}" for guard in guards]
+
+    def add(self, window: Window) -> None:
+        """Take in steps that the device has passed."""
+        self._windows.append(window)
+
+    def tell_now_and_then(self) -> None:
+        """Tell what is known, unless that was done a moment ago."""
+        if time.monotonic() - self._told_s > TELL_EVERY_S:
+            self._told_s = time.monotonic()
+            self.tell_all()
+
+    def tell_all(self, *, is_over: bool = False) -> None:
+        """Tell what is known; only at the end is the last step's loss known to have come."""
+        found: dict[str, Any] = {"recompilations": self._guards, **self.memory()}
+        if self._windows:
+            found |= self._rates()
+            read = self.losses if is_over else self.losses[:-1]
+            found["losses"] = [float(loss) for loss in (*read[:1], *read[-1:])]
+        self.tell(found)
+
+    def _rates(self) -> dict[str, Any]:
+        windows = self._windows
+        steps, wall_s = sum(w.num_steps for w in windows), sum(w.wall_s for w in windows)
+        flops, tokens = sum(w.flops.total for w in windows), sum(w.tokens for w in windows)
+        peak = windows[0].peak.flops_per_s
+        found = {
+            "steps": steps,
+            "left_out": sum(w.num_left_out for w in windows),
+            "step_s": wall_s / steps,
+            "step_s_range": [min(w.step_s for w in windows), max(w.step_s for w in windows)],
+            "step_s_median": statistics.median(w.step_s for w in windows),
+            "tokens_per_s": tokens / wall_s,
+            "flops_per_step": flops / steps,
+            "peak_flops_per_s": peak,
+            "mfu": flops / wall_s / peak,
+            "hfu": sum(w.hfu * w.wall_s for w in windows) / wall_s,
+        }
+        if self.sizes is not None:
+            whole = Step(Workload.total(self.workloads), sum(w.slots for w in self.workloads) // len(self.workloads))
+            bills = {name: get_convention(name).bill(self.sizes, whole).flops for name in OTHERS}
+            rate = steps / len(self.workloads) / wall_s / peak
+            found["others"] = {name: None if flops is None else flops * rate for name, flops in bills.items()}
+        return found
+
+
+def dtype_name(device: torch.device) -> str:
+    """The dtype of matrix products here."""
+    return "bf16" if device.type == "cuda" else "fp32"

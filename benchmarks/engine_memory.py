@@ -1,0 +1,102 @@
+"""Memory of the cases of benchmarks/engine_gpu.py: what the plan says, what the allocator had, which layers fit."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_setups import Setup, without_data
+from headway.count import CostModel, trace
+from headway.count.models import load_cost_model
+from headway.count.saved import SavedActivations, shipped_activations
+from headway.count.tracing.saved_blocks import saved_of_config
+from headway.data.collate import Batch
+from headway.plan.memory import MemoryPlan
+from headway.train.config import TrainConfig
+from headway.train.dry_run import USABLE, dry_run, precision_of
+
+
+class Memory:
+    """What the plan says, and what the allocator had at most."""
+
+    def __init__(self, device: torch.device, batches: Sequence[Batch], predicted: MemoryPlan) -> None:
+        self._device = device
+        self._predicted = predicted
+        self._packs_bytes = sum(map(_batch_bytes, batches))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def record(self) -> dict[str, Any]:
+        """Bytes; None for what a CPU does not tell."""
+        is_cuda = self._device.type == "cuda"
+        return {
+            "memory": {
+                "predicted": self._predicted.as_json(),
+                "packs": self._packs_bytes,
+                "allocated": torch.cuda.max_memory_allocated(self._device) if is_cuda else None,
+                "reserved": torch.cuda.max_memory_reserved(self._device) if is_cuda else None,
+                "device": torch.cuda.get_device_properties(self._device).total_memory if is_cuda else None,
+            }
+        }
+
+
+def _batch_bytes(batch: Batch) -> int:
+    values = (*(getattr(batch, f.name) for f in fields(batch)), *batch.vision.values())
+    return sum(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor))
+
+
+def predicted_memory(
+    setup: Setup, config: TrainConfig, cost_model: CostModel, layers: int, largest: tuple[int, int], *, is_small: bool
+) -> MemoryPlan:
+    """What `headway train --dry-run` says.
+
+    Args:
+        setup: of the case.
+        config: its recipe, as it trains.
+        cost_model: of its model.
+        layers: language layers of that model.
+        largest: slots and patches of the largest pack.
+        is_small: whether the model is shrunk, so that nothing ships of it.
+    """
+    data = config.data.model_copy(update={"tokens_per_pack": largest[0], "patches_per_pack": largest[1] or None})
+    plan = config.plan.model_copy(update={"mix": None, "lengths": None})
+    config = config.model_copy(update={"data": data, "plan": plan})
+    precision = precision_of(config, 1)
+    if is_small:
+        saved = saved_of_config(setup.config(layers=layers, is_small=True), precision)
+    else:
+        saved = _with_layers(shipped_activations(setup.model, precision), layers)
+    return dry_run(config, cost_model, {precision: saved}, devices=1, device=None).memory
+
+
+def _with_layers(saved: SavedActivations, layers: int) -> SavedActivations:
+    """What a model with its first language layers alone saves."""
+
+    def stays(name: str) -> bool:
+        stack, _, number = name.rpartition(".")
+        return "visual" in stack or not number.isdecimal() or int(number) < layers
+
+    return SavedActivations({name: block for name, block in saved.blocks.items() if stays(name)}, saved.left_out)
+
+
+def fitting_layers(setup: Setup, settings: dict[str, Any], largest: tuple[int, int], folder: Path) -> int:
+    """As many language layers as the plan fits into the CUDA device's memory.
+
+    The plan is a sum over layers that are alike: it is made for all of them and for half, and the rest is a line.
+    """
+    whole = setup.layers(is_small=False)
+    room = USABLE * torch.cuda.get_device_properties(0).total_memory
+    needed = {}
+    for layers in (whole, whole // 2):
+        model_config = setup.config(layers=layers, is_small=False)
+        config = setup.recipe_for(folder, model_config, settings)
+        is_whole = layers == whole
+        cost_model = load_cost_model(setup.model) if is_whole else trace(without_data(model_config))
+        needed[layers] = predicted_memory(setup, config, cost_model, layers, largest, is_small=False).peak
+        if needed[whole] <= room:
+            return whole
+    a_layer = (needed[whole] - needed[whole // 2]) / (whole - whole // 2)
+    return max(1, whole - math.ceil((needed[whole] - room) / a_layer))
