@@ -87,7 +87,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         config.run.folder / GOODPUT if ranks.is_first else None,
         since_ns=start_ns,
         resumed_from=step if run.resumes else None,
-        compiles=config.speed.compile,
+        compiles=trained.compiles,
     )
 
     with (
