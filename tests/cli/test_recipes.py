@@ -1,6 +1,7 @@
 """Every recipe: what it says, what its dry run says, and that it trains when scaled down."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -92,8 +93,44 @@ def test_the_tables_name_what_does_not_fit(headway):
     result = headway("train", RECIPES / "qwen2.5-7b-text-81920.yaml", "--dry-run", "--set", "speed.recompute=none")
     assert result.code == 0
     text = " ".join(result.out.split())
-    assert "A800-SXM4-80GB's 74.5 GiB: DOES NOT FIT within 90.0 %; raise parallel.shard or speed.recompute" in text
+    assert "A800-SXM4-80GB's 74.5 GiB: DOES NOT FIT within 90.0 % what fits, by the plan" in text
+    assert re.search(
+        r"speed\.recompute=full,-attention [\d.]+ GiB all of a block but attention is computed twice", text
+    )
     assert "parameters 7,615,616,512, 7,615,616,512 of them trained" in text
+
+
+def test_a_full_fine_tuning_on_one_device_is_told_what_makes_it_fit(headway):
+    one = ("--devices", 1, "--device", "H200", "--set", "parallel.reduce_dtype=float32")
+    name = "qwen2.5-vl-7b-video-51200"
+    plan = dry_run(headway, name, *one)
+    room = 0.9 * plan["device"]["memory_bytes"]
+    assert plan["fits"] is False
+    assert plan["memory"]["peak"] == pytest.approx(148 * 2**30, rel=0.05)  # of a step under fake tensors
+    ways = {",".join(way["settings"]) or way["devices"]: way["peak_bytes"] for way in plan["ways"]}
+    assert [*ways] == ["optim.state=8bit", "run.dtype=bfloat16-params", 2]  # those that harm least first
+    for settings, peak in ways.items():
+        changed = ("--devices", 2) if settings == 2 else (*one, "--set", settings)
+        found = dry_run(headway, name, "--device", "H200", *changed)
+        assert found["memory"]["peak"] <= room
+        # packs of two processes are others, so that the largest is
+        assert found["memory"]["peak"] == (peak if settings != 2 else pytest.approx(peak, rel=0.03))
+        assert (found["fits"], found["ways"]) == (True, [])
+
+
+def test_where_one_setting_is_not_enough_several_are_put_together(headway):
+    settings = ("speed.recompute=none", "data.tokens_per_pack=81920", "parallel.reduce_dtype=float32")
+    options = [part for setting in settings for part in ("--set", setting)]
+    name = "qwen2.5-vl-7b-video-51200"
+    (way,) = dry_run(headway, name, "--devices", 1, "--device", "H200", *options)["ways"]
+    assert len(way["settings"]) > 1
+    more = [part for setting in way["settings"] for part in ("--set", setting)]
+    assert (
+        dry_run(headway, name, "--devices", 1, "--device", "H200", *options, *more)["memory"]["peak"]
+        == (way["peak_bytes"])
+    )
+    small = headway("train", RECIPES / f"{name}.yaml", "--dry-run", "--devices", 1, "--device", "RTX 4090", *options)
+    assert "No settings make it fit 20.1 GiB. The least that was found is speed.recompute=full and" in small.out
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from headway.count import Workload, load_cost_model, trace
+from headway.count.recompute import as_choice, recomputed_blocks
 from headway.errors import UsageError
 from witness import build, check_recompute, enable_checkpointing
 
@@ -135,6 +136,35 @@ def test_a_choice_that_matches_nothing_is_refused(choice):
     term = choice.rpartition(",-")[2]
     with pytest.raises(UsageError, match=rf"--recompute {term.replace('*', '.')} matches nothing of qwen3-8b"):
         load_cost_model("qwen3-8b").count(Workload([9]), recompute=choice)
+
+
+NAMES = [f"{tower}.{i}" for tower in ("vision", "text") for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("none", {}),
+        ("full", dict.fromkeys(NAMES, False)),
+        ("every:2", {"vision.1": False, "text.1": False}),
+        ("every:3, -attention", {"vision.2": True, "text.2": True}),
+        ("text.[01],-attention,text.1", {"text.0": True, "text.1": False}),
+    ],
+)
+def test_what_training_recomputes_is_what_the_ledger_bills(choice, expected):
+    assert recomputed_blocks(choice, NAMES) == expected
+    assert recomputed_blocks(as_choice(expected), NAMES) == expected
+    model, step = load_cost_model("qwen3-8b"), Workload([100])
+    blocks = [f"model.layers.{i}" for i in range(36)]
+    for said in ("full,-attention", "every:5", "every:2,-attention,every:4"):
+        again = as_choice(recomputed_blocks(said, blocks))
+        assert model.count(step, recompute=said).recompute == model.count(step, recompute=again).recompute > 0
+
+
+@pytest.mark.parametrize("choice", ["attention", "reentrant", "full,-mlp", "every:4", "-attention,audio", ""])
+def test_what_training_does_not_recompute_is_refused(choice):
+    with pytest.raises(UsageError, match="chooses none of the model's 6 blocks"):
+        recomputed_blocks(choice, NAMES)
 
 
 class Checkpointing(nn.Module):

@@ -112,6 +112,15 @@ def test_a_block_by_hand():
     assert dict(block.fused) == {"tokens": 2 * (read + made)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_gives_its_output_and_a_sum_for_each_head(dtype):
+    model = tiny("qwen3", dtype)
+    attention = saved_by_block(model).blocks["model.layers.1"].attention
+    q, k = torch.randn(1, 4, TOKENS, 8, dtype=dtype), torch.randn(1, 4, TOKENS, 8, dtype=dtype)
+    given = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
+    assert attention == {"tokens": Fraction(sum(t.nbytes for t in given), TOKENS)}
+
+
 def test_vision_blocks_save_by_the_patch_and_text_blocks_by_the_token():
     saved = saved_of_config(tiny_config("qwen3_vl"), "bfloat16")
     assert set(saved.blocks["model.visual.blocks.0"].plain) == {"patches"}
@@ -126,8 +135,8 @@ def test_autocast_keeps_what_flows_between_blocks_in_float32():
 
 def test_what_ships_reads_back_as_it_was_written():
     rows = {"tokens": Fraction(7, 2)}
-    saved = SavedActivations({"": SavedBlock(rows, rows, {})} | {
-        f"model.layers.{i}": SavedBlock(rows, {}, {"patches": Fraction(i // 2)}) for i in range(4)
+    saved = SavedActivations({"": SavedBlock(rows, rows, {}, {})} | {
+        f"model.layers.{i}": SavedBlock(rows, {}, {"patches": Fraction(i // 2)}, rows) for i in range(4)
     })  # fmt: skip
     lists = to_dict(saved)
     assert len(lists) == 3  # outside, and two kinds of layers

@@ -13,6 +13,7 @@ from headway.errors import TrainingError
 from headway.models.attention import use_attention
 from headway.models.compiling import CompileWatch, WarmUp, compile_blocks
 from headway.models.recompute import recompute_blocks
+from kept_attention import attention_calls
 from processes import run_processes
 
 PACKS = ([31], [20, 13, 7], [5, 5], [2, 40, 3, 9, 16])
@@ -183,14 +184,22 @@ def test_giving_up_on_a_function_is_named_even_in_the_warm_up():
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "every:2"])
-def test_sharded_blocks_compile_the_same(recompute):
-    ended = run_processes([sys.executable, Path(__file__), recompute], 2)
+@pytest.mark.parametrize(
+    ("recompute", "num_graphs"), [("none", 1), ("every:2", 2), ("full,-attention", 1), ("every:2,-attention", 2)]
+)
+def test_sharded_blocks_compile_the_same(recompute, num_graphs):
+    ended = run_processes([sys.executable, Path(__file__), recompute, "aot_eager"], 2)
     for process in ended:
-        assert process.stdout.split() == ["same", "1" if recompute == "none" else "2"]
+        assert process.stdout.split() == ["same", str(num_graphs)]
 
 
-def _sharded(recompute):
+@pytest.mark.dist
+def test_sharded_blocks_keep_attention_uncompiled():
+    for process in run_processes([sys.executable, Path(__file__), "full,-attention", ""], 2):
+        assert process.stdout.split() == ["same", "0"]
+
+
+def _sharded(recompute, backend):
     """One of the processes of the test before."""
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed.fsdp import fully_shard
@@ -199,13 +208,19 @@ def _sharded(recompute):
     plain, model = model_of("qwen3"), model_of("qwen3")
     recompute_blocks(model, recompute)
     watch = CompileWatch(is_strict=True)
-    compile_blocks(model, watch, backend="aot_eager")
+    if backend:
+        compile_blocks(model, watch, backend=backend)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     for lengths in PACKS:
         whole = gradients(plain, pack(lengths))
-        out, *slices = gradients(model, pack(lengths))
+        model.zero_grad()
+        out = model(**pack(lengths)).logits
+        with attention_calls(compiled=bool(backend)) as calls:
+            out.logsumexp(-1).sum().backward()
+        assert (calls.count == 0) == (recompute == "none" or recompute.endswith("-attention"))
+        slices = [p.grad for p in model.parameters() if p.grad is not None]
         for mine, theirs in zip([out, *(part.full_tensor() for part in slices)], whole, strict=True):
             assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
         watch.since()
@@ -214,4 +229,4 @@ def _sharded(recompute):
 
 
 if __name__ == "__main__":
-    _sharded(sys.argv[1])
+    _sharded(*sys.argv[1:])

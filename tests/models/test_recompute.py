@@ -7,11 +7,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import tiny_models
 from headway.count import Workload, trace
+from headway.count.recompute import as_choice
 from headway.errors import ConfigError
 from headway.models.attention import use_attention
 from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.recompute import recompute_blocks
+from headway.models.recompute import _ATTENTION, recompute_blocks
+from kept_attention import attention_calls
 
 
 def model_of(family, **changes):
@@ -44,6 +46,8 @@ def pack(lengths):
         ("every:2", ["vision.1", "text.1"]),
         ("every:3", ["vision.2"]),
         ("model.language_model.layers.0,model.visual.blocks.2", ["vision.2", "text.0"]),
+        ("full,-attention", ["vision.0", "vision.1", "vision.2", "text.0", "text.1"]),
+        ("every:2,-attention", ["vision.1", "text.1"]),
     ],
 )
 def test_a_choice_is_the_same_blocks_for_the_model_and_for_its_ledger(choice, expected):
@@ -54,14 +58,13 @@ def test_a_choice_is_the_same_blocks_for_the_model_and_for_its_ledger(choice, ex
     assert sorted(short) == sorted(expected)
     workload = Workload([50], images=[(1, 8, 8)])
     billed = cost_model.count(workload, recompute=choice).recompute
-    assert billed == cost_model.count(workload, recompute=",".join(names) or "none").recompute
+    spelled = as_choice(dict.fromkeys(names, choice.endswith("-attention")))
+    assert billed == cost_model.count(workload, recompute=spelled).recompute
     assert (billed > 0) == bool(names)
 
 
 def test_a_choice_of_no_block_is_an_error():
-    with pytest.raises(
-        ConfigError, match="recompute 'every:7' chooses none of the model's 2 blocks; the longest tower"
-    ):
+    with pytest.raises(ConfigError, match="'every:7' chooses none of the model's 2 blocks; the longest tower has 2"):
         recompute_blocks(model_of("qwen3"), "every:7")
 
 
@@ -109,3 +112,71 @@ def test_blocks_are_found_where_the_ledger_has_them():
     for family in ("qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl_moe"):
         model = model_of(family)
         assert {row.block for row in trace(model).rows if row.block} == {block.name for block in blocks(model)}
+
+
+def with_images(inputs, grids, generator):
+    """A pack with images in its first segment."""
+    patches = sum(h * w for h, w in grids)
+    inputs["input_ids"][0, : patches // 4] = tiny_models.SPECIAL_TOKENS["image_token_id"]
+    inputs["pixel_values"] = torch.randn(patches, 3 * 2 * tiny_models.PATCH**2, generator=generator)
+    inputs["image_grid_thw"] = torch.tensor([(1, h, w) for h, w in grids])
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == tiny_models.SPECIAL_TOKENS["image_token_id"]).int()
+    inputs["position_ids"] = inputs["position_ids"].expand(3, 1, -1)
+    return inputs
+
+
+def backward_under(family, choice, batch, *, compiled):
+    """Loss and gradients of a step, and the forwards of attention that its backward ran."""
+    torch._dynamo.reset()
+    model = model_of(family)
+    recompute_blocks(model, choice)
+    if compiled:
+        compile_blocks(model, CompileWatch(is_strict=True), backend="aot_eager_decomp_partition")
+    loss = model(**batch).logits.logsumexp(-1).sum()
+    with attention_calls(compiled=compiled) as calls:
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], calls.count
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss_sinks", "mistral_sliding", "qwen3_vl", "qwen2_5_vl"])
+def test_attention_that_is_kept_never_runs_again(family, compiled):
+    torch.manual_seed(1)
+    batch = pack([40, 13, 7])
+    if family in tiny_models.VISION_FAMILIES:
+        batch = with_images(batch, [(4, 6), (8, 8)], torch.Generator().manual_seed(2))
+    plain, none = backward_under(family, "none", batch, compiled=compiled)
+    _, full = backward_under(family, "full", batch, compiled=compiled)
+    kept, again = backward_under(family, "full,-attention", batch, compiled=compiled)
+    assert (none, again) == (0, 0)
+    assert full > 0
+    for mine, theirs in zip(kept, plain, strict=True):
+        assert torch.equal(mine, theirs) if not compiled else (mine - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+def test_the_products_beside_kept_attention_run_again_as_billed():
+    batch = pack([20, 13, 7])
+    runs = []
+    for choice in ("none", "full,-attention"):
+        model = model_of("qwen3")
+        recompute_blocks(model, choice)
+        runs.append(backward_products(model, batch))
+    billed = trace(model_of("qwen3")).count(Workload([20, 13, 7]), recompute="full,-attention")
+    assert runs[1] - runs[0] == billed.recompute > 0
+
+
+@pytest.mark.parametrize(("family", "changes"), [("gemma2_softcap", {}), ("qwen3", {"attention_dropout": 0.1})])
+def test_attention_without_a_kernel_cannot_be_kept(family, changes):
+    model = model_of(family, **changes)
+    recompute_blocks(model, "full")
+    model(**pack([9]))
+    recompute_blocks(model, "full,-attention")
+    with pytest.raises(ConfigError, match=r"no kernel has .* Leave out ',-attention'"):
+        model(**pack([9]))
+
+
+def test_the_kernels_that_are_kept_exist():
+    import torch.nn.attention.varlen
+
+    known = set(torch._C._dispatch_get_all_op_names())
+    assert {name for name in _ATTENTION if not name.startswith("flash_attn")} <= known

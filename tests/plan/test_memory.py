@@ -60,6 +60,16 @@ def test_recomputing_every_second_block_keeps_half_of_them_whole():
     assert full.peak < half.peak < none.peak
 
 
+def test_kept_attention_is_its_output_and_a_sum_for_each_head():
+    none, full, kept = (
+        qwen(State(recompute=r), Sharing(shards=8, gathers=True)) for r in ("none", "full", "full,-attention")
+    )
+    attention = TOKENS * (2 * H + 4 * 28)  # in bfloat16; 28 heads, float32
+    assert kept.activations - full.activations == LAYERS * attention
+    assert full.recomputing - kept.recomputing == attention
+    assert full.peak < kept.peak < none.peak
+
+
 def test_the_head_holds_a_chunk_of_logits_instead_of_all():
     whole, chunked = (qwen(State(chunk=c), Sharing(shards=8, gathers=True)) for c in (None, 1024))
     # logits and their gradients in bfloat16, log-probabilities and theirs in float32

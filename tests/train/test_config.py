@@ -67,10 +67,12 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("eval.every=10", "data.eval names no file"),
         ("data.eval=e.jsonl", "neither eval.every nor eval.at_end uses it"),
         ("checkpoint.every=1000", "checkpoint.every 1000 is never reached in 100 steps"),
-        ("speed.recompute=half", "'half' is not none, full, every:N or memory:SIZE with a size such as 40GiB"),
+        ("speed.recompute=half", "'half' is not none, full, every:N, one of these with ,-attention behind it, or"),
         ("speed.recompute=every:0", "'every:0' is not none, full, every:N"),
+        ("speed.recompute=-attention", "'-attention' is not none, full"),
+        ("speed.recompute=full,-mlp", "'full,-mlp' is not none, full"),
         ("speed.recompute=memory:40", "units are KiB, MiB, GiB, TiB, KB, MB, GB, TB"),
-        ("speed.recompiles=error", "recompiles has no effect without compile: true"),
+        ("speed.compile=inductor", "speed.compile = 'inductor': input should be True, False or 'auto'"),
         ("optim.lr", "is no assignment; write section.key=value"),
         ("data.train.5.path=x", "data.train has items 0 to 0, and no '5'"),
         ("optim.lr.x=1", "optim.lr is the value"),
@@ -170,6 +172,12 @@ def test_wrong_settings_of_data_are_one_clear_error(minimal, override, message):
     with pytest.raises(ConfigError) as caught:
         load_config(minimal, (override,))
     assert message in str(caught.value)
+
+
+def test_recompilations_are_judged_where_blocks_may_be_compiled(minimal):
+    with pytest.raises(ConfigError, match="recompiles has no effect with compile: false"):
+        load_config(minimal, ("speed.compile=false", "speed.recompiles=error"))
+    assert load_config(minimal, ("speed.recompiles=error",)).speed.compile == "auto"
 
 
 def test_a_chunk_of_the_loss_beside_kernels_that_choose_their_own_is_refused(minimal):

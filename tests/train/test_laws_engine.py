@@ -40,15 +40,20 @@ class Case(NamedTuple):
 
 
 COMPILED, RECOMPUTED = {"compile": True, "recompiles": "error"}, {"recompute": "full"}
+KEEPING = {"recompute": "full,-attention"}
 FROZEN = {"model": {"freeze": ["vision"]}}
 CASES = (
     Case("one process", 1, {}),
     Case("one process, compiled", 1, {"speed": COMPILED}),
     Case("one process, recomputed", 1, {"speed": RECOMPUTED}),
+    Case("one process, attention kept", 1, {"speed": KEEPING}),
+    Case("one process, compiled, attention kept", 1, {"speed": COMPILED | KEEPING}, SEEING),
     Case("one process, frozen vision", 1, FROZEN, FAMILIES[1:], "one process, frozen vision"),
     Case("fsdp2 x 2", 2, {}),
     Case("fsdp2 x 4", 4, {}),
     Case("fsdp2 x 2, compiled and recomputed", 2, {"speed": COMPILED | RECOMPUTED}, SEEING),
+    Case("fsdp2 x 2, attention kept", 2, {"speed": KEEPING}, FAMILIES[:2]),
+    Case("fsdp2 x 2, compiled, attention kept", 2, {"speed": COMPILED | KEEPING}, SEEING),
     Case("hsdp 2 x 2", 4, {"parallel": {"replicate": 2}}, FAMILIES[1:]),
     Case("replicas x 2", 2, {"parallel": {"replicate": 2, "shard": 1}}),
     Case("weights kept gathered", 2, {"parallel": {"reshard": False}}, SEEING),
@@ -56,6 +61,7 @@ CASES = (
     Case("replicas, summed once a step", 2, {"parallel": {"replicate": 2, "shard": 1, "reduce": "step"}}, SEEING),
     Case("sequence x 2", 2, {"parallel": {"sequence": 2}}),
     Case("sequence x 2, recomputed", 2, {"parallel": {"sequence": 2}, "speed": RECOMPUTED}, SEEING),
+    Case("sequence x 2, attention kept", 2, {"parallel": {"sequence": 2}, "speed": KEEPING}, SEEING),
     Case("sequence x 2, compiled", 2, {"parallel": {"sequence": 2}, "speed": COMPILED}, SEEING),
     Case("sequence x 2, experts x 2", 2, {"parallel": {"sequence": 2, "expert": 2}}, MIXTURES),
     Case("sequence x 3, heads that do not divide", 3, {"parallel": {"sequence": 3}}, FAMILIES[:2]),

@@ -11,11 +11,12 @@ import pytest
 import torch
 import yaml
 
-from headway.count import Workload
+from headway.count import Workload, load_cost_model
 from headway.models.load import load_model
+from headway.train import memory_error
 from headway.train.config import parse_config
 from headway.train.config.optim import EmaConfig
-from headway.train.memory_error import asked_bytes, held_bytes, possible_savings
+from headway.train.memory_error import Explanation, asked_bytes, held_bytes, possible_savings
 from headway.train.optim import WeightAverage
 from headway.train.watch import Place
 from tiny_models import tiny_config
@@ -111,6 +112,45 @@ def test_estimates_follow_from_what_is_held(run, raw):
     assert savings["optim.state=bfloat16"] == 100
     assert savings["optim.state=8bit"] == 150
     assert savings["no optim.ema"] == 100
+
+
+@pytest.fixture
+def on_cuda(run, raw, monkeypatch):
+    """An explanation of a full fine-tuning on a pretended device of so much memory."""
+
+    def explain(total_bytes, **sections):
+        raw["model"] = {"path": "Qwen/Qwen2.5-VL-7B-Instruct"}
+        raw["data"]["tokens_per_pack"] = 51_200
+        raw["run"]["device"] = "auto"
+        config = parse_config({**raw, **sections})
+        run.device, run.ranks.size = torch.device("cuda", 0), 1
+        run.trained = SimpleNamespace(cost_model=load_cost_model("qwen2.5-vl-7b"))
+        monkeypatch.setattr(memory_error, "used_bytes", lambda _: 2**30)
+        total = SimpleNamespace(total_memory=total_bytes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+        place = Place(3)
+        place.at("forward", batch=SimpleNamespace(workload=Workload([50_652], images=[(1, 336, 378)])))
+        return Explanation(run, config, place)(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+
+    return explain
+
+
+def test_on_cuda_the_memory_plan_says_what_fits(on_cuda):
+    said = on_cuda(int(139.8 * 2**30), speed={"recompute": "full"})
+    assert re.search(
+        r"The memory plan expects 1[45]\d\.\d GiB of this pack, where 139\.8 GiB are there\. What fits", said
+    )
+    size = r"(\d+\.\d) GiB"
+    found = re.search(
+        rf"gentlest first: optim.state=bfloat16: {size}; run.dtype=bfloat16-params: {size}; 2 devices: {size}\.", said
+    )
+    assert found
+    assert all(float(each) < 0.9 * 139.8 for each in found.groups())
+
+
+def test_on_cuda_it_is_said_where_no_setting_helps(on_cuda):
+    said = on_cuda(24 * 2**30, optim={"steps": 6, "lr": 1e-5, "state": "8bit"})
+    assert "and no settings that fit; the least is speed.recompute=full and run.dtype=bfloat16-params and" in said
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """What speed.recompute does to a run: its blocks and its bill."""
 
+from pathlib import Path
+
 import pytest
 
+from headway.count import Workload
 from headway.errors import PlanError
 from headway.models.blocks import blocks
-from headway.models.recompute import is_recomputed
+from headway.models.recompute import checkpointed_but_attention, is_recomputed
 from headway.train.config import parse_config
 from headway.train.prepare import prepare
 
@@ -13,15 +16,37 @@ def prepared(raw, recompute):
     return prepare(parse_config({**raw, "speed": {"recompute": recompute}}), resume=False)
 
 
+def with_folder(raw, name):
+    return {**raw, "run": {**raw["run"], "folder": str(Path(raw["run"]["folder"]) / name)}}
+
+
 # The vision block holds 1424 bytes of each patch, 128 of them its input, the language block 2664 of each token, 128 of
 # them its input. Without a budget of patches, 160 tokens may be 640 of them, as a picture of 26 x 26: 1,388,864 bytes
-# in all; 983,104 with both recomputed, one after the other.
-@pytest.mark.parametrize(("size", "num_blocks"), [("1.39 MB", 0), ("1MB", 2)])
-def test_a_size_recomputes_the_blocks_that_bring_the_largest_pack_within_it(raw, size, num_blocks):
+# in all; 983,104 with both recomputed, one after the other, and 23,040 more where what the language block's attention
+# gave (4 heads of 8 values and a sum each) is kept; the vision block's is made again within what it makes again anyway.
+VISION, TEXT = "model.visual.blocks.0", "model.language_model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("size", "choice"),
+    [("1.39 MB", "none"), ("1.01 MB", f"{VISION},{TEXT},-attention"), ("1MB", f"{VISION},-attention,{TEXT}")],
+)
+def test_a_size_recomputes_the_blocks_that_bring_the_largest_pack_within_it(raw, size, choice):
     run = prepared(raw, f"memory:{size}")
+    assert run.meter.recompute == choice
     chosen = [block.name for block in blocks(run.model) if is_recomputed(block.module)]
-    assert len(chosen) == num_blocks
-    assert run.meter.recompute == (",".join(chosen) or "none")
+    assert chosen == ([] if choice == "none" else [VISION, TEXT])
+
+
+def test_kept_attention_is_billed_as_it_runs(raw):
+    full, kept = (
+        prepared(with_folder(raw, name), choice) for name, choice in (("a", "full"), ("b", "full,-attention"))
+    )
+    work = Workload([60, 40], images=[(1, 4, 4)])
+    again = [run.meter.cost_model.count(work, recompute=run.meter.recompute) for run in (full, kept)]
+    attention = sum(row.recompute for row in again[0].rows if row.name.endswith(".attention"))
+    assert again[0].recompute - again[1].recompute == attention > 0
+    assert {block.module._gradient_checkpointing_func for block in blocks(kept.model)} == {checkpointed_but_attention}
 
 
 def test_a_size_that_is_too_small_is_an_error(raw):

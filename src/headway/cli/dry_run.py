@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.extras import needs_extra
@@ -47,15 +48,15 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     Raises:
         HeadwayError: an unknown model or device, a mesh that does not fit, or a setting that cannot take effect.
     """
+    from headway.count.saved import SavedByPrecision
     from headway.devices import named_device
-    from headway.train.dry_run import dry_run, precision_of
+    from headway.train.dry_run import dry_run
 
     count = devices or config.plan.devices or 1
     name = device or config.plan.device
     cost_model = resolve_cost_model(config.model.path)
-    precision = precision_of(config, count)
-    saved = {precision: _saved(config.model.path, precision)}
     found = named_device(name) if name is not None else None
+    saved = SavedByPrecision(partial(_saved, config.model.path))
     planned = dry_run(config, cost_model, saved, devices=count, device=found)
     print(json.dumps(planned.as_json()) if as_json else _render(config, planned))
 
@@ -86,6 +87,8 @@ def _render(config: "TrainConfig", planned: "DryRun") -> str:
         ),
     ]
     sections = [render_pairs(pairs), _memory_table(planned)]
+    if planned.ways:
+        sections.append(_ways(planned))
     if packs is not None:
         sections += [_flops_table(packs), _packs_pairs(config, planned, packs)]
     notes = [*planned.notes, "Memory leaves out the CUDA context, communication buffers and what the allocator wastes."]
@@ -111,12 +114,25 @@ def _verdict(planned: "DryRun") -> str:
         return "name a device with --device to see whether it fits"
     share = format_share(planned.memory.peak / device.memory_bytes)
     whole = f"{share} of {device.title}'s {format_bytes(device.memory_bytes)}"
-    if planned.fits:
-        return whole
-    return (
-        f"{whole}: DOES NOT FIT within {format_share(USABLE)}; raise parallel.shard or speed.recompute, lower "
-        "data.tokens_per_pack, or set parallel.offload"
-    )
+    return whole if planned.fits else f"{whole}: DOES NOT FIT within {format_share(USABLE)}"
+
+
+def _ways(planned: "DryRun") -> str:
+    """What makes it fit; or that nothing does."""
+    from headway.train.dry_run import USABLE
+
+    device, ways = planned.device, planned.ways
+    assert device is not None
+    assert device.memory_bytes is not None
+    room = int(USABLE * device.memory_bytes)
+    columns = [Column("what fits, by the plan", "left"), Column("size"), Column("price", "left")]
+    table = render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
+    if ways[0].peak_bytes > room:
+        return (
+            f"No settings make it fit {format_bytes(room)}. The least that was found is {ways[0]}, which takes "
+            f"{format_bytes(ways[0].peak_bytes)}; train adapters (model.lora), a smaller model, or on more devices."
+        )
+    return table
 
 
 def _flops_table(packs: "Packs") -> str:

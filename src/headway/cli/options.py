@@ -89,7 +89,8 @@ RecomputeOption = Annotated[
     typer.Option(
         metavar="none|full|CHOICE",
         help="Activation checkpointing: what runs forward twice, counted apart, never in the total. A choice joins "
-        "reentrant, every:N, patterns of blocks (model.layers.*) and parts (attention, -mlp); see docs/counting.md.",
+        "reentrant, every:N, patterns of blocks (model.layers.*) and parts (mlp, -attention), such as full,-attention, "
+        "which keeps what attention computed; see docs/counting.md.",
     ),
 ]
 

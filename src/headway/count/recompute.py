@@ -11,6 +11,9 @@ A choice is written as terms joined by commas, each adding operations, or leavin
   each to its end, as Megatron-LM's `recompute_modules`, whose `core_attn` is `attention`.
 * `-` before a term: what selective checkpointing saves, such as `full,-attention`.
 
+This file alone reads such a choice. The ledger takes every one of them; training recomputes whole blocks, with
+attention or without it (`recomputed_blocks`).
+
 Source: torch.utils.checkpoint (PyTorch 2.11, early stop); torchtitan/distributed/activation_checkpoint.py (2026-02);
 Megatron Core's TransformerConfig.recompute_granularity and recompute_modules (2026-03).
 """
@@ -18,14 +21,117 @@ Megatron Core's TransformerConfig.recompute_granularity and recompute_modules (2
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from headway.count.cost_model import Row
+
+_ATTENTION = "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of a choice.
+
+    Attributes:
+        text: as written, without the `-`.
+        leaves_out: whether it takes operations away again.
+        every: N of `every:N`; 1 of `full` and `reentrant`; 0 of a name or pattern.
+    """
+
+    text: str
+    leaves_out: bool
+    every: int
+
+    @property
+    def to_the_end(self) -> bool:
+        """Whether it runs blocks to their ends."""
+        return self.text == "reentrant"
+
+    def blocks(self, names: Sequence[str]) -> list[str]:
+        """Find the blocks that it names whole, among the names of all."""
+        if not self.every:
+            return [name for name in names if fnmatch.fnmatchcase(name, self.text)]
+        places, found = Counter[str](), []
+        for name in names:
+            stack = name.rpartition(".")[0]
+            places[stack] += 1
+            found += [name] if places[stack] % self.every == 0 else []
+        return found
+
+
+def parse(choice: str) -> tuple[Term, ...]:
+    """Read a choice; `none` has no terms.
+
+    >>> parse("every:2,-attention")
+    (Term(text='every:2', leaves_out=False, every=2), Term(text='attention', leaves_out=True, every=0))
+    """
+    return () if choice == "none" else tuple(_term(text.strip()) for text in choice.split(","))
+
+
+def _term(text: str) -> Term:
+    name = text.removeprefix("-").strip()
+    number = name.removeprefix("every:") if name.startswith("every:") else ""
+    every = int(number) if number.isdecimal() else int(name in ("full", "reentrant"))
+    return Term(name, text.startswith("-"), every)
+
+
+def is_for_training(choice: str) -> bool:
+    """Whether a choice names blocks by their places alone and leaves out attention at most, so that any model has it.
+
+    >>> is_for_training("full,-attention"), is_for_training("attention")
+    (True, False)
+    """
+    return all(
+        term.text == _ATTENTION if term.leaves_out else term.every and not term.to_the_end for term in parse(choice)
+    ) and not choice.startswith("-")
+
+
+def recomputed_blocks(choice: str, names: Sequence[str]) -> dict[str, bool]:
+    """Say which blocks are recomputed, and of which the results of attention are kept, so that it does not run again.
+
+    Args:
+        choice: blocks, by place or by name, and `-attention`, which holds for the blocks before it.
+        names: of all blocks, in order.
+
+    Returns:
+        By the name of each recomputed block, in order: whether its attention is kept.
+
+    Raises:
+        UsageError: a term names no block, or something that training does not recompute by itself.
+    """
+    chosen: dict[str, bool] = {}
+    for term in parse(choice):
+        named = term.blocks(names)
+        if term.leaves_out and term.text == _ATTENTION:
+            chosen = dict.fromkeys(chosen, True)
+        elif term.leaves_out or term.to_the_end or not named:
+            longest = max(Counter(name.rpartition(".")[0] for name in names).values(), default=0)
+            raise UsageError(
+                f"recompute {choice!r}: {term.text!r} chooses none of the model's {len(names)} blocks; the longest "
+                f"tower has {longest}. Give none, full, every:N or names of blocks, with ,-attention behind them to "
+                "keep what attention computed."
+            )
+        else:
+            chosen |= dict.fromkeys(named, False)
+    return {name: chosen[name] for name in names if name in chosen}
+
+
+def as_choice(blocks: Mapping[str, bool]) -> str:
+    """Write what `recomputed_blocks` gives.
+
+    >>> as_choice({"layers.0": True, "layers.1": False})
+    'layers.0,-attention,layers.1'
+    """
+    keeping = [name for name, keeps in blocks.items() if keeps]
+    rest = [name for name, keeps in blocks.items() if not keeps]
+    return ",".join([*keeping, *([f"-{_ATTENTION}"] if keeping else []), *rest]) or "none"
 
 
 def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[int]:
@@ -43,52 +149,43 @@ def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[
     Raises:
         UsageError: a term matches nothing.
     """
-    if choice == "none":
+    terms = parse(choice)
+    if not terms:
         return set()
     lives = [any(g.needs & trained for g in row.gradients) for row in rows]
     live_blocks = {row.block for row, live in zip(rows, lives, strict=True) if live and row.block}
     live_parts = {(row.block, row.component) for row, live in zip(rows, lives, strict=True) if live}
     chosen: set[int] = set()
-    for term in choice.split(","):
-        leaves_out = term.startswith("-")
-        hits, to_the_end = _matches(rows, term.removeprefix("-").strip(), name)
-        if leaves_out:
+    for term in terms:
+        hits, are_blocks = _matches(rows, term, name)
+        if term.leaves_out:
             chosen -= hits
-        elif to_the_end is None:
-            chosen |= {i for i in hits if (rows[i].block, rows[i].component) in live_parts}
+        elif are_blocks:
+            chosen |= {i for i in hits if rows[i].block in live_blocks and (term.to_the_end or rows[i].recomputed)}
         else:
-            chosen |= {i for i in hits if rows[i].block in live_blocks and (to_the_end or rows[i].recomputed)}
+            chosen |= {i for i in hits if (rows[i].block, rows[i].component) in live_parts}
     return chosen
 
 
-def _matches(rows: Sequence[Row], term: str, name: str) -> tuple[set[int], bool | None]:
-    """Find the rows that a term names, and whether they are blocks run to their end; None if they are no blocks."""
+def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool]:
+    """Find the rows that a term names, and whether it names them as whole blocks."""
     blocks = list(dict.fromkeys(row.block for row in rows if row.block))
-    named: list[str] = []
-    if term in ("full", "reentrant"):
-        named = blocks
-    elif term.startswith("every:") and term.removeprefix("every:").isdigit() and int(term.removeprefix("every:")):
-        n, places = int(term.removeprefix("every:")), dict[str, int]()
-        for block in blocks:
-            stack = block.rpartition(".")[0]
-            places[stack] = places.get(stack, 0) + 1
-            named += [block] if places[stack] % n == 0 else []
-    else:
-        named = [block for block in blocks if fnmatch.fnmatchcase(block, term)]
+    named = set(term.blocks(blocks))
     if named:
-        inside = set(named)
-        return {i for i, row in enumerate(rows) if row.block in inside}, term == "reentrant"
+        return {i for i, row in enumerate(rows) if row.block in named}, True
     hits = {
         i
         for i, row in enumerate(rows)
         if row.block
-        and (term in (row.component, row.component.partition(".")[2]) or fnmatch.fnmatchcase(row.module, term))
+        and (
+            term.text in (row.component, row.component.partition(".")[2]) or fnmatch.fnmatchcase(row.module, term.text)
+        )
     }
     if not hits:
         some = ", ".join(blocks[:3]) or "none"
         parts = ", ".join(sorted({row.component for row in rows if row.block})) or "none"
         raise UsageError(
-            f"--recompute {term} matches nothing of {name}. Give none, full, reentrant, every:N, a pattern of its "
+            f"--recompute {term.text} matches nothing of {name}. Give none, full, reentrant, every:N, a pattern of its "
             f"blocks ({some}, ...) or of modules in them, or a component ({parts})."
         )
-    return hits, None
+    return hits, False

@@ -19,6 +19,8 @@ from headway.count.storage import from_ranges, to_ranges
 from headway.errors import CostModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headway.count.workload import Workload
 
 Rows = Mapping[str, Fraction]
@@ -39,11 +41,14 @@ class SavedBlock:
         fused: by a compiled block or fused kernels: what matrix products and attention read, and what they made where
             an elementwise operation's backward needs it.
         entry: what enters the block, which is all that recomputation keeps of it.
+        attention: what attention's kernels give: their output and, in float32, the log-sum-exp of each query's scores;
+            where these are kept, attention is not recomputed.
     """
 
     plain: Rows
     fused: Rows
     entry: Rows
+    attention: Rows
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,22 @@ class SavedActivations:
 
     blocks: Mapping[str, SavedBlock]
     left_out: tuple[str, ...] = ()
+
+
+class SavedByPrecision(dict[str, SavedActivations]):
+    """What autograd saves of a model, by precision, each read or traced when it is first looked up.
+
+    Args:
+        read: gives what is saved in a precision.
+    """
+
+    def __init__(self, read: Callable[[str], SavedActivations]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, precision: str) -> SavedActivations:
+        self[precision] = self._read(precision)
+        return self[precision]
 
 
 def bytes_of(rows: Rows, workload: Workload) -> int:
@@ -135,5 +156,5 @@ def _shipped() -> dict[str, dict[str, list[Any]]]:
     return data
 
 
-def _parts(block: SavedBlock) -> tuple[Rows, Rows, Rows]:
-    return block.plain, block.fused, block.entry
+def _parts(block: SavedBlock) -> tuple[Rows, ...]:
+    return block.plain, block.fused, block.entry, block.attention

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from headway.errors import TrainingError
 from headway.models.blocks import blocks
-from headway.models.recompute import checkpointed, is_recomputed
+from headway.models.recompute import is_recomputed
 
 # Numbers of Python among blocks' arguments that differ from pack to pack: the longest segment, by all its names, and
 # the slots of a pack that several processes share.
@@ -175,7 +175,7 @@ def compile_blocks(model: PreTrainedModel, watch: CompileWatch, backend: str = "
 def _compile(module: nn.Module, watch: CompileWatch, backend: str) -> None:
     plain = types.MethodType(_own_forward(type(module)), module)
     judging = torch.compile(plain, backend=backend)
-    training = torch.compile(_recomputed(type(module), plain), backend=backend) if is_recomputed(module) else judging
+    training = torch.compile(_recomputed(module, plain), backend=backend) if is_recomputed(module) else judging
     warm_ups: defaultdict[tuple[bool, bool], WarmUp] = defaultdict(WarmUp)
     names = inspect.signature(plain).parameters.keys()
 
@@ -203,19 +203,20 @@ def _own_forward(cls: type[nn.Module]) -> types.FunctionType:
     return forward
 
 
-def _recomputed(cls: type[nn.Module], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is computed again in backward, with a code object for each class of blocks, as above."""
+def _recomputed(module: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that is computed again in backward, with a code object for each kind of block, as above."""
+    checkpointed, key = module._gradient_checkpointing_func, (type(module), module._gradient_checkpointing_func)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpointed(plain, *args, **kwargs)
 
-    if cls not in _CODES:
-        _CODES[cls] = recomputed.__code__.replace(co_name=f"{cls.__name__}_recomputed")
-    recomputed.__code__ = _CODES[cls]
+    if key not in _CODES:
+        _CODES[key] = recomputed.__code__.replace(co_name=f"{type(module).__name__}_recomputed")
+    recomputed.__code__ = _CODES[key]
     return recomputed
 
 
-_CODES: dict[type[nn.Module], types.CodeType] = {}
+_CODES: dict[tuple[type[nn.Module], Callable[..., Any]], types.CodeType] = {}
 
 
 def _alike(

@@ -6,6 +6,7 @@ Soft-capped scores, attention dropout, padded rows and generation from a cache. 
 import torch
 from torch.nn import functional as F
 
+from headway.models.recompute import refuse_kept_attention
 from headway.models.segments import groups, take
 
 
@@ -20,11 +21,14 @@ def exact_attention(
     dropout: float,
 ) -> torch.Tensor:
     """Attend under a boolean mask (True: may see), shape (B or 1, 1, T, S); returns shape (B, H, T, Dv)."""
+    if dropout > 0.0:
+        refuse_kept_attention("no kernel has attention dropout here")
     if softcap is None and sinks_H is None:
         grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
         return F.scaled_dot_product_attention(
             q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
         )
+    refuse_kept_attention("no kernel has score soft-capping here, or sinks under a mask")
     repeats = q_BHTD.shape[1] // k_BKSD.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSD, v_BKSD))
     wide = torch.promote_types(torch.float32, q_BHTD.dtype)

@@ -1,20 +1,50 @@
 """Activation checkpointing: chosen blocks keep what enters them and compute the rest again in backward.
 
+Of a block whose attention is kept, the results of attention's kernels are kept beside it (selective activation
+checkpointing): the output and the log-sum-exp of the scores, so that the dearest operation over long segments does not
+run twice.
+
 Non-reentrant throughout. A compiled block has its checkpoint inside the graph, see `compiling`; any other has
 transformers' own, which wraps `forward` and so leaves the hooks of FSDP outside.
 """
 
-from collections import Counter
+import logging
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
-from headway.errors import ConfigError
+from headway.count.recompute import recomputed_blocks
+from headway.errors import ConfigError, UsageError
 from headway.models.blocks import blocks
+
+# Forwards of attention, each of which gives its output and the log-sum-exp that its backward reads. Whatever of them a
+# model comes to run is kept: packs run the first four, rows of a batch PyTorch's own.
+_ATTENTION = frozenset({
+    "torch_attn::_varlen_attn",
+    "headway::segment_attention",
+    "flash_attn::_flash_attn_varlen_forward",
+    "flash_attn_3::fwd",
+    "flash_attn_3::_flash_attn_forward",
+    "flash_attn::_flash_attn_forward",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+})  # fmt: skip
 
 
 def recompute_blocks(model: PreTrainedModel, choice: str) -> tuple[str, ...]:
@@ -22,39 +52,29 @@ def recompute_blocks(model: PreTrainedModel, choice: str) -> tuple[str, ...]:
 
     Args:
         model: its blocks are changed in place.
-        choice: none, full, every:N (every N-th block of each tower), or names of blocks joined by commas. In
-            `CostModel.count` each stands for the same blocks.
+        choice: none, full, every:N (every N-th block of each tower), or names of blocks joined by commas; after
+            `,-attention` what attention computed is kept. In `CostModel.count` each stands for the same operations.
 
     Returns:
         Names of the chosen blocks.
 
     Raises:
-        ConfigError: no block is chosen by something else than none, or there are no blocks.
+        ConfigError: a term chooses no block, or there are no blocks.
     """
     if choice == "none":
         return ()
-    found = blocks(model)
-    if choice == "full":
-        chosen = found
-    elif choice.startswith("every:"):
-        n, places = int(choice.removeprefix("every:")), Counter[str]()
-        chosen = ()
-        for block in found:
-            places[block.tower] += 1
-            chosen += (block,) if places[block.tower] % n == 0 else ()
-    else:
-        names = set(choice.split(","))
-        chosen = tuple(block for block in found if block.name in names)
-    if not chosen:
-        largest = max(Counter(block.tower for block in found).values())
-        raise ConfigError(
-            f"recompute {choice!r} chooses none of the model's {len(found)} blocks; the longest tower has {largest}."
-        )
-    for block in chosen:
-        module: Any = block.module
+    found = {block.name: block.module for block in blocks(model)}
+    try:
+        chosen = recomputed_blocks(choice, list(found))
+    except UsageError as error:
+        raise ConfigError(str(error)) from error
+    if any(chosen.values()):
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_of_in_place)
+    for name, keeps_attention in chosen.items():
+        module: Any = found[name]
         module.gradient_checkpointing = True
-        module._gradient_checkpointing_func = checkpointed
-    return tuple(block.name for block in chosen)
+        module._gradient_checkpointing_func = checkpointed_but_attention if keeps_attention else checkpointed
+    return tuple(chosen)
 
 
 def is_recomputed(module: nn.Module) -> bool:
@@ -65,3 +85,46 @@ def is_recomputed(module: nn.Module) -> bool:
 def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a block's forward so that it is computed again in backward; no block draws random numbers."""
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def checkpointed_but_attention(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward so that all of it but attention is computed again in backward."""
+    run = partial(forward, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_attention)
+
+
+def _keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a forward and of its recomputation."""
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # torch leaves it so
+    return contexts
+
+
+def refuse_kept_attention(why: str) -> None:
+    """Refuse attention that has no kernel where its result is to be kept: it would run again all the same.
+
+    Args:
+        why: what the kernels lack, for the message.
+
+    Raises:
+        ConfigError: a block runs forward whose attention is kept.
+    """
+    if any(isinstance(mode, _CachingTorchDispatchMode) for mode in _get_current_dispatch_mode_stack()):
+        raise ConfigError(
+            f"speed.recompute keeps what attention computed, but {why}, so this model's attention is written out and "
+            "would be computed again. Leave out ',-attention'."
+        )
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_not_of_in_place(record: logging.LogRecord) -> bool:
+    """Whether a line of torch's log is not its warning of operations in place, which none does to what is kept."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
+
+@cache  # asked for every operation of every block
+def _is_attention(operator: Any) -> bool:
+    return getattr(getattr(operator, "_schema", None), "name", "") in _ATTENTION

@@ -4,8 +4,8 @@ Everything is proportional to a parameter count or to a driver of the largest pa
 
 * weights, gradients, optimizer state and averages: bytes per parameter, divided by the processes that share a copy;
 * gathered weights: of FSDP2, the units that are whole at a time, and the gradients of one that wait to be summed;
-* activations: what autograd saves of each block, or what enters it where it is recomputed, and one block's worth to
-  recompute into;
+* activations: what autograd saves of each block, or what enters it where it is recomputed and what attention gave
+  where that is kept, and one block's worth to recompute into;
 * head: chunks of logits, and the gradients that the head's forward makes.
 
 Not counted: the CUDA context (about 0.5 GiB), communication buffers, attention's log-sum-exp, temporaries of single
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from headway.count.hidden import hidden_matrices
-from headway.count.recompute import run_again
+from headway.count.recompute import recomputed_blocks
 from headway.count.saved import bytes_of
 from headway.plan.recompute import block_bytes
 
@@ -71,7 +71,7 @@ class State:
         muon: whether matrices of hidden layers have one moment instead of two.
         averaged: whether there is a moving average of the weights that learn, in float32.
         accumulates: whether a step sums several packs.
-        recompute: which blocks are computed again, as for `CostModel.count`.
+        recompute: which blocks are computed again, as for `recomputed_blocks`.
         fused: whether blocks are compiled or run on fused kernels.
         chunk: slots whose logits exist at a time [slots]; None for those of a whole pack.
     """
@@ -160,7 +160,7 @@ def plan_memory(
         sharing: of the model among processes.
 
     Raises:
-        UsageError: `state.recompute` matches nothing.
+        UsageError: `state.recompute` chooses no block.
     """
     trained = [p for p in cost_model.parameters if p.trainable]
     held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
@@ -257,14 +257,12 @@ def _activations(
     cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sequence: int
 ) -> tuple[int, int]:
     """Bytes kept from forward to backward, and those of the largest block that is computed again."""
-    trained = sum(1 << i for i, p in enumerate(cost_model.parameters) if p.trainable)
-    again = run_again(cost_model.rows, trained, state.recompute, cost_model.name)
-    recomputed = {cost_model.rows[i].block for i in again}
+    chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
     blocks = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sequence)
     outside = bytes_of(saved.blocks[""].plain, pack)
-    kept = sum(block.entry if name in recomputed else block.whole for name, block in blocks.items())
-    largest = max((block.whole - block.entry for name, block in blocks.items() if name in recomputed), default=0)
-    return kept - (-outside // sequence), largest
+    kept = {name: block.kept(chosen[name]) for name, block in blocks.items() if name in chosen}
+    largest = max((blocks[name].whole - size for name, size in kept.items()), default=0)
+    return sum(kept.get(name, block.whole) for name, block in blocks.items()) - (-outside // sequence), largest
 
 
 def _head(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> int:

@@ -1,7 +1,8 @@
-"""Choose the fewest blocks to recompute so that what the blocks keep from forward to backward fits a budget."""
+"""Choose what to recompute, as little as possible, so that what blocks keep from forward to backward fits a budget."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from headway.errors import PlanError
 from headway.report import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from headway.count import CostModel, Workload
     from headway.count.saved import SavedActivations
@@ -23,10 +24,16 @@ class BlockBytes:
     Attributes:
         whole: where it is not recomputed.
         entry: where it is: what enters it.
+        attention: what it keeps beside its entry where attention does not run again.
     """
 
     whole: int
     entry: int
+    attention: int = 0
+
+    def kept(self, keeps_attention: bool) -> int:
+        """What it keeps where it is recomputed."""
+        return min(self.whole, self.entry + (self.attention if keeps_attention else 0))
 
 
 def block_bytes(
@@ -45,51 +52,82 @@ def block_bytes(
     alive = {row.block for row in cost_model.rows if any(g.needs & trained for g in row.gradients)}
     return {
         name: BlockBytes(
-            -(-bytes_of(block.fused if fused else block.plain, pack) // sequence),
-            -(-bytes_of(block.entry, pack) // sequence),
+            *(
+                -(-bytes_of(rows, pack) // sequence)
+                for rows in (block.fused if fused else block.plain, block.entry, block.attention)
+            )
         )
         for name, block in saved.blocks.items()
         if name and name in alive
     }
 
 
-def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Iterable[str]) -> int:
-    """The most that blocks hold at a time: what all keep, and what the largest recomputed one makes again [bytes]."""
-    chosen = set(recomputed)
-    kept = sum(block.entry if name in chosen else block.whole for name, block in blocks.items())
-    return kept + max((blocks[name].whole - blocks[name].entry for name in chosen), default=0)
+def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, bool]) -> int:
+    """The most that blocks hold at a time: what all keep, and what the largest recomputed one makes again [bytes].
+
+    Args:
+        blocks: by name.
+        recomputed: by the name of each recomputed block, whether its attention is kept.
+    """
+    kept = {name: blocks[name].kept(keeps) for name, keeps in recomputed.items()}
+    again = max((blocks[name].whole - size for name, size in kept.items()), default=0)
+    return sum(kept.get(name, block.whole) for name, block in blocks.items()) + again
 
 
-def fewest_recomputed(blocks: Mapping[str, BlockBytes], budget_bytes: int) -> tuple[str, ...]:
-    """Choose the fewest blocks, spread evenly over their tower, so that `most_kept` is within a budget.
+def least_recomputed(blocks: Mapping[str, BlockBytes], budget_bytes: int) -> dict[str, bool]:
+    """Choose the least to recompute with which `most_kept` is within a budget.
 
-    Towers whose blocks free the most come first, so that few blocks are enough.
+    That is the fewest blocks, and attention not at all. Where all blocks without their attention are not enough,
+    attention is recomputed too, in the fewest blocks. Both are spread evenly over their tower; towers whose blocks
+    free the most come first.
+
+    Returns:
+        By the name of each recomputed block, whether its attention is kept; in the order of `blocks`.
 
     Raises:
-        PlanError: all of them together are not enough.
+        PlanError: all blocks recomputed, with attention, are not enough.
 
-    >>> layers = {f"layers.{i}": BlockBytes(whole=100, entry=10) for i in range(4)}
-    >>> fewest_recomputed(layers, budget_bytes=400), fewest_recomputed(layers, budget_bytes=310)
-    ((), ('layers.1', 'layers.3'))
+    >>> layers = {f"layers.{i}": BlockBytes(whole=100, entry=10, attention=5) for i in range(4)}
+    >>> least_recomputed(layers, budget_bytes=320)
+    {'layers.1': True, 'layers.3': True}
     """
     towers: dict[str, list[str]] = {}
     for name, block in blocks.items():
         if block.whole > block.entry:
             towers.setdefault(name.rpartition(".")[0], []).append(name)
-    freed = {t: sum(blocks[n].whole - blocks[n].entry for n in names) / len(names) for t, names in towers.items()}
-    before: list[str] = []
-    for tower in sorted(towers, key=freed.__getitem__, reverse=True):
-        names = towers[tower]
-        for count in range(len(names) + 1):
-            chosen = before + [names[(i + 1) * len(names) // count - 1] for i in range(count)]
-            if most_kept(blocks, chosen) <= budget_bytes:
-                return tuple(name for name in blocks if name in set(chosen))
-        before += names
-    least = most_kept(blocks, before)
-    if least <= budget_bytes:  # where there is nothing to recompute
-        return ()
+    order = sorted(towers.values(), key=lambda names: -_mean([blocks[n].whole - blocks[n].kept(True) for n in names]))
+    all_blocks = [name for names in order for name in names]
+    for chosen in _growing(order):
+        if most_kept(blocks, dict.fromkeys(chosen, True)) <= budget_bytes:
+            return {name: True for name in blocks if name in set(chosen)}
+    # A tower of small blocks may be enough where the larger ones would make more again at a time than they free.
+    fitting = []
+    for towers_in_turn in itertools.permutations(order):
+        for chosen in _growing(towers_in_turn):
+            recomputed = {name: name not in chosen for name in all_blocks}
+            if most_kept(blocks, recomputed) <= budget_bytes:
+                fitting.append(recomputed)
+                break
+    if fitting:
+        best = max(fitting, key=lambda recomputed: sum(recomputed.values()))
+        return {name: best[name] for name in blocks if name in best}
     raise PlanError(
-        f"with all blocks recomputed, the largest pack still holds {format_bytes(least)} of activations on a device, "
-        f"more than the {format_bytes(budget_bytes)} that are allowed. Allow more, lower data.tokens_per_pack or "
+        f"with all blocks recomputed, the largest pack still holds "
+        f"{format_bytes(most_kept(blocks, dict.fromkeys(all_blocks, False)))} of activations on a device, more than "
+        f"the {format_bytes(budget_bytes)} that are allowed. Allow more, lower data.tokens_per_pack or "
         "data.patches_per_pack, or raise parallel.sequence."
     )
+
+
+def _growing(towers: Sequence[Sequence[str]]) -> Iterator[list[str]]:
+    """Choices of more and more blocks, tower after tower, each spread evenly."""
+    before: list[str] = []
+    yield before
+    for names in towers:
+        for count in range(1, len(names) + 1):
+            yield before + [names[(i + 1) * len(names) // count - 1] for i in range(count)]
+        before = [*before, *names]
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values)

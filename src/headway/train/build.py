@@ -15,7 +15,6 @@ from headway.models.draw import draw_weights
 from headway.models.flash import choose_kernel
 from headway.models.float8 import use_float8
 from headway.models.head import LossHead, loss_head
-from headway.models.kernels import use_kernels
 from headway.models.load import load_config, load_model
 from headway.models.lora import initialise_adapters, without_adapters
 from headway.models.materialise import make_room, read_weights
@@ -28,6 +27,7 @@ from headway.train.config import TrainConfig
 from headway.train.device import Precision
 from headway.train.optim import adapt, freeze
 from headway.train.recompute import chosen_recompute
+from headway.train.speed import compiles, put_in_kernels
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Trained:
         cost_model: its ledger, as it trains.
         head: runs it and its loss.
         recompute: which blocks are computed again in backward, as `CostModel.count` takes it.
+        compiles: whether its blocks are compiled.
         compile_watch: sees what is compiled.
         notes: lines on kernels for the start of the run.
     """
@@ -47,6 +48,7 @@ class Trained:
     cost_model: CostModel
     head: LossHead
     recompute: str
+    compiles: bool
     compile_watch: CompileWatch
     notes: tuple[str, ...]
 
@@ -73,20 +75,21 @@ def build_trained(
     """
     model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
     cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
-    recompute = chosen_recompute(config, model, cost_model, precision)
-    notes = choose_kernel(config.speed.attention, device)
-    notes += use_kernels(model, config.speed.kernels, device)
+    is_compiled, notes = compiles(config.speed, model, device)
+    recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
+    notes += choose_kernel(config.speed.attention, device)
+    notes += put_in_kernels(config.speed, model, device)
     head = loss_head(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
     if precision.is_float8:
         notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
     recompute_blocks(model, recompute)
     compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
-    if config.speed.compile:
+    if is_compiled:
         compile_blocks(model, compile_watch)
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
     initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
-    return Trained(model, cost_model, head, recompute, compile_watch, notes)
+    return Trained(model, cost_model, head, recompute, is_compiled, compile_watch, notes)
 
 
 def build_model(

@@ -1,6 +1,7 @@
 """Where a run computes and in which precision."""
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,7 @@ def choose_device(run: RunConfig) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"run.device {run.device!r} is not supported; use auto, cpu, cuda or cuda:N.")
     if device.type == "cuda":
+        grow_segments()
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = int(os.environ.get("LOCAL_RANK", "0")) if name == "cuda" else device.index
         if index >= count:
@@ -71,6 +73,16 @@ def choose_device(run: RunConfig) -> torch.device:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     return device
+
+
+def grow_segments() -> None:
+    """Let PyTorch's allocator on CUDA map memory to segments that grow, unless the environment says something else.
+
+    Packs differ in size, and blocks of fixed sizes would leave memory between them that none of them fits. Takes effect
+    before CUDA is first used; torch 2.11 and 2.13 read both names.
+    """
+    if sys.platform == "linux" and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def choose_precision(run: RunConfig, device: torch.device) -> Precision:

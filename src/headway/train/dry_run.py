@@ -4,6 +4,7 @@ Nothing is trained, and neither weights nor data are read; lengths come from the
 whose ledger ships, torch is not needed either.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import numpy as np
 
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.cost_model import ParamCount
+from headway.count.recompute import as_choice
 from headway.count.saved import SavedActivations
 from headway.data.plan import Budget, Items, Order, OverlongCounts, Plan, PlanReport
 from headway.data.plan.costs import square_grid
@@ -22,8 +24,9 @@ from headway.errors import ConfigError
 from headway.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Sharing, State, plan_memory
 from headway.plan.mesh_shape import MeshShape
 from headway.plan.mixes import MIXES
-from headway.plan.recompute import block_bytes, fewest_recomputed
+from headway.plan.recompute import block_bytes, least_recomputed
 from headway.train.config import TrainConfig
+from headway.train.fitting import Way, ways_to_fit
 
 SCHEMA_VERSION = 1
 STEPS = 16
@@ -79,6 +82,7 @@ class DryRun:
         params: numbers of parameters.
         memory: of each device.
         packs: None without lengths to plan over.
+        ways: settings that make it fit, where it does not, or all of them together, if they are not enough.
         notes: what the numbers leave open.
     """
 
@@ -88,14 +92,14 @@ class DryRun:
     params: ParamCount
     memory: MemoryPlan
     packs: Packs | None
+    ways: tuple[Way, ...]
     notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool | None:
         """Whether the memory leaves enough for what is not counted; None without a device."""
-        if self.device is None or self.device.memory_bytes is None:
-            return None
-        return self.memory.peak <= USABLE * self.device.memory_bytes
+        room = _room(self.device)
+        return None if room is None else self.memory.peak <= room
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -114,6 +118,7 @@ class DryRun:
             "params": {"total": params.total, "trainable": params.trainable, "active": params.active},
             "memory": self.memory.as_json(),
             "fits": self.fits,
+            "ways": [way.as_json() for way in self.ways],
             "flops": None if self.packs is None else _flops_json(self.packs.flops),
             "packs": None if self.packs is None else self.packs.as_json(),
             "notes": list(self.notes),
@@ -123,7 +128,7 @@ class DryRun:
 def dry_run(
     config: TrainConfig,
     cost_model: CostModel,
-    saved: Mapping[Precision, SavedActivations],
+    saved: Mapping[str, SavedActivations],
     *,
     devices: int,
     device: Device | None,
@@ -133,7 +138,8 @@ def dry_run(
     Args:
         config: the recipe.
         cost_model: of its model, as it ships or was traced.
-        saved: what autograd saves of the model, by precision; only `precision_of` is looked up.
+        saved: what autograd saves of the model, by precision; looked up are `precision_of`, and, where the run does
+            not fit, that of the ways in which it would.
         devices: processes, a device each.
         device: whose memory it must fit.
 
@@ -145,10 +151,9 @@ def dry_run(
     learning = cost_model.freeze(config.model.freeze)
     if config.model.lora is not None:
         learning = learning.lora(config.model.lora.rank, config.model.lora.targets)
-    precision = precision_of(config, devices)
+    left_out = saved[precision_of(config, devices)].left_out
     notes = []
-    recompute = _recompute(config, learning, saved[precision], shape)
-    packs = _plan_packs(config, learning, shape, recompute)
+    packs = _plan_packs(config, learning, shape, _recompute(config, learning, saved, shape))
     if packs is None:
         notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
@@ -156,16 +161,57 @@ def dry_run(
         tokens, patches = packs.most_tokens, packs.most_patches
     if learning.has_vision and not patches:
         notes.append("no pictures are in the lengths, so the vision tower holds no activations")
-    if config.speed.kernels == "liger" and not config.speed.compile:
+    if config.speed.kernels == "liger" and config.speed.compile is False:
         notes.append("activations are those of fused kernels, which Liger has for most elementwise operations, not all")
     if config.run.dtype == "float8":
         notes.append("float8 copies of weights and activations are not counted")
-    pack = Workload([tokens], images=_one_picture(patches, learning), slots=_slots(tokens, config))
-    state = _state(config, precision, recompute)
-    memory = plan_memory(learning, saved[precision], pack, state, _sharing(config, shape))
-    if saved[precision].left_out:
-        notes.append(f"activations of {', '.join(saved[precision].left_out[:3])} are not explained, and missing")
-    return DryRun(cost_model.name, shape, device, learning.params, memory, packs, tuple(notes))
+
+    def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
+        fill = min(1.0, changed.data.tokens_per_pack / tokens)
+        return memory_plan(changed, learning, saved, devices, math.ceil(fill * tokens), math.ceil(fill * patches))
+
+    planned, room = memory(config, devices), _room(device)
+    ways: tuple[Way, ...] = ()
+    if room is not None and planned.peak > room:
+        ways = ways_to_fit(config, devices, room, lambda changed, devices: memory(changed, devices).peak)
+    if left_out:
+        notes.append(f"activations of {', '.join(left_out[:3])} are not explained, and missing")
+    return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes))
+
+
+def memory_plan(
+    config: TrainConfig,
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    devices: int,
+    tokens: int,
+    patches: int,
+) -> MemoryPlan:
+    """Plan the memory of each device of a run.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of the model, by precision.
+        devices: processes, a device each.
+        tokens: of the largest pack.
+        patches: of the pack with the most.
+
+    Raises:
+        ConfigError: a mesh that the devices do not fit, or a setting that has no effect on one device.
+    """
+    shape = MeshShape.of(devices, **_mesh_settings(config))
+    if devices == 1 and config.parallel.offload:
+        raise ConfigError("parallel.offload has no effect on one process, which keeps its model whole.")
+    pack = Workload([tokens], images=_one_picture(patches, cost_model), slots=_slots(tokens, config))
+    precision = precision_of(config, devices)
+    state = _state(config, precision, _recompute(config, cost_model, saved, shape))
+    return plan_memory(cost_model, saved[precision], pack, state, _sharing(config, shape))
+
+
+def _room(device: Device | None) -> int | None:
+    """What a plan may fill of a device [bytes]."""
+    return None if device is None or device.memory_bytes is None else int(USABLE * device.memory_bytes)
 
 
 def precision_of(config: TrainConfig, devices: int) -> Precision:
@@ -186,15 +232,20 @@ def _mesh_settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _recompute(config: TrainConfig, cost_model: CostModel, saved: SavedActivations, shape: MeshShape) -> str:
+def _recompute(
+    config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], shape: MeshShape
+) -> str:
     """Which blocks are recomputed, as `CostModel.count` takes it; a size chooses them as training does."""
     size = config.speed.recompute_bytes
     if size is None:
         return config.speed.recompute
     patches = _most_patches(config, cost_model)
     pack = Workload([config.data.tokens_per_pack], images=_one_picture(patches, cost_model))
-    kept = block_bytes(cost_model, saved, pack, fused=config.speed.compile, sequence=shape.sequence)
-    return ",".join(fewest_recomputed(kept, size)) or "none"
+    of_forward = saved[precision_of(config, shape.world_size)]
+    fused = config.speed.is_fused(config.run.device)
+    return as_choice(
+        least_recomputed(block_bytes(cost_model, of_forward, pack, fused=fused, sequence=shape.sequence), size)
+    )
 
 
 def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
@@ -216,7 +267,7 @@ def _state(config: TrainConfig, precision: Precision, recompute: str) -> State:
         averaged=config.optim.ema is not None,
         accumulates=config.optim.accumulation > 1,
         recompute=recompute,
-        fused=config.speed.compile or config.speed.kernels == "liger",
+        fused=config.speed.is_fused(config.run.device),
         chunk=config.speed.loss_chunk,
     )
 

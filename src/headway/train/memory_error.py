@@ -1,20 +1,26 @@
 """What is said when memory runs out: what held it, which pack asked for more, and what would need less."""
 
+import math
 import re
 import resource
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from headway.errors import ConfigError
+from headway.count.saved import SavedByPrecision
+from headway.errors import ConfigError, HeadwayError
 from headway.models.blocks import blocks
 from headway.report import format_bytes, format_count
 from headway.train.config import SpeedConfig, TrainConfig
+from headway.train.dry_run import USABLE, memory_plan
+from headway.train.fitting import ways_to_fit
 from headway.train.prepare import Run
+from headway.train.recompute import saved_of
 from headway.train.watch import Place
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
@@ -50,17 +56,58 @@ class Explanation:
                 f" The pack had {format_count(load.tokens)} tokens in {format_count(load.num_segments)} segments"
                 f" ({format_count(load.slots)} slots) and {format_count(load.patches)} vision patches."
             )
-        savings = sorted(
-            possible_savings(held, activations + (asked or 0), run, self._config, place), key=lambda one: -one[1]
-        )
-        ways = [f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > _WORTH * total]
         return (
             f"out of memory on {run.device} (rank {run.ranks.rank}) in {place}"
             f"{f', when {format_bytes(asked)} more were asked for' if asked else ''}. Held were {format_bytes(total)}: "
-            f"{parts}.{pack} What would need less, by estimate: "
-            f"{'; '.join(ways) or 'a smaller model or a larger device'}. "
+            f"{parts}.{pack} {self._way_out(held, activations + (asked or 0))} "
             "The last checkpoint is whole; change the setting and go on with --resume where it may be changed."
         )
+
+    def _way_out(self, held: dict[str, int], activations: int) -> str:
+        """What would fit the device, by the memory plan; where there is none, what would need less."""
+        run, place = self._run, self._place
+        if run.device.type == "cuda" and place.batch is not None:
+            total = torch.cuda.get_device_properties(run.device).total_memory
+            load = place.batch.workload
+            planned = planned_ways(run, self._config, load.slots, load.patches, total)
+            if planned is not None:
+                return planned
+        savings = sorted(possible_savings(held, activations, run, self._config, place), key=lambda one: -one[1])
+        least = _WORTH * sum(held.values())
+        ways = [f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > least]
+        return f"What would need less, by estimate: {'; '.join(ways) or 'a smaller model or a larger device'}."
+
+
+def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_bytes: int) -> str | None:
+    """Say with which settings a pack fits a device, by the memory plan.
+
+    Args:
+        run: its ledger and number of processes.
+        config: its settings.
+        slots: of the pack.
+        patches: of the pack.
+        total_bytes: memory of the device.
+
+    Returns:
+        A sentence; None where what the model saves cannot be traced.
+    """
+    room, devices = int(USABLE * total_bytes), run.ranks.size
+    try:
+        saved = SavedByPrecision(partial(saved_of, config.model.path))
+
+        def peak(changed: TrainConfig, devices: int) -> int:
+            fill = min(1.0, changed.data.tokens_per_pack / config.data.tokens_per_pack)
+            sizes = math.ceil(fill * slots), math.ceil(fill * patches)
+            return memory_plan(changed, run.trained.cost_model, saved, devices, *sizes).peak
+
+        now, ways = peak(config, devices), ways_to_fit(config, devices, room, peak)
+    except HeadwayError:
+        return None
+    expected = f"The memory plan expects {format_bytes(now)} of this pack, where {format_bytes(total_bytes)} are there"
+    if ways[0].peak_bytes > room:
+        return f"{expected}, and no settings that fit; the least is {ways[0]}, {format_bytes(ways[0].peak_bytes)}."
+    fitting = "; ".join(f"{way}: {format_bytes(way.peak_bytes)}" for way in ways)
+    return f"{expected}. What fits, by the plan, the gentlest first: {fitting}."
 
 
 def held_bytes(run: Run) -> dict[str, int]:

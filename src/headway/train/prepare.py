@@ -259,6 +259,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "ranks": run.ranks.size,
         "mesh": None if run.mesh is None else asdict(run.mesh.shape),
         "precision": run.precision.name,
+        "compiled": run.trained.compiles,
         "peak": {"flops_per_s": peak.flops_per_s, "dtype": peak.dtype, "kind": peak.kind, "source": peak.source},
         "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,

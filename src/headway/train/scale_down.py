@@ -97,7 +97,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     raw["run"] |= {"folder": str(folder / "run"), "trackers": [], "profile": None}
     if not cuda:
         raw["parallel"] |= {"reduce_dtype": "float32", "offload": False}
-        raw["speed"] |= {"kernels": "torch"}
+        raw["speed"] |= {"kernels": "auto"}
         raw["run"] |= {"dtype": "auto"}
     mix = config.plan.mix or ("images" if vision is not None else "chats")
     return Small(with_overrides(raw, overrides), mix, pixels, scale, source)

@@ -69,8 +69,9 @@ def saved_by_block(model: nn.Module, *, inputs: Any = None, autocast: torch.dtyp
     plain, left_out = explain([run.by_module(products_only=False) for run in runs], known)
     fused, _ = explain([run.fused_by_module() for run in runs], known)
     entry, _ = explain([run.entry for run in runs], known)
+    attention, _ = explain([run.attention for run in runs], known)
     of = _block_of(blocks)
-    parts = [_by_block(rows, of) for rows in (plain, fused, entry)]
+    parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
     names = ["", *(name for name, _ in twin.named_modules() if name in blocks)]
     found = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
     return SavedActivations(found, left_out)
@@ -120,6 +121,7 @@ class _BlockRecorder(SavedRecorder):
     Attributes:
         blocks: paths of the blocks.
         entry: bytes that enter each block.
+        attention: bytes that attention's kernels give, by module.
         origins: by the id of a storage's first tensor, the ids of those that elementwise operations made it of; a
             product's result, what was picked and what enters or leaves a block are made of themselves.
         held: the tensors by id, so that an id stays its own.
@@ -127,6 +129,7 @@ class _BlockRecorder(SavedRecorder):
 
     blocks: set[str] = field(default_factory=set)
     entry: Counter[str] = field(default_factory=Counter)
+    attention: Counter[str] = field(default_factory=Counter)
     origins: dict[int, frozenset[int]] = field(default_factory=dict)
     held: dict[int, Phantom] = field(default_factory=dict)
 
@@ -152,6 +155,14 @@ class _BlockRecorder(SavedRecorder):
             self.held[id(whole)] = whole
             self.origins[id(whole)] = frozenset([id(whole)])
         return sum(tensor.nbytes for tensor in crossing)
+
+    def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Note what attention's kernel gives; heads of two sizes are padded to the larger one."""
+        query, *_, value = operands = super().attends(*operands)
+        head = max(query.shape[-1], value.shape[-1])
+        rows = query.shape[:-1].numel()  # a query of a head each
+        self.attention[self.module] += rows * (head * query.element_size() + torch.float32.itemsize)
+        return operands
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         if packet not in _PICKS:

@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from headway.count.recompute import is_for_training
 from headway.train.config.sections import Positive, Section, changed
 
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -13,8 +14,10 @@ _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "
 class SpeedConfig(Section):
     """Compilation, kernels and recomputation."""
 
-    compile: bool = Field(
-        default=False, description="Compile every block with torch.compile, once for packs of every size"
+    compile: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description="Compile every block with torch.compile, once for packs of every size: true, false, or auto for "
+        "true on CUDA",
     )
     recompiles: Literal["warn", "error"] = Field(
         default="warn",
@@ -23,14 +26,15 @@ class SpeedConfig(Section):
     recompute: str = Field(
         default="none",
         description="Blocks that keep their input alone and compute the rest again in backward: none, full, every:N "
-        "(every N-th of each tower), or memory:SIZE, such as memory:40GiB, for the fewest with which what the blocks "
-        "of the largest pack keep fits SIZE on each device",
+        "(every N-th of each tower), or memory:SIZE, such as memory:40GiB, for the least with which what the blocks "
+        "of the largest pack keep fits SIZE on each device. full,-attention and every:N,-attention keep what attention "
+        "computed as well, so that it does not run again (selective activation checkpointing)",
     )
 
-    kernels: Literal["torch", "liger"] = Field(
-        default="torch",
+    kernels: Literal["auto", "torch", "liger"] = Field(
+        default="auto",
         description="Whose kernels compute norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger "
-        "Kernel's on CUDA",
+        "Kernel's on CUDA; auto is Liger's on CUDA where they are installed, but for the loss",
     )
     attention: Literal["auto", "torch", "fa3", "flash-attn"] = Field(
         default="auto",
@@ -47,18 +51,17 @@ class SpeedConfig(Section):
     @field_validator("recompute")
     @classmethod
     def _recompute_is_understood(cls, recompute: str) -> str:
-        every = re.fullmatch(r"every:[1-9]\d*", recompute)
-        if recompute not in ("none", "full") and not every and _size(recompute) is None:
+        if not is_for_training(recompute) and _size(recompute) is None:
             raise ValueError(
-                f"{recompute!r} is not none, full, every:N or memory:SIZE with a size such as 40GiB; units are "
-                f"{', '.join(_BYTES)}"
+                f"{recompute!r} is not none, full, every:N, one of these with ,-attention behind it, or memory:SIZE "
+                f"with a size such as 40GiB; units are {', '.join(_BYTES)}"
             )
         return recompute
 
     @model_validator(mode="after")
     def _recompiles_are_of_something_compiled(self) -> Self:
-        if not self.compile and "recompiles" in changed(self):
-            raise ValueError("recompiles has no effect without compile: true")
+        if self.compile is False and "recompiles" in changed(self):
+            raise ValueError("recompiles has no effect with compile: false")
         return self
 
     @model_validator(mode="after")
@@ -66,6 +69,15 @@ class SpeedConfig(Section):
         if self.kernels == "liger" and self.loss_chunk is not None and "loss_chunk" in changed(self):
             raise ValueError("loss_chunk has no effect with kernels 'liger', which choose their own; leave it out")
         return self
+
+    def is_fused(self, device: str) -> bool:
+        """Whether elementwise operations are fused, so that backward keeps less, as far as settings alone tell.
+
+        Args:
+            device: as in `run.device`; auto is taken for CUDA, as what is planned for has it.
+        """
+        compiled = not device.startswith("cpu") if self.compile == "auto" else self.compile
+        return compiled or self.kernels == "liger"
 
     @property
     def recompute_bytes(self) -> int | None:
