@@ -320,6 +320,15 @@ def test_the_indexing_benchmark_reads_the_same_tokens_on_both_sides(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_optimizers_benchmark_runs_every_rule(tmp_path):
+    run("optimizers.py", "--rounds", 1, "--out", tmp_path)
+    (path,) = tmp_path.glob("optimizers_*.json")
+    runs = json.loads(path.read_text())["runs"]
+    assert {(run["rule"], run["dtype"]) for run in runs} >= {("adamw", "bfloat16"), ("muon", "float32")}
+    assert all(0 < run["num_operations"] < 4 * run["num_parameters"] for run in runs)
+
+
+@pytest.mark.slow
 def test_the_experts_benchmark_times_implementations_that_agree(tmp_path):
     run("experts.py", "--rounds", 1, "--scale", 16, "--out", tmp_path)
     (path,) = tmp_path.glob("experts_*.json")

@@ -1,5 +1,6 @@
 """Run by `test_sharded.py` in several processes: optimizers on sharded parameters. Argument: a folder.
 
+copies FOLDER          copies of a slice of weights in bfloat16, which are rounded by chance, stay copies
 muon FOLDER            Muon's step on parameters cut in every way, against the same step on whole ones
 save FOLDER STATE      train a sharded model, checkpoint optimizer and average on the way, write what came out
 resume FOLDER STATE    go on from that checkpoint with this number of processes and compare
@@ -65,6 +66,37 @@ def muon():
                 optimizer.step()
         for one, part in zip(whole, parts, strict=True):
             assert torch.equal(one, part.full_tensor()), (one.shape, part.placements)
+
+
+def copies():
+    """Weights in bfloat16, some cut over one mesh and some over another: copies of a slice must round alike."""
+    count = dist.get_world_size()
+    flat, both = init_device_mesh("cpu", (count,)), init_device_mesh("cpu", (2, count // 2))
+    layouts = [(flat, [Shard(0)]), (both, [Replicate(), Shard(0)]), (both, [Replicate(), Replicate()])]
+    for rule in ("adamw", "muon"):
+        parts = [
+            nn.Parameter(distribute_tensor(torch.randn(shape).bfloat16(), mesh, placements))
+            for shape in ((37, 15), (5, 23), (3, 40))
+            for mesh, placements in layouts
+        ]
+        optimizer = Optimizer(
+            [{"params": parts, "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}],
+            lr=1e-3, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), held=None,
+        )  # fmt: skip
+        for _ in range(3):
+            for part in parts:
+                part.grad = distribute_tensor(torch.randn(part.shape).bfloat16(), part.device_mesh, part.placements)
+            optimizer.step()
+        for part in parts:
+            everyone = [None] * count
+            dist.all_gather_object(everyone, part.to_local())
+            mine = part.device_mesh.get_coordinate()
+            assert mine is not None
+            for rank, theirs in enumerate(everyone):
+                place = (part.device_mesh.mesh == rank).nonzero()[0].tolist()
+                cuts = [axis for axis, placement in enumerate(part.placements) if isinstance(placement, Shard)]
+                if all(place[axis] == mine[axis] for axis in cuts):
+                    assert torch.equal(theirs, part.to_local()), (rule, part.shape, part.placements)
 
 
 def build(held):
@@ -148,8 +180,8 @@ if __name__ == "__main__":
     what, folder, *rest = sys.argv[1:]
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
-    if what == "muon":
-        muon()
+    if what in ("muon", "copies"):
+        {"muon": muon, "copies": copies}[what]()
     else:
         {"save": save, "resume": resume}[what](Path(folder), *rest)
     dist.destroy_process_group()

@@ -19,6 +19,12 @@ def test_muon_on_matrices_cut_in_any_way_is_muon_on_whole_ones(count, tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
+def test_copies_of_weights_that_are_rounded_by_chance_stay_copies(tmp_path):
+    run_processes([sys.executable, SCRIPT, "copies", tmp_path], 4)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("held", ["float32", "bfloat16", "8bit"])
 def test_a_checkpoint_of_optimizer_and_average_goes_on_with_another_number_of_processes(held, tmp_path):
     run_processes([sys.executable, SCRIPT, "save", tmp_path, held], 2)
