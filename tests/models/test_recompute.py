@@ -12,7 +12,8 @@ from headway.errors import ConfigError
 from headway.models.attention import use_attention
 from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.recompute import _ATTENTION, recompute_blocks
+from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but_attention, recompute_blocks
+from headway.models.varlen import varlen_attention
 from kept_attention import attention_calls
 
 
@@ -173,6 +174,24 @@ def test_attention_without_a_kernel_cannot_be_kept(family, changes):
     recompute_blocks(model, "full,-attention")
     with pytest.raises(ConfigError, match=r"no kernel has .* Leave out ',-attention'"):
         model(**pack([9]))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("run", "again"), [(checkpointed, 1), (checkpointed_but_attention, 0)])
+def test_the_kernel_of_cuda_is_kept_too(run, again, with_sinks):
+    """On shapes alone, as the kernel itself has no CPU."""
+    x = torch.zeros(20, 4, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    boundaries = torch.zeros(3, device="meta", dtype=torch.int32)
+    sinks = torch.zeros(4, device="meta", requires_grad=True) if with_sinks else None
+
+    def block(x):
+        y = 2 * x
+        return varlen_attention(y, y, y, boundaries, 12, True, None, 0.3, sinks).sin()
+
+    out = run(block, x).sum()
+    with attention_calls(compiled=False) as calls:
+        out.backward()
+    assert calls.count == again
 
 
 def test_the_kernels_that_are_kept_exist():
