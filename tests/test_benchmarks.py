@@ -132,7 +132,7 @@ def has_ended(process):
         return True
 
 
-def wait_until(is_so, timeout_s=240):
+def wait_until(is_so, timeout_s=600):
     deadline_s = time.monotonic() + timeout_s
     while not (found := is_so()):
         assert time.monotonic() < deadline_s
