@@ -132,7 +132,7 @@ def has_ended(process):
         return True
 
 
-def wait_until(is_so, timeout_s=240):
+def wait_until(is_so, timeout_s=600):
     deadline_s = time.monotonic() + timeout_s
     while not (found := is_so()):
         assert time.monotonic() < deadline_s
@@ -255,8 +255,8 @@ def test_the_meter_is_held_against_a_stopwatch(tmp_path):
     (path,) = tmp_path.glob("meter_truth_*.json")
     loops = json.loads(path.read_text())["loops"]
     assert loops.keys() == {"long steps", "short steps", "a host that dawdles"}
-    # the stopwatch encloses the meter; what lies between their readings is small against steps that train
-    assert all(0.5 < loop["told_of_true"]["median"] <= 1 for loop in loops.values())
+    # what lies between their readings is small against steps that train; a step left out would halve it
+    assert all(0.6 < loop["told_of_true"]["median"] < 1.2 for loop in loops.values())
 
 
 @pytest.mark.slow
