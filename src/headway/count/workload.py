@@ -309,7 +309,7 @@ class Workload:
             lengths = lengths[lengths > 0]
         else:
             for row in mask:
-                lengths += np.unique_counts(row[row > 0]).counts.tolist()
+                lengths += np.unique(row[row > 0], return_counts=True)[1].tolist()
         return cls._of_lengths(np.asarray(lengths, dtype=np.int64), images, videos, mask.size)
 
     @classmethod
