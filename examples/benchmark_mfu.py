@@ -1,4 +1,6 @@
-"""Measure MFU, HFU, MBU and tokens/s of GPT-2 training steps over batch sizes, attention, compiling and checkpointing.
+"""Measure GPT-2 training steps over batch sizes, attention, compiling and checkpointing.
+
+A row has MFU, HFU, the share of the memory bandwidth that reading the weights takes, and tokens/s.
 
     python examples/benchmark_mfu.py --help
     python examples/benchmark_mfu.py --model gpt2 --dtype bf16 --seq-len 1024
@@ -126,7 +128,7 @@ def main() -> None:
     print(f"model    {args.model}, {args.dtype}, {args.seq_len} tokens per row")
     print(f"steps    {args.steps} measured after {args.warmup}; medians; forward and backward, without the optimizer")
     print()
-    print(f"{'':38} {'MFU':>7} {'HFU':>7} {'MBU':>7} {'tokens/s':>10} {'ms':>9} {'TFLOP':>8}")
+    print(f"{'':38} {'MFU':>7} {'HFU':>7} {'weights':>7} {'tokens/s':>10} {'ms':>9} {'TFLOP':>8}")
     for setting in SETTINGS:
         if setting.compiles and ON_CPU:
             continue
@@ -135,10 +137,10 @@ def main() -> None:
         except torch.OutOfMemoryError:
             print(f"{setting!s:38} out of memory")
             continue
-        columns = [[r.mfu, r.hfu, r.mbu, r.tokens_per_sec, r.elapsed_sec * 1e3] for r in results]
-        mfu, hfu, mbu, rate, ms = (statistics.median(column) for column in zip(*columns, strict=True))
+        columns = [[r.mfu, r.hfu, r.weight_bandwidth_share, r.tokens_per_sec, r.elapsed_sec * 1e3] for r in results]
+        mfu, hfu, weights, rate, ms = (statistics.median(column) for column in zip(*columns, strict=True))
         tflop = results[0].flops / 1e12
-        print(f"{setting!s:38} {mfu:7.1%} {hfu:7.1%} {mbu:7.1%} {rate:10,.0f} {ms:9.1f} {tflop:8.3f}", flush=True)
+        print(f"{setting!s:38} {mfu:7.1%} {hfu:7.1%} {weights:7.1%} {rate:10,.0f} {ms:9.1f} {tflop:8.3f}", flush=True)
 
 
 if __name__ == "__main__":

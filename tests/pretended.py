@@ -4,9 +4,15 @@ A `Device` stands where CUDA would: the host launches work and goes on at once, 
 (`headway.meter.clock.mark`) pass when the device comes to them. Nothing sleeps, so a run of hours takes milliseconds.
 """
 
+import functools
 from collections import deque
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 from unittest.mock import patch
+
+from headway.meter import Goodput
 
 
 class Device:
@@ -57,6 +63,19 @@ class Device:
 
     def mark(self, _device=None, _host_s=None):
         return Mark(self)
+
+    def working(self, owner, name, *, host_s=0.0, device_s=0.0):
+        """Patch a function that a real loop calls: its work is this device's; what it does takes no pretended time."""
+        plain = getattr(owner, name)
+
+        @functools.wraps(plain)
+        def worked(*args, **kwargs):
+            self.work(host_s)
+            if device_s:
+                self.launch(device_s)
+            return plain(*args, **kwargs)
+
+        return patch.object(owner, name, worked)
 
     @contextmanager
     def stands_in(self, mark=None):
@@ -117,3 +136,60 @@ def check_time(step_s, seconds, wall_s):
     others = sum(s for bucket, s in seconds.items() if bucket not in ("step", "data wait"))
     assert abs(sum(step_s) - in_steps) <= TOLERANCE * in_steps
     assert abs(wall_s - others - in_steps) <= TOLERANCE * in_steps
+
+
+HOST_S, DEVICE_S = 0.010, 0.050  # of a step with one micro-batch; four fifths of the device's time are the forward's
+
+
+class Measured(NamedTuple):
+    """What a loop on a pretended device came to.
+
+    Attributes:
+        device: it ran on.
+        runs: of each process, the meter's window of all its steps.
+        seconds: goodput's, by bucket [s].
+        wall_s: of all processes [s].
+        records: of all windows that were logged.
+    """
+
+    device: Device
+    runs: list[Any]
+    seconds: dict[str, float]
+    wall_s: float
+    records: list[dict[str, Any]]
+
+    @property
+    def num_steps(self):
+        return sum(run.num_steps for run in self.runs)
+
+    def hold(self):
+        """Hold it to the laws: time has no gaps, and no step is faster than the device."""
+        check_time([run.wall_s for run in self.runs], self.seconds, self.wall_s)
+        for run in self.runs:
+            reachable = run.flops.total / (run.num_steps * DEVICE_S) / run.peak.flops_per_s
+            assert run.mfu <= reachable * (1 + TOLERANCE)
+        waited_s = sum(run.data_wait_s for run in self.runs)
+        assert abs(self.seconds["data wait"] - waited_s) <= TOLERANCE * self.wall_s
+
+
+def measured(*processes, depth=1_000, mark=None):
+    """Run a loop on a pretended device, in as many processes as it is resumed in.
+
+    Args:
+        processes: functions of the device and of what `Meter` takes, which return the window of the run.
+        depth: of the queue.
+        mark: as for `Device.stands_in`.
+    """
+    device, records, runs, wall_s = Device(depth), [], [], 0.0
+    with device.stands_in(mark), TemporaryDirectory() as folder:
+        for process in processes:
+            start_ns = device.host_ns
+            path = Path(folder, "goodput.jsonl")
+            with Goodput(path, wall_clock=device.now_s, heartbeat_s=1e6) as ledger:
+                device.work(0.3)  # set-up, and work that is queued before the first step
+                device.launch(0.5)
+                runs.append(process(device, goodput=ledger, on_window=lambda w: records.append(w.as_record())))
+                device.work(0.7)  # after the end
+                seconds = ledger.report().seconds
+            wall_s += (device.host_ns - start_ns) / 1e9
+    return Measured(device, runs, seconds, wall_s, records)

@@ -33,7 +33,7 @@ def test_a_profile_of_one_row_bills_the_batches_that_are_run():
     assert result.mfu == pytest.approx(step_flops(LENGTHS) / result.elapsed_sec / 1e15)
     assert result.hfu == result.mfu
     assert result.achieved_tflops == pytest.approx(result.mfu * 1000)
-    assert result.mbu == pytest.approx(2 * weights / result.elapsed_sec / 1e11)  # read forward and backward
+    assert result.weight_bandwidth_share == pytest.approx(2 * weights / result.elapsed_sec / 1e11)
     assert result.tokens_per_sec == pytest.approx(sum(LENGTHS) / result.elapsed_sec)
 
 
@@ -50,7 +50,7 @@ def test_a_block_a_meter_and_the_ledger_agree():
     with track(trace(model), dtype="fp32", spec=SPEC, batch=batch) as listed:
         pass
     assert listed.flops == ledger.total
-    assert math.isnan(listed.mbu)
+    assert math.isnan(listed.weight_bandwidth_share)
 
 
 @pytest.mark.parametrize("num_batches", [1, 2, 4])
@@ -209,11 +209,18 @@ def test_a_bare_number_is_taken_as_stated():
     assert result.flops == 6_000_000_000
     assert result.mfu == pytest.approx(6e9 / result.elapsed_sec / 4e15)
     assert result.hfu / result.mfu == pytest.approx(8 / 6)
-    assert result.mbu == pytest.approx(100 / result.elapsed_sec / 2e11)
+    assert result.weight_bandwidth_share == pytest.approx(100 / result.elapsed_sec / 2e11)
     assert result.tokens_per_sec == pytest.approx(30 / result.elapsed_sec)
     with track(6, dtype="bf16", spec=SPEC) as alone:
         pass
-    assert all(math.isnan(value) for value in (alone.hfu, alone.mbu, alone.tokens_per_sec))
+    assert all(math.isnan(value) for value in (alone.hfu, alone.weight_bandwidth_share, alone.tokens_per_sec))
+
+
+def test_an_mbu_of_the_weights_alone_is_refused_by_its_new_name():
+    with track(6, param_bytes=1, dtype="bf16", spec=SPEC) as result:
+        pass
+    with pytest.raises(UsageError, match=r"is result\.weight_bandwidth_share\. .*Meter\(model, optimizer=optimizer\)"):
+        _ = result.mbu
 
 
 def test_the_peak_is_autocasts_where_the_block_computes_in_it():

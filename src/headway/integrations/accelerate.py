@@ -27,7 +27,7 @@ class AccelerateMeter(Meter):
     Args:
         accelerator: of the loop.
         model: what `accelerator.prepare` gave back, or the model inside.
-        completed_steps: optimizer steps of earlier processes, from whose number on the trackers are given the steps.
+        completed_steps: optimizer steps of earlier processes, from whose number on windows are numbered.
         prefix: of the names in the trackers: "headway" logs `headway/mfu` and the others of `names`.
         names: keys of `Window.as_record()` that the trackers are given.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
@@ -56,9 +56,8 @@ class AccelerateMeter(Meter):
         **meter_options: Any,
     ) -> None:
         inner: nn.Module = accelerator.unwrap_model(model)
-        super().__init__(inner, on_window=self._log_window, **meter_options)
+        super().__init__(inner, on_window=self._log_window, steps_before=completed_steps, **meter_options)
         self._accelerator = accelerator
-        self._completed_steps = completed_steps
         self._prefix = prefix
         self._names = tuple(names)
         self._then = on_window
@@ -72,7 +71,7 @@ class AccelerateMeter(Meter):
 
     def _log_window(self, window: Window) -> None:
         numbers = logged(window, self._names, self._prefix)
-        self._accelerator.log(numbers, step=self._completed_steps + window.step)
+        self._accelerator.log(numbers, step=window.step)
         if self._then is not None:
             self._then(window)
 

@@ -146,6 +146,11 @@ class ListedBlock(Block):
         self._batches: list[tuple[Mapping[str, Any] | Workload, bool]] = []
         self._given: list[tuple[Any, bool]] = []  # to the meter, once the block has ended well
 
+    def __enter__(self) -> Self:
+        if self._meter is not None:
+            self._meter.start()  # its first step begins with the first block
+        return self
+
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
         if self._meter is None or kind is not None:
             return

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from headway.errors import UsageError
+from headway.integrations.callers import caller_of
 from headway.integrations.logged import LOGGED, logged
 from headway.integrations.references import References
 from headway.meter import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import ExitStack
 
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -74,8 +78,8 @@ class HeadwayCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Trace the models and start the clock."""
-        del state, control
-        trainer, model = _trainer(), kwargs["model"]
+        del control
+        trainer, model = caller_of(Trainer, "HeadwayCallback"), kwargs["model"]
         self._move_up(trainer.callback_handler.callbacks)
         self._accelerator = trainer.accelerator
         references = References(trainer, model)
@@ -86,17 +90,26 @@ class HeadwayCallback(TrainerCallback):
             recompute=self._recompute or ("full" if args.gradient_checkpointing else "none"),
             others=references.cost_models,
             optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
-            **self._options,
+            **{"steps_before": state.global_step, **self._options},
         )
         if self._calls is not None:
             self._calls.close()  # of a run that ended in an error
         self._calls = references.calls(self.meter, self._workload)
-        self.meter.await_data()
+        self._calls.enter_context(_waits_noted(trainer, self.meter))
+        if args.eval_on_start:
+            self.meter.leave("evaluation")
+        else:
+            self.meter.await_data()
 
     @property
     def _training(self) -> Meter | None:
         """The meter, while the Trainer trains."""
         return self.meter if self._calls is not None else None
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Wait for the first batches, for which workers may have to be started."""
+        if meter := self._training:
+            meter.await_data()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Note that the step's batches have come."""
@@ -116,7 +129,7 @@ class HeadwayCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """End an optimizer step; what follows is training again unless the Trainer evaluates or saves."""
+        """End an optimizer step; the next one begins, unless the Trainer evaluates or saves."""
         assert self.meter is not None
         self.meter.step(skipped=self._accelerator.optimizer_step_was_skipped)
         self.on_epoch_end(args, state, control, **kwargs)
@@ -128,14 +141,10 @@ class HeadwayCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Leave training if the Trainer is to evaluate or save now; else it waits for its next batch."""
+        """Leave training if the Trainer is to evaluate or save now."""
         del args, state, kwargs
-        if (meter := self._training) is None:
-            return
-        if control.should_evaluate or control.should_save:
+        if (meter := self._training) and (control.should_evaluate or control.should_save):
             meter.leave("evaluation" if control.should_evaluate else "checkpoint")
-        else:
-            meter.await_data()
 
     def on_evaluate(
         self,
@@ -145,17 +154,17 @@ class HeadwayCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Go on after an evaluation, with a checkpoint if there is to be one."""
-        del args, state, kwargs
-        meter = self._training
-        if meter and control.should_save:
-            meter.leave("checkpoint")
-        elif meter:
-            meter.await_data()
+        del state, kwargs
+        if (meter := self._training) is None:
+            return
+        meter.back()
+        if control.should_save or args.save_strategy == SaveStrategy.BEST:  # which is decided after this call
+            meter.leave("checkpoint")  # until it is saved, or the next batch is asked for
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Go on after a checkpoint."""
         if meter := self._training:
-            meter.await_data()
+            meter.back()
 
     def on_log(
         self,
@@ -195,18 +204,18 @@ class HeadwayCallback(TrainerCallback):
             warnings.warn(str(error), stacklevel=2)
 
 
-def _trainer() -> Trainer:
-    """Find the Trainer that calls: it hands its callbacks no reference to itself.
+@contextmanager
+def _waits_noted(trainer: Trainer, meter: Meter) -> Iterator[None]:
+    """Note when the Trainer asks for batches: no hook of a callback tells, and its logging comes before."""
+    fetch = trainer.get_batch_samples
 
-    Raises:
-        UsageError: none does.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
-            return trainer
-    raise UsageError(
-        "HeadwayCallback is called by no transformers.Trainer: it finds there what a step runs. In a loop of your own "
-        "use headway.Meter."
-    )
+    @functools.wraps(fetch)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        meter.await_data()
+        return fetch(*args, **kwargs)
+
+    trainer.get_batch_samples = noted  # type: ignore[method-assign]  # for this run
+    try:
+        yield
+    finally:
+        trainer.get_batch_samples = fetch  # type: ignore[method-assign]  # as it was

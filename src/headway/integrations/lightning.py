@@ -73,7 +73,8 @@ class HeadwayMonitor(Callback):
         path = _only_module(pl_module) if self._path is None else self._path
         model = pl_module.get_submodule(path)
         optimizers = trainer.optimizers if "mbu" in self._names else None
-        self.meter = meter = Meter(model, **{"optimizer": optimizers, **self._options})
+        place = trainer.fit_loop.epoch_loop._batches_that_stepped  # under this number Lightning logs the next step
+        self.meter = meter = Meter(model, **{"optimizer": optimizers, "steps_before": place, **self._options})
         self._calls = ForwardCalls(model, meter, workload=self._workload).__enter__()
         self._num_updates, self._num_calls = trainer.global_step, 0
         save = trainer.save_checkpoint
@@ -84,7 +85,22 @@ class HeadwayMonitor(Callback):
                 save(*args, **kwargs)
 
         trainer.save_checkpoint = save_away  # type: ignore[method-assign]  # no hook tells when a checkpoint is written
+        begin = trainer.profiler.start
+
+        @functools.wraps(begin)
+        def noted(action_name: str) -> None:
+            if action_name.endswith("train_dataloader_next"):
+                meter.await_data()
+            begin(action_name)
+
+        trainer.profiler.start = noted  # type: ignore[method-assign]  # nor when a batch is asked for, after logging
         meter.await_data()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the first batches, for which workers may have to be started."""
+        del trainer, pl_module
+        assert self.meter is not None
+        self.meter.await_data()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note that the batch has come."""
@@ -93,10 +109,9 @@ class HeadwayMonitor(Callback):
         self.meter.got_data()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """End an optimizer step if an optimizer has stepped, log, and wait for the next batch."""
+        """End an optimizer step if an optimizer has stepped, and log."""
         assert self.meter is not None
         self._end_step(trainer, pl_module, self.meter)
-        self.meter.await_data()
 
     def _end_step(self, trainer: Trainer, pl_module: LightningModule, meter: Meter) -> None:
         assert self._calls is not None
@@ -128,7 +143,7 @@ class HeadwayMonitor(Callback):
         """Go on after a validation."""
         del trainer, pl_module
         if self._calls is not None and self.meter is not None:
-            self.meter.await_data()
+            self.meter.back()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sum the run up in `run`."""
@@ -146,7 +161,7 @@ class HeadwayMonitor(Callback):
         if self._calls is not None:
             self._calls.__exit__()
             self._calls = None
-            del trainer.save_checkpoint
+            del trainer.save_checkpoint, trainer.profiler.start
 
 
 def _only_module(pl_module: LightningModule) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -188,16 +188,29 @@ class UtilizationResult:
         return math.nan if step.convention == "stated" else step.hfu
 
     @property
-    def mbu(self) -> float:
+    def weight_bandwidth_share(self) -> float:
         """Bytes of weights read / (time x memory bandwidth), a fraction; NaN where the weights are not known.
 
         The weights are read at least once in each forward and in each backward of the block. Gradients, optimizer state
-        and activations come on top: it is a floor, and no measurement.
+        and activations come on top: it is a floor below the MBU, which a `Meter` tells.
 
         Raises:
             UnknownDeviceError: the bandwidth is not known.
         """
         return self.achieved_tbs / (self.gpu_spec.peak_memory_bandwidth_tbs * self.num_gpus)
+
+    @property
+    def mbu(self) -> NoReturn:
+        """mfu-tracker's name of `weight_bandwidth_share`; MBU is another number here.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "result.mbu is not here: mfu-tracker calls the reading of the weights alone MBU, which is "
+            "result.weight_bandwidth_share. The MBU of a step, with gradients, optimizer and activations, is told by "
+            "headway.Meter(model, optimizer=optimizer) as window.mbu, and logged by HeadwayCallback and MFUCallback."
+        )
 
     @property
     def achieved_tflops(self) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,9 +17,11 @@ from torchtitan.components.metrics import build_metrics_processor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
+from torchtitan.train import Trainer
 
 from headway.count import CostModel, Workload, trace
 from headway.errors import HeadwayError, TraceError, UsageError, WorkloadError
+from headway.integrations.callers import caller_of
 from headway.meter import Meter
 from headway.meter.surroundings import peak_of
 
@@ -45,11 +49,13 @@ def with_headway(
     peak: Peak | None = None,
     workload_of: Callable[[dict[str, Any], torch.Tensor], Workload] | None = None,
     on_window: Callable[[Window], None] | None = None,
+    **meter_options: Any,
 ) -> TrainSpec:
     """Let a torchtitan TrainSpec measure itself.
 
     What torchtitan logs, writes to TensorBoard and sends to W&B gains `headway/mfu(%)` and the others. The batches of
-    the training dataloader are counted on the CPU, before anything moves or splits them; validation is left out.
+    the training dataloader are counted on the CPU, before anything moves or splits them; validation and checkpoints
+    are left out of the steps' time.
     Ranks that share a batch (tensor, context, pipeline parallel) bill it once.
 
     Args:
@@ -59,13 +65,14 @@ def with_headway(
         workload_of: reads a batch (inputs by name, labels) of a dataloader of another kind. When None, rows are
             segments, cut after each end-of-sequence token where the model's attention is "block_causal".
         on_window: called with each window that is logged, and at the end with the run, on every rank.
+        meter_options: what else `Meter` takes, such as `goodput` or `log_to`.
 
     Returns:
         The spec with its builders wrapped.
 
     >>> register_train_spec("llama3_measured", with_headway(get_train_spec("llama3")))   # doctest: +SKIP
     """
-    hook = _Hook(spec, cost_model, peak, workload_of, on_window)
+    hook = _Hook(spec, cost_model, peak, workload_of, on_window, meter_options)
     return dataclasses.replace(
         spec,
         build_dataloader_fn=hook.build_dataloader,
@@ -83,6 +90,7 @@ class _CountedDataLoader:
         self._hook = hook
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        self._hook.begin()
         for inputs, labels in self._hook.meter.batches(self._loader):
             self._hook.count(inputs, labels)
             yield inputs, labels
@@ -99,6 +107,7 @@ class _Hook:
     """What stands between a Trainer and the builders of its spec; a Trainer calls them in this order."""
 
     meter: Meter
+    trainer: Trainer
 
     def __init__(
         self,
@@ -107,8 +116,10 @@ class _Hook:
         peak: Peak | None,
         workload_of: Callable[[dict[str, Any], torch.Tensor], Workload] | None,
         on_window: Callable[[Window], None] | None,
+        meter_options: dict[str, Any],
     ) -> None:
         self._spec = spec
+        self._meter_options = meter_options
         self._cost_model = cost_model
         self._peak = peak
         self._workload_of = workload_of or self._rows
@@ -131,6 +142,7 @@ class _Hook:
     ) -> Any:
         build = self._spec.build_metrics_processor_fn or build_metrics_processor
         processor = build(job_config, parallel_dims, model_args, **({"tag": tag} if tag else {}))
+        self.trainer = caller_of(Trainer, "with_headway's builders")
         assert model_args is not None  # a Trainer hands its own over
         self._ends_segments = _ends_segments(model_args)
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("tp", "cp", "pp")]
@@ -148,10 +160,24 @@ class _Hook:
             log_every=sys.maxsize,  # windows end where torchtitan logs
             recompute=recompute or "none",
             on_window=self._on_window,
+            **self._meter_options,
         )
         processor.log = partial(self._log, processor.log)
         processor.close = partial(self._close, processor.close)
         return processor
+
+    def begin(self) -> None:
+        """Leave the checkpoints of the training that begins out of its steps' time."""
+        checkpointer = self.trainer.checkpointer
+        save = checkpointer.save
+
+        @functools.wraps(save)
+        def save_away(curr_step: int, last_step: bool = False) -> None:
+            is_due = checkpointer._should_save(curr_step, last_step)  # called after each step, it mostly does nothing
+            with self.meter.away("checkpoint") if is_due else nullcontext():
+                save(curr_step, last_step)
+
+        checkpointer.save = save_away
 
     def build_optimizers(self, *args: Any, **kwargs: Any) -> Any:
         optimizers = self._spec.build_optimizers_fn(*args, **kwargs)

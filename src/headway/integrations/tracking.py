@@ -46,7 +46,7 @@ class track:  # noqa: N801 - it is called as a function is, like contextlib's cl
 
     Args:
         flop_count: one of the above.
-        param_bytes: bytes of the weights, for MBU; those of a tracked model's parameters when None.
+        param_bytes: bytes of the weights, read once a pass; those of a tracked model's parameters when None.
         hfu_flop_count: FLOPs with recomputation, stated; read off the model's checkpointing when None.
         num_tokens: tokens of the block, stated; those of the batches when None.
         dtype: dtype of the matrix products, "bf16", "fp16", "fp32", "tf32", "fp8", "fp4" or "int8". That of autocast,

@@ -300,8 +300,7 @@ class Meter(StepClock):
         """
         if self._whole is not None:
             return self._whole
-        self.back()
-        self._pending.wait()
+        self._finish()
         self.log()
         self._let_go()
         run = self._tally.run(self._step, self._pending.extra)

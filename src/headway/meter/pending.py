@@ -88,11 +88,6 @@ class PendingSteps:
         if len(self._steps) >= _MOST:
             self._collect()
 
-    def wait(self) -> None:
-        """Wait until the device has passed every step."""
-        if self._steps:
-            self._steps[-1].time.end.wait()
-
     def take(self) -> Sums:
         """Return the sums of the steps that the device has passed, those that are left out aside, and start over."""
         self._collect()

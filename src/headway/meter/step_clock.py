@@ -9,6 +9,7 @@ from headway.errors import UsageError
 from headway.meter import clock as meter_clock
 from headway.meter.busy import Span
 from headway.meter.energy import WindowEnergy
+from headway.meter.sums import NS
 from headway.meter.surroundings import Compilation
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class StepClock:
         self._waits: list[Span] = []
         self._waits_since: Mark | None = None
         self._left_s: float | None = None
+        self._left_for: Bucket | None = None
         self._away_s = 0.0
         self._last = self._mark()
 
@@ -112,7 +114,7 @@ class StepClock:
         self.got_data()
         self.back()
         self._mark().wait()  # until then the device is busy with steps
-        self._left_s = self._clock()
+        self._left_s, self._left_for = self._clock(), bucket
         self._energy.leave()
         self._charge(bucket)
 
@@ -122,7 +124,7 @@ class StepClock:
             return
         self._mark().wait()
         self._away_s += self._clock() - self._left_s
-        self._left_s = None
+        self._left_s = self._left_for = None
         self._energy.back()
         self._charge("step")
 
@@ -141,12 +143,18 @@ class StepClock:
 
     @contextmanager
     def away(self, bucket: Bucket = "evaluation") -> Iterator[None]:
-        """Leave a block out of the steps' time, as `leave` and `back` do."""
+        """Leave a block out of the steps' time, and go on with what it interrupts: a step, a wait, an evaluation."""
+        left_for, waited = self._left_for, self._waits_since is not None
         self.leave(bucket)
         try:
             yield
         finally:
-            self.back()
+            if left_for is not None:
+                self.leave(left_for)
+            elif waited:
+                self.await_data()
+            else:
+                self.back()
 
     def _end_step(self) -> StepTime:
         """End a step, and begin the next one.
@@ -167,6 +175,17 @@ class StepClock:
         time = StepTime(end, self._away_s, self._waits, self._compilation.happened())
         self._waits, self._away_s, self._last = [], 0.0, end
         return time
+
+    def _finish(self) -> None:
+        """Wait for the device, and charge what came after the last step to none."""
+        self.got_data()
+        self.back()
+        end = self._mark()
+        end.wait()
+        if self.goodput is not None:
+            waited_s = sum(wait.end.host_s - wait.begin.host_s for wait in self._waits)
+            self.goodput.move("data wait", "step", round(waited_s * NS))
+            self.goodput.move("step", "idle", round((end.seconds_since(self._last) - self._away_s) * NS))
 
     def _stop(self) -> None:
         """Time no more."""
