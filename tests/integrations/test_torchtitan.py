@@ -34,10 +34,11 @@ def train(folder, world=1, **settings):
     settings = {"folder": str(folder), "steps": 4, "batch_size": 2} | settings
     command = [sys.executable, str(Path(__file__).with_name("titan_process.py")), json.dumps(settings)]
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **common, "PYTHONPATH": path, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -138,3 +139,23 @@ def test_what_cannot_be_counted_is_refused(tmp_path, settings, says):
     ((_, text, code),) = train(tmp_path, **settings)
     assert code == 1
     assert re.search(says, text), text[-3000:]
+
+
+@pytest.mark.parametrize("depth", [1, 5, 1_000])
+def test_step_times_goodput_and_the_wall_clock_agree_however_far_the_device_lags(tmp_path, depth):
+    """The laws are held in the process, on a pretended device; see `pretended.Measured.hold`."""
+    saving = {"checkpoint": {"enable": True, "interval": 3}}
+    ((result, text, _),) = train(tmp_path, depth=depth, load_s=0.1, validates=True, batch_size=4, config=saving)
+    assert result is not None, text[-3000:]
+    seconds = result["seconds"]
+    assert result["num_steps"] == 4
+    assert seconds["checkpoint"] == pytest.approx(2 * 0.2)  # of the third and the last step
+    assert seconds["evaluation"] == pytest.approx(3 * (0.01 + 0.04))
+    assert seconds["data wait"] == pytest.approx(0.1)
+    assert result["num_waits"] <= 2 + 2 * 6
+
+
+def test_the_laws_catch_a_clock_that_stops_when_the_launch_returns(tmp_path):
+    ((result, text, _),) = train(tmp_path, depth=1_000, load_s=0.0, batch_size=4, defect=True)
+    assert result is not None, text[-3000:]
+    assert result["seconds"]["caught"]

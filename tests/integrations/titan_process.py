@@ -119,6 +119,9 @@ def config_of(settings):
 
 def main(settings):
     stand_in_for_a_gpu()
+    if "depth" in settings:
+        pretend(settings)
+        return
     from torchtitan.protocols.train_spec import register_train_spec
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
@@ -161,6 +164,51 @@ def main(settings):
             for w in windows
         ],
     }
+    sys.stdout.write(f"\n{json.dumps(result)}")
+
+
+def pretend(settings):
+    """Train on a pretended device, which does the work of the forward and of the optimizer, and hold it to the laws."""
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.models.llama3.model.model import Transformer
+    from torchtitan.protocols.train_spec import register_train_spec
+    from torchtitan.tools.logging import init_logger
+    from torchtitan.train import Trainer
+
+    from headway.devices import Peak
+    from headway.integrations import with_headway
+    from pretended import DEVICE_S, HOST_S, HostMark, measured
+
+    def run(device, **options):
+        windows = []
+        on_window = options.pop("on_window")
+        options["on_window"] = lambda window: windows.append(window) or on_window(window)
+        plain = spec_of(settings, [])
+        register_train_spec("measured", with_headway(plain, peak=Peak("test", 1e12, "bf16", "made up"), **options))
+        trainer = Trainer(config_of(settings))
+        with (
+            device.working(Transformer, "forward", host_s=HOST_S, device_s=0.8 * DEVICE_S),
+            device.working(torch.optim.AdamW, "step", device_s=0.2 * DEVICE_S),
+            device.working(CheckpointManager, "dcp_save", host_s=0.2),
+            device.working(ParallelAwareDataloader, "__iter__", host_s=settings["load_s"]),
+        ):
+            trainer.train()
+            trainer.close()
+        torch.distributed.destroy_process_group()
+        return windows[-1]
+
+    init_logger()
+    time.sleep = lambda _: None  # torchtitan waits for other ranks at the end
+    found = measured(run, depth=settings["depth"], mark=HostMark if settings.get("defect") else None)
+    if settings.get("defect"):
+        try:
+            found.hold()
+        except AssertionError:
+            found.seconds["caught"] = True
+    else:
+        found.hold()
+    result = {"seconds": found.seconds, "num_steps": found.num_steps, "num_waits": found.device.num_waits}
     sys.stdout.write(f"\n{json.dumps(result)}")
 
 

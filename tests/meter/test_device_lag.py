@@ -136,3 +136,30 @@ def test_a_ledger_that_wrote_a_wait_down_makes_up_for_it(tmp_path):
         seconds = ledger.report().seconds
     assert (seconds["data wait"], seconds["step"]) == (2.5, 1.5)
     assert all(ns >= 0 for line in read_jsonl(tmp_path / "goodput.jsonl") for ns in line.get("ns", {}).values())
+
+
+def test_what_a_checkpoint_interrupts_goes_on_after_it(tmp_path):
+    device = Device()
+    with device.stands_in(), ledger_in(tmp_path, device) as ledger:
+        meter = Meter(COST_MODEL, peak=PEAK, goodput=ledger)
+        meter.await_data()
+        device.work(0.1)
+        with meter.away("checkpoint"):
+            device.work(0.2)
+        device.work(0.1)
+        meter.got_data()
+        meter.count(Workload([10]))
+        meter.step()
+        meter.leave("evaluation")
+        device.work(0.1)
+        with meter.away("checkpoint"):
+            device.work(0.2)
+        device.work(0.3)
+        meter.back()
+        device.work(0.5)  # after the last step
+        whole = meter.close()
+        seconds = ledger.report().seconds
+    assert (whole.wall_s, whole.data_wait_s) == pytest.approx((0.2, 0.2))
+    assert {bucket: s for bucket, s in seconds.items() if s} == pytest.approx(
+        {"data wait": 0.2, "checkpoint": 0.4, "evaluation": 0.4, "idle": 0.5}
+    )

@@ -73,7 +73,7 @@ class HeadwayMonitor(Callback):
         path = _only_module(pl_module) if self._path is None else self._path
         model = pl_module.get_submodule(path)
         optimizers = trainer.optimizers if "mbu" in self._names else None
-        place = trainer.fit_loop.epoch_loop._batches_that_stepped  # under this number Lightning logs the next step
+        place = trainer.global_step // max(1, len(trainer.optimizers))  # each optimizer counts, and a step has them all
         self.meter = meter = Meter(model, **{"optimizer": optimizers, "steps_before": place, **self._options})
         self._calls = ForwardCalls(model, meter, workload=self._workload).__enter__()
         self._num_updates, self._num_calls = trainer.global_step, 0
@@ -85,7 +85,8 @@ class HeadwayMonitor(Callback):
                 save(*args, **kwargs)
 
         trainer.save_checkpoint = save_away  # type: ignore[method-assign]  # no hook tells when a checkpoint is written
-        begin = trainer.profiler.start
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it from elsewhere
+        begin = profiler.start
 
         @functools.wraps(begin)
         def noted(action_name: str) -> None:
@@ -93,7 +94,7 @@ class HeadwayMonitor(Callback):
                 meter.await_data()
             begin(action_name)
 
-        trainer.profiler.start = noted  # type: ignore[method-assign]  # nor when a batch is asked for, after logging
+        profiler.start = noted  # nor when a batch is asked for, which comes after logging
         meter.await_data()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -161,7 +162,8 @@ class HeadwayMonitor(Callback):
         if self._calls is not None:
             self._calls.__exit__()
             self._calls = None
-            del trainer.save_checkpoint, trainer.profiler.start
+            profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # as above
+            del trainer.save_checkpoint, profiler.start
 
 
 def _only_module(pl_module: LightningModule) -> str:
