@@ -72,6 +72,7 @@ def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
         video_pixels_PD=pixels_PD if lacking.videos else batch.video_pixels_PD,
         video_grids_M3=grids_M3 if lacking.videos else batch.video_grids_M3,
         vision=vision,
+        placeholders=collator.placeholders(padded.input_ids_1T),
     )
 
 

@@ -17,6 +17,7 @@ from headway.data.samples import Origin
 from headway.data.vision import VisionGeometry
 from headway.errors import ConfigError, DataError
 from headway.models.patch_layout import normalised
+from headway.models.waits import Placeholders
 
 PADDING_TOKEN = 0  # any id but a placeholder's: nothing attends to it and nothing is learnt from it
 
@@ -40,6 +41,7 @@ class Batch:
         token_types_1T: 1 on image and 2 on video placeholders; None for models without images.
         pixel_scale_2D: factor and summand that turn uint8 patches into the model's; None where they are so already.
         vision: what the vision tower derives from the grids, as keyword arguments of the model.
+        placeholders: where those of images and videos are; None where the collator has no vision geometry.
         source_ids_N: number of each segment's source among the collator's; 0 for padding.
         workload: what the step computes, for counting; stays on the CPU.
         supervised: targets of each sample that the loss counts [tokens].
@@ -60,6 +62,7 @@ class Batch:
     token_types_1T: torch.Tensor | None
     pixel_scale_2D: torch.Tensor | None
     vision: dict[str, Any]
+    placeholders: Placeholders | None
     source_ids_N: torch.Tensor
     workload: Workload
     supervised: tuple[int, ...]
@@ -122,7 +125,8 @@ class Batch:
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         vision = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in self.vision.items()}
-        return replace(self, **{**values, **changed, "vision": vision})
+        placeholders = None if self.placeholders is None else self.placeholders.moved(change)
+        return replace(self, **{**values, **changed, "vision": vision, "placeholders": placeholders})
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
@@ -134,6 +138,8 @@ class Batch:
             "pack_max_seqlen": self.max_seqlen,
             "use_cache": False,
         }
+        if self.placeholders is not None:
+            inputs["pack_placeholders"] = self.placeholders
         if self.token_types_1T is not None:
             inputs["mm_token_type_ids"] = self.token_types_1T
         if self.pixels_PD is not None:
@@ -226,8 +232,9 @@ class Collator:
         if self.geometry is not None:
             vision |= self.geometry.inputs(grids_M3, "image_") if len(grids_M3) else {}
             vision |= self.geometry.inputs(video_grids_M3, "video_") if len(video_grids_M3) else {}
+        input_ids_1T = torch.cat(ids)[None]
         return Batch(
-            input_ids_1T=torch.cat(ids)[None],
+            input_ids_1T=input_ids_1T,
             labels_1T=torch.cat(labels)[None],
             position_ids_R1T=torch.cat(positions, dim=1)[:, None],
             cu_seqlens_N=pad(segments_N.cumsum(0), (1, 0)).to(torch.int32),
@@ -241,6 +248,7 @@ class Collator:
             token_types_1T=torch.cat(types)[None] if len(types) == len(ids) else None,
             pixel_scale_2D=self._scale(pixels_PD, video_pixels_PD),
             vision=vision,
+            placeholders=self.placeholders(input_ids_1T),
             source_ids_N=torch.tensor(self._source_ids(samples) + [0] * (len(ids) - len(samples))),
             workload=Workload(
                 lengths,
@@ -282,6 +290,11 @@ class Collator:
 
     def _source_ids(self, samples: Sequence[EncodedSample]) -> list[int]:
         return [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
+
+    def placeholders(self, ids_1T: torch.Tensor) -> Placeholders | None:
+        """Where the placeholders among a pack's tokens are; None without a vision geometry."""
+        geometry = self.geometry
+        return None if geometry is None else Placeholders.of(ids_1T[0], geometry.image_token, geometry.video_token)
 
     def types(self, ids_S: torch.Tensor) -> torch.Tensor:
         """Token types of the placeholders among a padding segment's tokens, shape (S,)."""

@@ -28,6 +28,7 @@ from headway.models.attention import register, use_attention
 from headway.models.draw import draw_weights
 from headway.models.experts import use_experts
 from headway.models.video import video_processor
+from headway.models.waits import answer_ahead
 
 Spec = str | Path | PreTrainedConfig
 Processor = ProcessorMixin | PreTrainedTokenizerBase
@@ -112,6 +113,7 @@ def load_model(
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
     use_attention(model, attention)
     use_experts(model)
+    answer_ahead(model)
     return model
 
 

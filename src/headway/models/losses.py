@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 IGNORED = -100  # label of a slot that is not supervised
 
@@ -167,7 +168,7 @@ def liger_losses(layer: nn.Linear, task: Task) -> Compute:
         device = hidden_TH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
         scale = task.after.scale
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False), _Uncounted():
             loss_T, _, _, guess_T, grad_hidden_TH, grad_weight_VH, _ = fused_linear_cross_entropy_forward(
                 hidden_TH.to(dtype) * scale,  # a factor on the logits of a layer without bias
                 layer.weight.detach().to(dtype),
@@ -185,6 +186,16 @@ def liger_losses(layer: nn.Linear, task: Task) -> Compute:
         return HeadLosses(loss_T, right_T, hidden, (weight,))
 
     return compute
+
+
+class _Uncounted(TorchFunctionMode):
+    """Answers the one question that Liger's loss asks the device: by how many slots a mean is divided.
+
+    The losses asked for here are a slot's each, and no mean is taken. One also is a number that Triton compiles once.
+    """
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 1 if func is torch.Tensor.item else func(*args, **(kwargs or {}))
 
 
 def module_losses(

@@ -1,5 +1,6 @@
 """The model of a run: opened, traced, fitted with what the settings ask for, and laid over the processes."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def build_trained(
         ConfigError: a setting that cannot take effect on this model or device.
         CheckpointError: weights that are not whole, or a checkpoint of another model.
     """
+    if device.type == "cuda":  # transformers compares numbers of tokens on the device, and would wait for each
+        os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
     model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
     cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
     is_compiled, notes = compiles(config.speed, model, device)

@@ -24,6 +24,7 @@ from headway.errors import ConfigError, TrainingError
 from headway.models.attention import NAME
 from headway.models.parallel.exchange import split_over
 from headway.models.parallel.sequence_vision import share_patches
+from headway.models.waits import PlacedMask
 
 _SLOT_AXIS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
 _DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
@@ -98,12 +99,17 @@ def _holds_slots(value: Any, slots: int) -> bool:
 
 
 def _cut_deepstack(inputs: dict[str, Any], local: slice) -> None:
-    """Visual features that early layers add to their tokens: a row for every local slot, zero where it is no image's.
+    """Leave the features that early layers add to this process's visual tokens, and the mask of these.
 
-    The number of visual tokens before this process's slots is known on the device only; rows for all slots spare the
-    wait.
+    Where nobody said which slots they are, their number is known on the device only. Then every local slot gets a row,
+    zero where it is no image's, which spares the wait.
     """
-    visual_T = inputs["visual_pos_masks"][0]
+    mask = inputs["visual_pos_masks"]
+    if isinstance(mask, PlacedMask):
+        inputs["visual_pos_masks"], among = mask.cut(local)
+        inputs["deepstack_visual_embeds"] = [features_VC[among] for features_VC in inputs["deepstack_visual_embeds"]]
+        return
+    visual_T = mask[0]
     rows_T = (visual_T.cumsum(0) - 1).clamp(min=0)[local]
     elsewhere_T1 = ~visual_T[local, None]
     inputs["deepstack_visual_embeds"] = [

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from headway.models.blocks import Block, blocks
 from headway.models.parallel.mesh import Mesh
+from headway.models.waits import keep_on_host
 
 
 def shard_model(
@@ -77,6 +78,8 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(enable=True)
     _reduce_unused(model)
     _prefetch(units)
+    if mesh.fsdp.device_type != "cpu":
+        keep_on_host(model)
 
 
 def reduce_gradients(model: nn.Module, now: bool) -> None:

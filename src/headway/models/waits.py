@@ -1,0 +1,234 @@
+"""Questions that transformers' models ask the device in a forward pass, answered from what the collator knows.
+
+An answer that depends on numbers on the device makes the host wait for all that was launched before. Two questions are
+left in the forward pass of a pack, and their gradients ask again:
+
+* where the placeholders of images and videos are. Models look for them with a mask, scatter features by it and, with
+  features for several layers, index by it. The collator says where they are (`Placeholders`), and the model's
+  `get_placeholder_mask` gives masks that know (`PlacedMask`): rows are copied by index, to the same bits.
+* whether positions restart in a row, which in a pack they do.
+
+Both hold only while a model runs on a pack, that is with `pack_cu_seqlens` among its arguments.
+
+Tensor letters: T slots of the pack, V placeholders, H hidden size.
+"""
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, masking_utils
+
+_GIVEN = "pack_placeholders"
+_on_pack: ContextVar[bool] = ContextVar("on_pack", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Slots of a pack, ascending.
+
+    Attributes:
+        host_V: on the CPU, int64.
+        device_V: the same where the pack is.
+    """
+
+    host_V: torch.Tensor
+    device_V: torch.Tensor
+
+    @classmethod
+    def of(cls, mask_T: torch.Tensor) -> "Places":
+        """Where a mask on the CPU is true."""
+        places_V = mask_T.nonzero()[:, 0]
+        return cls(places_V, places_V)
+
+
+class Placeholders(NamedTuple):
+    """Where the placeholders of a pack's images and of its videos are."""
+
+    images: Places
+    videos: Places
+
+    @classmethod
+    def of(cls, ids_T: torch.Tensor, image_token: int, video_token: int) -> "Placeholders":
+        """Find them among token ids on the CPU."""
+        return cls(Places.of(ids_T == image_token), Places.of(ids_T == video_token))
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Placeholders":
+        """The same with the device's half changed, by a copy to the device or into page-locked memory."""
+        return Placeholders(*(Places(each.host_V, move(each.device_V)) for each in self))
+
+
+class PlacedMask:
+    """A mask over the slots of one pack that knows where it is true, of shape (1, T, ...), (1, T) or (T,).
+
+    What models do with such masks is done by index; for anything else the real mask stands in.
+
+    Args:
+        places: where it is true.
+        real: makes the real mask.
+        axis: the axis of the slots in what `x[mask]` selects from.
+    """
+
+    def __init__(self, places: Places, real: Callable[[], torch.Tensor], axis: int = 1) -> None:
+        self.places, self.axis = places, axis
+        self._real = real
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor:
+        """The real mask."""
+        return self._real()
+
+    def to(self, *_args: Any, **_options: Any) -> "PlacedMask":
+        """Itself: it is where the pack is."""
+        return self
+
+    def sum(self) -> torch.Tensor:
+        """How many slots it selects, a number on the host."""
+        return torch.tensor(len(self.places.host_V))
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == (..., 0):
+            return PlacedMask(self.places, lambda: self.mask[..., 0])
+        if isinstance(index, PlacedMask):  # of the slots that another mask selects, those that this one selects too
+            pairs = zip(_both(index.places), _both(self.places), strict=True)
+            within = Places(*(torch.searchsorted(whole_W, part_V) for whole_W, part_V in pairs))
+            return PlacedMask(within, lambda: self.mask[index.mask], axis=0)
+        return self.mask[index]
+
+    def __or__(self, other: Any) -> Any:
+        if not isinstance(other, PlacedMask):
+            return self.mask | other
+        pairs = zip(_both(self.places), _both(other.places), strict=True)
+        return PlacedMask(Places(*(torch.cat(pair).sort().values for pair in pairs)), lambda: self.mask | other.mask)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.mask, name)
+
+    def cut(self, local: slice) -> "tuple[PlacedMask, slice]":
+        """The mask of some of the slots, and which of all that it selects are among them."""
+        bounds = torch.searchsorted(self.places.host_V, torch.tensor([local.start, local.stop])).tolist()
+        among = slice(*bounds)
+        places = Places(*(places_V[among] - local.start for places_V in _both(self.places)))
+        return PlacedMask(places, lambda: self.mask[:, local]), among
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Do what torch is asked to do with a mask."""
+        if func is torch.Tensor.masked_scatter and len(args) == 3 and isinstance(args[1], cls):
+            return args[1]._written(args[0].clone(), args[2])
+        mask = _selecting(args[1]) if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) else None
+        if mask is None:
+            return func(*map(_real, args), **{name: _real(value) for name, value in (kwargs or {}).items()})
+        if func is torch.Tensor.__getitem__:
+            return args[0].index_select(mask.axis, mask.places.device_V).flatten(0, mask.axis)
+        mask._written(args[0], args[2])
+        return None
+
+    def _written(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Put rows into the slots that the mask selects of `x`; autograd keeps the indices alone."""
+        x[(*[slice(None)] * self.axis, self.places.device_V)] = rows.reshape(
+            *x.shape[: self.axis], -1, *x.shape[self.axis + 1 :]
+        )
+        return x
+
+
+def answer_ahead(model: PreTrainedModel) -> None:
+    """Have a model take what is known of a pack from its arguments, where it would ask the device.
+
+    Args:
+        model: transformers' own; its forward takes `pack_placeholders`, as `Batch.model_inputs` gives it.
+    """
+    find: Any = masking_utils.find_packed_sequence_indices
+    if not hasattr(find, "__wrapped__"):
+        masking_utils.find_packed_sequence_indices = _known_to_restart(find)
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after, always_call=True)
+
+
+def keep_on_host(model: nn.Module) -> None:
+    """Leave what a sharded model is given on the host there.
+
+    FSDP2 copies all tensors among the arguments to its device. Grids are only listed by the model, so each would be
+    copied twice, and the host would wait.
+
+    Args:
+        model: sharded; `answer_ahead` was called before.
+    """
+    model.register_forward_pre_hook(_hide, prepend=True, with_kwargs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptOnHost:
+    """Hides a tensor from what looks for tensors."""
+
+    tensor: torch.Tensor
+
+
+def _hide(_model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hidden(value: Any) -> Any:
+        return _KeptOnHost(value) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+
+    return args, {name: hidden(value) for name, value in given.items()}
+
+
+def _known_to_restart(find: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    @functools.wraps(find)
+    def packed(position_ids: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling() or not _on_pack.get():
+            return find(position_ids)
+        steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+        return (steps != 1).cumsum(-1)  # what `find` returns unless it sees that there is one segment
+
+    return packed
+
+
+def _before(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    inputs = {name: value.tensor if isinstance(value, _KeptOnHost) else value for name, value in given.items()}
+    placeholders = inputs.pop(_GIVEN, None)
+    if inputs.get("pack_cu_seqlens") is not None:
+        _on_pack.set(True)
+        for part in _that_look_for_placeholders(model) if placeholders is not None else ():
+            vars(part)["get_placeholder_mask"] = _placed(part.get_placeholder_mask, placeholders)
+    return args, inputs
+
+
+def _after(model: nn.Module, *_: Any) -> None:
+    _on_pack.set(False)
+    for part in _that_look_for_placeholders(model):
+        vars(part).pop("get_placeholder_mask", None)
+
+
+def _that_look_for_placeholders(model: Any) -> list[Any]:
+    return [part for part in {model, model.base_model} if hasattr(part, "get_placeholder_mask")]
+
+
+def _placed(find: Callable[..., Any], placeholders: Placeholders) -> Callable[..., Any]:
+    """A model's `get_placeholder_mask`, which gives a mask of images and one of videos, without looking."""
+
+    def masks(*args: Any, **kwargs: Any) -> tuple[PlacedMask, PlacedMask]:
+        found = functools.cache(lambda: find(*args, **kwargs))
+        return PlacedMask(placeholders.images, lambda: found()[0]), PlacedMask(placeholders.videos, lambda: found()[1])
+
+    return masks
+
+
+def _both(places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+    return places.host_V, places.device_V
+
+
+def _selecting(index: Any) -> PlacedMask | None:
+    """The mask in `x[mask]` or `x[mask, :]`."""
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    return first if isinstance(first, PlacedMask) and all(each == slice(None) for each in rest) else None
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(map(_real, value))
+    return value.mask if isinstance(value, PlacedMask) else value

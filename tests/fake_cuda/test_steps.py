@@ -1,0 +1,37 @@
+"""Whole training steps of every recipe on a pretended CUDA device: the kernels are called, and no host waits."""
+
+import pytest
+
+from fake_cuda.steps import RECIPES, recipe, run_step
+
+LAYERS = 4  # three of Qwen3-VL's layers take features of the tower; what further layers do is the same again
+# A step of each kind; the rest share their model and differ in lengths, which a slow test goes through.
+KINDS = ("digits", "qwen2.5-7b-text-81920", "qwen2.5-vl-7b-video-51200", "qwen3-vl-30b-a3b-vqa-8192-exp6")
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name not in KINDS]
+
+
+@pytest.mark.parametrize("name", [*KINDS, *MORE])
+def test_a_step_of_a_recipe_does_not_wait_for_the_device(name):
+    found = run_step(recipe(name), layers=None if name == "digits" else LAYERS)
+    assert found.waits == ()
+    assert found.ops["torch_attn::_varlen_attn"] > 0
+    assert found.ops["torch_attn::_varlen_attn_backward"] > 0
+    assert found.ops["aten::_fused_adamw_"] > 0
+    assert (found.ops["aten::_grouped_mm"] > 0) == ("a3b" in name)
+    assert (found.patches > 0) == ("text" not in name and not name.endswith("exp4"))
+
+
+# What transformers asks the device for where nobody answers ahead: 1 look at positions, or 1 check of numbers of tokens
+# and 1 scatter that is undone, and for features of the tower in 3 layers 5 reads by a mask in each.
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [
+        ("qwen2.5-7b-text-81920", 1),
+        pytest.param("qwen2.5-vl-7b-video-51200", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3-vl-8b-image-61440", 17, marks=pytest.mark.slow),
+        ("qwen3-vl-30b-a3b-vqa-8192", 17),
+    ],
+)
+def test_without_answers_ahead_a_step_waits(name, waits):
+    found = run_step(recipe(name), layers=LAYERS, ahead=False)
+    assert len(found.waits) == waits, found.waits
