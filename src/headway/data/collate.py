@@ -113,9 +113,13 @@ class Batch:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of the tensors on a device from being used again before a stream is done with them."""
-        for tensor in (*(getattr(self, item.name) for item in fields(self)), *self.vision.values()):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "cpu":
                 tensor.record_stream(stream)
+            return tensor
+
+        self._each(keep)
 
     def pin_memory(self) -> "Batch":
         """The same pack in page-locked memory, from which a CUDA device copies without waiting."""
