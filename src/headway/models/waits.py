@@ -132,9 +132,8 @@ class PlacedMask:
 
     def _written(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Put rows into the slots that the mask selects of `x`; autograd keeps the indices alone."""
-        x[(*[slice(None)] * self.axis, self.places.device_V)] = rows.reshape(
-            *x.shape[: self.axis], -1, *x.shape[self.axis + 1 :]
-        )
+        index: Any = (*[slice(None)] * self.axis, self.places.device_V)
+        x[index] = rows.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 1 :])
         return x
 
 
@@ -144,9 +143,9 @@ def answer_ahead(model: PreTrainedModel) -> None:
     Args:
         model: transformers' own; its forward takes `pack_placeholders`, as `Batch.model_inputs` gives it.
     """
-    find: Any = masking_utils.find_packed_sequence_indices
-    if not hasattr(find, "__wrapped__"):
-        masking_utils.find_packed_sequence_indices = _known_to_restart(find)
+    masking: Any = masking_utils  # typed as if nobody replaced its functions
+    if not hasattr(masking.find_packed_sequence_indices, "__wrapped__"):
+        masking.find_packed_sequence_indices = _known_to_restart(masking.find_packed_sequence_indices)
     model.register_forward_pre_hook(_before, with_kwargs=True)
     model.register_forward_hook(_after, always_call=True)
 
@@ -189,7 +188,9 @@ def _known_to_restart(find: Callable[[torch.Tensor], Any]) -> Callable[[torch.Te
 
 
 def _before(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    inputs = {name: value.tensor if isinstance(value, _KeptOnHost) else value for name, value in given.items()}
+    inputs: dict[str, Any] = {
+        name: value.tensor if isinstance(value, _KeptOnHost) else value for name, value in given.items()
+    }
     placeholders = inputs.pop(_GIVEN, None)
     if inputs.get("pack_cu_seqlens") is not None:
         _on_pack.set(True)
