@@ -76,7 +76,7 @@ class StepClock:
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over a loader, noting how long the loop waits for each batch."""
-        self.start()
+        self.await_data()  # workers may have to be started
         iterator = iter(loader)
         while True:
             self.await_data()

@@ -1,0 +1,70 @@
+"""Two ranks that train together: a slow device and a heavy pack are told apart, though their steps take as long."""
+
+import json
+from statistics import median
+
+import pytest
+import yaml
+
+from engine_runs import configuration, write_model
+from headway.train.record import read_metrics
+from processes import ROOT, run_processes
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+STEPS = 8
+PER_TOKEN_S = 4e-4  # in each of two layers: a pack of 170 tokens takes 136 ms, and its real arithmetic a few
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A model and long and short samples, of which each fills a pack by itself."""
+    folder = tmp_path_factory.mktemp("text")
+    lines = []
+    for number in range(64):
+        words = "Which picture is it? " * (24 if number % 2 else 13)
+        turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "It is the one."}]
+        lines.append(json.dumps({"messages": turns}))
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    return write_model(folder / "model", "qwen3"), [{"path": str(folder / "text.jsonl"), "name": "text"}]
+
+
+def train(text, folder, parallel, *seconds):
+    """Train on two ranks; returns the records after the first two steps, the steps' walls by rank, and the screen."""
+    overrides = {
+        "data": {"tokens_per_pack": 176},
+        "optim": {"steps": STEPS, "accumulation": 1},
+        "parallel": parallel,
+        "run": {"log_every": 1},
+    }
+    raw = configuration(*text, folder / "run", processes=2, overrides=overrides)
+    (folder / "config.yaml").write_text(yaml.safe_dump(raw))
+    script = ROOT / "tests/uneven_ranks.py"
+    first, _ = run_processes(["python", script, folder / "config.yaml", folder, *seconds], 2)
+    walls = [json.loads((folder / f"walls-{rank}.json").read_text()) for rank in range(2)]
+    records = [one for one in read_metrics(folder / "run/metrics.jsonl") if one["kind"] == "step"]
+    return records[2:], list(zip(*walls, strict=True))[2:], first.stderr
+
+
+@pytest.mark.parametrize("parallel", [{"shard": 2}, {"replicate": 2, "shard": 1}], ids=["sharded", "replicated"])
+def test_a_slow_rank_and_a_heavy_pack_are_told_apart(text, tmp_path, parallel):
+    records, walls, screen = train(text, tmp_path, parallel, PER_TOKEN_S, 3 * PER_TOKEN_S)
+    for a, b in walls:  # collectives make them wait for each other
+        assert a == pytest.approx(b, rel=0.3)
+    assert all(record["slowest_rank"] == 1 for record in records)
+    # a third of the other's, over the median of both: 0.5 but for the arithmetic, which takes long on a busy machine
+    assert 0.4 < median(record["slowest_rank_speed"] for record in records) < 0.75
+    assert "rank 1 computes at " in screen
+
+    (tmp_path / "heavy").mkdir()
+    records, walls, screen = train(text, tmp_path / "heavy", parallel, PER_TOKEN_S, PER_TOKEN_S)
+    uneven = [record for record in records if record["heaviest_rank_load"] > 1.1]
+    assert uneven, [record["rank_flops"] for record in records]
+    for a, b in walls:
+        assert a == pytest.approx(b, rel=0.3)
+    for record in uneven:
+        flops = record["rank_flops"]
+        assert record["heaviest_rank"] == flops.index(max(flops))
+        assert record["heaviest_rank_load"] == pytest.approx(2 * max(flops) / sum(flops))
+    assert median(record["slowest_rank_speed"] for record in records) > 0.9
+    assert " times the mean work" in screen
+    assert max(record["heaviest_rank_load"] for record in records) < 1.5
