@@ -119,7 +119,7 @@ class Goodput:
         """
         self._check_open()
         with self._lock:
-            self._owed[source, target] = self._owed.get((source, target), 0) + ns
+            self._owed[source, target] = self._owed.get((source, target), 0) + max(0, ns)
 
     def bucket(self, bucket: Bucket) -> "_Span":
         """Charge a `with` block to a bucket; an inner block wins, and afterwards the outer bucket goes on.
