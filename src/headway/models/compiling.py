@@ -172,10 +172,14 @@ def compile_blocks(model: PreTrainedModel, watch: CompileWatch, backend: str = "
     return len(found)
 
 
-def _compile(module: nn.Module, watch: CompileWatch, backend: str) -> None:
+def _compile(module: Any, watch: CompileWatch, backend: str) -> None:
     plain = types.MethodType(_own_forward(type(module)), module)
     judging = torch.compile(plain, backend=backend)
-    training = torch.compile(_recomputed(module, plain), backend=backend) if is_recomputed(module) else judging
+    training = judging
+    if is_recomputed(module):
+        training = torch.compile(_recomputed(module, plain), backend=backend)
+        # Its checkpoint is in the graph now. transformers 5.17 has its own in `__call__`, around that: all would run twice.
+        module._gradient_checkpointing_func = _at_once
     warm_ups: defaultdict[tuple[bool, bool], WarmUp] = defaultdict(WarmUp)
     names = inspect.signature(plain).parameters.keys()
 
@@ -214,6 +218,11 @@ def _recomputed(module: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         _CODES[key] = recomputed.__code__.replace(co_name=f"{type(module).__name__}_recomputed")
     recomputed.__code__ = _CODES[key]
     return recomputed
+
+
+def _at_once(forward: Callable[..., Any], *args: Any) -> Any:
+    """Stand in for a checkpoint, around what has one of its own."""
+    return forward(*args)
 
 
 _CODES: dict[tuple[type[nn.Module], Callable[..., Any]], types.CodeType] = {}

@@ -5,7 +5,7 @@ checkpointing): the output and the log-sum-exp of the scores, so that the deares
 run twice.
 
 Non-reentrant throughout. A compiled block has its checkpoint inside the graph, see `compiling`; any other has
-transformers' own, which wraps `forward` and so leaves the hooks of FSDP outside.
+transformers' own, which wraps `forward` and so leaves the hooks of FSDP outside (transformers 5.17 wraps `__call__`).
 """
 
 import logging
