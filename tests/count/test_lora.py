@@ -9,9 +9,6 @@ from headway.count.tracing.build import model_class
 from tiny_models import VISION_FAMILIES, tiny_config
 from witness import build, check
 
-# What peft 0.19 says of adapters on a tied head.
-pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-
 # Without targets both adapt all linear modules but the head. (On text mixtures of experts peft's all-linear also adapts
 # the router and the experts' tensors, which are no linear modules; ours does not.)
 CASES = [
