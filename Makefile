@@ -35,7 +35,7 @@ fast-tests: $(SETUP)
 
 # What the versions of torch, transformers, peft and numpy could break: counting, the meter, models, training, commands. Left
 # out: what no version changes (a hundred more families of models, data formats, plans), and packages that the engine does
-# not need (trackers, torchao, other people's trainers). Of what takes long or several processes, three tests by name.
+# not need (trackers, torchao, other people's trainers). Of what takes several processes, two tests by name.
 OLDEST := .venv-oldest
 OLDEST_WORKERS ?= auto
 OLDEST_CORE := \
@@ -47,8 +47,7 @@ OLDEST_CORE := \
 	$(addprefix tests/train/test_,checkpoint.py config.py device.py loop.py recompute.py record.py speed.py) \
 	$(addprefix tests/cli/test_,app.py devices.py flops.py index.py mfu.py pack.py parse.py resolve.py train.py verify.py)
 OLDEST_SLOW := tests/train/test_ranks.py::test_two_ranks_have_the_losses_of_one_with_twice_the_accumulation \
-	tests/meter/test_meter.py::test_two_ranks_add_up_to_the_flop \
-	tests/models/test_recompute.py::test_attention_that_is_kept_never_runs_again[qwen3-True]
+	tests/meter/test_meter.py::test_two_ranks_add_up_to_the_flop
 
 test-oldest: $(OLDEST)/.set-up
 	$(OLDEST)/bin/python -m pytest -q --numprocesses=$(OLDEST_WORKERS) -m "not slow and not gpu and not dist" $(OLDEST_CORE)
