@@ -9,9 +9,6 @@ from headway.count.tracing.build import model_class
 from tiny_models import VISION_FAMILIES, tiny_config
 from witness import build, check
 
-# What peft 0.19 says of adapters on a tied head.
-pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-
 # Without targets both adapt all linear modules but the head. (On text mixtures of experts peft's all-linear also adapts
 # the router and the experts' tensors, which are no linear modules; ours does not.)
 CASES = [
@@ -68,13 +65,14 @@ def test_adapters_anywhere_count_what_pytorch_dispatches(family, settings):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_pefts_wrapper_changes_neither_names_nor_counts():
     wrapped = get_peft_model(build("qwen3"), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    trainable = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     cost = trace(wrapped)
     assert cost == trace(wrapped.get_base_model())
     # the frozen original beside the head that is trained, and an adapter that is not active, never run: on purpose
     wrapped.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     assert trace(wrapped).unknown == ()
     assert {row.component for row in cost.rows if row.module.startswith("lm_head")} == {"language.head"}
-    assert cost.params.trainable == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+    assert cost.params.trainable == trainable
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it

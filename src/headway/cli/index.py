@@ -1,7 +1,7 @@
 """`headway index`: what every sample takes of a pack, measured once and kept."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,7 +123,7 @@ def progress_bar(name: str) -> "Iterator[Progress]":
         transient=True,
     )
     task = bar.add_task(name, total=None, bad=0)
-    with bar:
+    with nullcontext() if bar.disable else bar:  # rich 13 ends a bar off a terminal with an empty line
         yield lambda measured, rows, bad: bar.update(task, completed=measured, total=rows, bad=bad)
 
 

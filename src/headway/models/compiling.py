@@ -178,7 +178,7 @@ def _compile(module: Any, watch: CompileWatch, backend: str) -> None:
     training = judging
     if is_recomputed(module):
         training = torch.compile(_recomputed(module, plain), backend=backend)
-        # Its checkpoint is in the graph now. transformers 5.17 has its own in `__call__`, around that: all would run twice.
+        # Its checkpoint is in the graph now; that of transformers 5.17, around `__call__`, would run it all once more.
         module._gradient_checkpointing_func = _at_once
     warm_ups: defaultdict[tuple[bool, bool], WarmUp] = defaultdict(WarmUp)
     names = inspect.signature(plain).parameters.keys()

@@ -61,7 +61,8 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if not self._bar.disable:  # rich 13 ends a bar off a terminal with an empty line
+            self._bar.stop()
 
 
 def step_line(record: dict[str, Any], steps: int) -> str:
