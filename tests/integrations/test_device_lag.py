@@ -4,7 +4,7 @@ import pytest
 
 from headway.integrations import track
 from headway.integrations.gpu_spec import GPUSpec
-from metered_loops import (
+from lagging_loops import (
     LOGGING_S,
     SAVING_S,
     STEPS,

@@ -8,7 +8,7 @@ import torch
 from headway.meter import Meter
 from headway.meter.jsonl import read_jsonl
 from headway.meter.window import SCHEMA_VERSION
-from metered_loops import COST_MODEL, hugging_face, in_accelerate, in_lightning, in_megatron, track_a_meter
+from lagging_loops import COST_MODEL, hugging_face, in_accelerate, in_lightning, in_megatron, track_a_meter
 from one_step import PEAK, ROWS, loader, tiny
 from pretended import Device
 
