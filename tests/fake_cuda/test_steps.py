@@ -5,8 +5,8 @@ import pytest
 from fake_cuda.steps import RECIPES, recipe, run_step
 
 LAYERS = 4  # three of Qwen3-VL's layers take features of the tower; what further layers do is the same again
-# A step of each kind; the rest differ in size, which a slow test goes through. What sets the experiments of one recipe apart
-# is for several processes, so one of them stands for all (benchmarks/waits_and_memory.py runs each).
+# A step of each kind; the rest differ in size, which a slow test goes through. What sets the experiments of one recipe
+# apart is for several processes, so one of them stands for all (benchmarks/waits_and_memory.py runs each).
 KINDS = ("digits", "qwen2.5-7b-text-81920", "qwen2.5-vl-7b-video-51200", "qwen3-vl-30b-a3b-vqa-8192-exp6")
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name not in KINDS and "-exp" not in name]
 
