@@ -1,10 +1,12 @@
 """The meter in real loops, on a clock that the test moves where time matters."""
 
+import gc
 import socket
 import subprocess
 import sys
 import textwrap
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -443,3 +445,15 @@ def test_a_rank_that_shares_a_batch_counts_nothing_of_its_own():
     meter.step()
     meter.count(Workload())
     assert meter.step().flops.total == 10 * PER_TOKEN
+
+
+def test_a_meter_that_was_never_closed_does_not_keep_its_model_alive():
+    model = linear_on("cpu")
+    meter = Meter(model, peak=PEAK, log_every=1)
+    meter.count({"input_ids": torch.zeros(1, 3, dtype=torch.long)})
+    model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
+    assert meter.step().rank_busy_s[0] > 0
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -43,7 +43,7 @@ class ForwardTimer:
     """
 
     def __init__(self, model: nn.Module, mark: Callable[[], Mark]) -> None:
-        self._model = model
+        self._model = weakref.ref(model)  # the timer, found by its model, must not keep it alive
         self._mark = mark
         self._begin: Mark | None = None
         self._waits: list[Span] = []
@@ -67,13 +67,14 @@ class ForwardTimer:
         for group in self._wrapped or ():
             del group.unshard, group.wait_for_unshard
         self._handles, self._wrapped = [], None
-        if _timers.get(self._model) is self:
-            del _timers[self._model]
+        model = self._model()
+        if model is not None and _timers.get(model) is self:
+            del _timers[model]
 
-    def before(self) -> None:
-        """Note that a forward begins."""
+    def before(self, model: nn.Module) -> None:
+        """Note that a forward of the model begins."""
         if self._wrapped is None:  # `fully_shard` may have come after the meter
-            self._wrapped = [group for module in self._model.modules() for group in sharded_groups(module)]
+            self._wrapped = [group for module in model.modules() for group in sharded_groups(module)]
             for group in self._wrapped:
                 group.unshard = self._timed(group.unshard)
                 group.wait_for_unshard = self._timed(group.wait_for_unshard)
@@ -105,7 +106,7 @@ def _before_forward(model: nn.Module, _args: Any) -> None:
     import torch
 
     if not torch.compiler.is_compiling() and model.training and (timer := _timers.get(model)) is not None:
-        timer.before()
+        timer.before(model)
 
 
 def _after_forward(model: nn.Module, _args: Any, _output: Any) -> None:
