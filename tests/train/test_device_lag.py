@@ -2,7 +2,6 @@
 
 import json
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import pytest
 
@@ -23,26 +22,14 @@ HOST_S, DEVICE_S, EVALUATION_S, SAVING_S = 0.010, 0.050, 0.4, 0.2
 @contextmanager
 def on(device, *, mark=None, load_s=0.0):
     """Let the loop's own work be done by a device: what it runs for real takes no time of the pretended clocks."""
-
-    def around(owner, name, *, host_s=0.0, device_s=0.0):
-        plain = getattr(owner, name)
-
-        def worked(*args, **kwargs):
-            device.work(host_s)
-            if device_s:
-                device.launch(device_s)
-            return plain(*args, **kwargs)
-
-        return patch.object(owner, name, worked)
-
     head = next(kind for kind in LossHead.__subclasses__() if kind.__name__ == "ChunkedHead")
     with (
         device.stands_in(mark),
-        around(head, "__call__", host_s=HOST_S, device_s=0.8 * DEVICE_S),
-        around(Optimizer, "step", device_s=0.2 * DEVICE_S),
-        around(Feed, "__next__", host_s=load_s),
-        around(EvalSet, "evaluate", host_s=0.1, device_s=EVALUATION_S - HOST_S - 0.8 * DEVICE_S),
-        around(CheckpointSaver, "save", host_s=SAVING_S),
+        device.working(head, "__call__", host_s=HOST_S, device_s=0.8 * DEVICE_S),
+        device.working(Optimizer, "step", device_s=0.2 * DEVICE_S),
+        device.working(Feed, "__next__", host_s=load_s),
+        device.working(EvalSet, "evaluate", host_s=0.1, device_s=EVALUATION_S - HOST_S - 0.8 * DEVICE_S),
+        device.working(CheckpointSaver, "save", host_s=SAVING_S),
     ):
         yield
 
