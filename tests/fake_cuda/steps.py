@@ -174,7 +174,8 @@ def _step(
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    if config.optim.accumulation == 1:  # else the pack is not its step's first, and finds the gradients of others
+        optimizer.zero_grad(set_to_none=True)
     watch.pinned = {t.untyped_storage()._cdata for t in _tensors(batch)}
     sources = torch.zeros(1, device=device)
 

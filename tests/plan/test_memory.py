@@ -40,6 +40,26 @@ def test_a_lone_device_holds_everything_and_casts_what_products_read():
     assert (plan.gathered, plan.reducing, plan.average, plan.host) == (0, 0, 0, 0)
 
 
+def test_backward_casts_one_recomputed_block_at_a_time():
+    none, full = (qwen(State(recompute=r)) for r in ("none", "full"))
+    matrices = LAYER - 2 * H  # with biases, whether or not they are cast
+    assert none.casts == full.casts
+    assert none.recasts == none.casts - 2 * V * H  # the head made its gradients in forward
+    assert full.recasts == pytest.approx(2 * matrices, rel=1e-3)
+    assert none.passing == full.passing == 2 * 2 * 18944 * TOKENS  # two more of the MLP's width
+
+
+def test_experts_cast_their_own_weights_which_a_recomputed_block_does_not_keep():
+    saved = shipped_activations("qwen3-30b-a3b", "bfloat16-autocast")
+    none, full = (
+        plan_memory(load_cost_model("qwen3-30b-a3b"), saved, Workload([TOKENS]), State(recompute=r), Sharing())
+        for r in ("none", "full")
+    )
+    layer = 128 * 3 * 2048 * 768
+    assert none.casts - full.casts == 2 * 48 * layer
+    assert 2 * layer < full.recasts < 2 * 1.1 * layer
+
+
 def test_shards_divide_what_is_held_and_gather_two_blocks():
     plan = qwen(State(recompute="full", averaged=True), Sharing(shards=32, gathers=True))
     assert plan.weights == plan.gradients == plan.average == -(-4 * PARAMS // 32)

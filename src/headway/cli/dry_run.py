@@ -32,6 +32,7 @@ _PARTS = (
     ("reducing", "gradients, summing", "of a unit on their way to the other devices"),
     ("activations", "activations", "kept for backward, of the largest pack"),
     ("recomputing", "recomputing", "activations of the block that is computed again"),
+    ("passing", "gradients, passing", "of what the block computes that backward is in"),
     ("head", "logits and loss", "logits at hand, and the gradients made with them"),
 )
 

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from headway.count import drivers
 from headway.count.hidden import hidden_matrices
 from headway.count.recompute import recomputed_blocks
 from headway.count.saved import bytes_of
 from headway.plan.recompute import block_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable, Mapping
 
     from headway.count import CostModel, Workload
     from headway.count.cost_model import Parameter
@@ -93,7 +95,8 @@ class MemoryPlan:
 
     Attributes:
         weights: this device's share, as the optimizer sees them.
-        casts: copies of the weights in the dtype of the products, where nothing else makes them.
+        casts: copies of the weights in the dtype of the products, where nothing else makes them; as forward ends.
+        recasts: of these, the copies that are there in backward: of blocks that are not recomputed, and of one that is.
         gradients: this device's share, whole at the end of backward.
         optimizer: moments.
         average: the moving average of the weights.
@@ -101,12 +104,15 @@ class MemoryPlan:
         reducing: gradients of a unit on their way to being summed.
         activations: kept from forward to backward.
         recomputing: of the largest block that is computed again, while it is.
+        passing: of the block that backward is in, the gradients of what it computes.
         head: logits, and gradients made with them.
+        head_gradients: what the head leaves to backward: the gradients of the hidden states and of its weight.
         host: what lies in the host's memory instead.
     """
 
     weights: int
     casts: int
+    recasts: int
     gradients: int
     optimizer: int
     average: int
@@ -114,7 +120,9 @@ class MemoryPlan:
     reducing: int
     activations: int
     recomputing: int
+    passing: int
     head: int
+    head_gradients: int
     host: int
     accumulates: bool
 
@@ -132,8 +140,8 @@ class MemoryPlan:
     @property
     def backward_peak(self) -> int:
         """In backward: as it begins, with all activations and no gradients, or as it ends, with the opposite."""
-        working = self.gathered + self.casts + self.recomputing + self.reducing
-        begins = self.activations + (self.gradients if self.accumulates else 0)
+        working = self.gathered + self.recasts + self.recomputing + self.passing + self.reducing
+        begins = self.activations + self.head_gradients + (self.gradients if self.accumulates else 0)
         return self.always + working + max(begins, self.gradients)
 
     @property
@@ -172,17 +180,37 @@ def plan_memory(
     gathered, reducing = _units(cost_model, saved, state, sharing)
     if not sharing.reduce_each_pack and state.accumulates:
         gradients += sharing.reduce_bytes * _numel(trained)
-    kept, recomputing = _activations(cost_model, saved, pack, state, sharing.sequence)
-    casts = 0
+    chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
+    blocks = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sharing.sequence)
+    again = {name: blocks[name].kept(keeps) for name, keeps in chosen.items() if name in blocks}
+    outside = -(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence)
+    kept = outside + sum(again.get(name, block.whole) for name, block in blocks.items())
+    recomputing = max((blocks[name].whole - size for name, size in again.items()), default=0)
+    casts = recasts = 0
     if not sharing.gathers and state.compute_bytes < state.weight_bytes:
-        casts = state.compute_bytes * sum(cost_model.parameters[i].numel for i in _of_products(cost_model))
+        casts, recasts = (state.compute_bytes * numel for numel in _cast(cost_model, saved, chosen))
+    passing = 2 * state.compute_bytes * _widest(cost_model, pack, blocks) // sharing.sequence
     host = 0
     if sharing.offload:
         host = held + gradients + optimizer + average
         held = gradients = optimizer = average = 0
-    head = _head(cost_model, pack, state, sharing)
+    head, head_gradients = _head(cost_model, pack, state, sharing)
     return MemoryPlan(
-        held, casts, gradients, optimizer, average, gathered, reducing, kept, recomputing, head, host, state.accumulates
+        weights=held,
+        casts=casts,
+        recasts=recasts,
+        gradients=gradients,
+        optimizer=optimizer,
+        average=average,
+        gathered=gathered,
+        reducing=reducing,
+        activations=kept,
+        recomputing=recomputing,
+        passing=passing,
+        head=head,
+        head_gradients=head_gradients,
+        host=host,
+        accumulates=state.accumulates,
     )
 
 
@@ -208,6 +236,42 @@ def _of_products(cost_model: CostModel) -> set[int]:
         operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
     )
     return {i for i in range(len(cost_model.parameters)) if bits >> i & 1}
+
+
+def _cast(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[str, bool]) -> tuple[int, int]:
+    """Numbers of weights that are cast for their products: as forward ends, and in backward.
+
+    Autocast keeps what it cast of a linear layer until forward ends; experts cast their own, which a recomputed block
+    drops with everything else. In backward a recomputed block casts its weights again; the head made its gradients in
+    forward.
+    """
+    head = _head_parameter(cost_model)
+    linear: Counter[str] = Counter()
+    experts: Counter[str] = Counter()
+    for number in _of_products(cost_model):
+        parameter = cost_model.parameters[number]
+        block = "(head)" if number == head else _block_of(parameter, saved)
+        (experts if parameter.component.endswith(".experts") else linear)[block] += parameter.numel
+    whole = linear + experts
+    one_again = max((whole[name] for name in chosen), default=0)
+    backward = sum(numel for name, numel in whole.items() if name not in chosen and name != "(head)") + one_again
+    return linear.total() + sum(numel for name, numel in experts.items() if name not in chosen), backward
+
+
+def _widest(cost_model: CostModel, pack: Workload, blocks: Container[str]) -> int:
+    """Numbers in the largest input or output of a linear module of some blocks.
+
+    In backward a gated MLP has the gradients of its gate, of what it gates and of their product, and has let go of the
+    product: two more of these than the block keeps.
+    """
+    return max(
+        (
+            row.forward * drivers.parse(row.driver)(pack) // (2 * min(row.features))
+            for row in cost_model.rows
+            if row.features and row.block in blocks
+        ),
+        default=0,
+    )
 
 
 def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing: Sharing) -> tuple[int, int]:
@@ -253,34 +317,21 @@ def _head_parameter(cost_model: CostModel) -> int | None:
     return None
 
 
-def _activations(
-    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sequence: int
-) -> tuple[int, int]:
-    """Bytes kept from forward to backward, and those of the largest block that is computed again."""
-    chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
-    blocks = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sequence)
-    outside = bytes_of(saved.blocks[""].plain, pack)
-    kept = {name: block.kept(chosen[name]) for name, block in blocks.items() if name in chosen}
-    largest = max((blocks[name].whole - size for name, size in kept.items()), default=0)
-    return sum(kept.get(name, block.whole) for name, block in blocks.items()) - (-outside // sequence), largest
-
-
-def _head(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> int:
-    """Bytes of logits and of what is made with them.
+def _head(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> tuple[int, int]:
+    """Bytes of logits and of what is made with them, and of the gradients that backward begins with.
 
     In chunks: the hidden states' gradient, the weight's summed in float32, and a chunk's logits, log-probabilities in
     float32 and slopes. Whole: logits, their log-probabilities in float32, and the gradients of both.
     """
     row = next((row for row in cost_model.rows if row.component == "language.head" and row.features), None)
     if row is None or row.features is None:
-        return 0
+        return 0, 0
     width, vocabulary = row.features
     slots = -(-pack.slots // sharing.sequence)
     each = state.compute_bytes + FLOAT32
-    if state.chunk is None:
-        return slots * vocabulary * 2 * each
     head = _head_parameter(cost_model)
     learns = head is not None and cost_model.parameters[head].trainable
-    summed = FLOAT32 * width * vocabulary if learns else 0
-    chunk = min(state.chunk, slots) * vocabulary * (each + state.compute_bytes)
-    return state.compute_bytes * slots * width + summed + chunk
+    gradients = state.compute_bytes * slots * width + (FLOAT32 * width * vocabulary if learns else 0)
+    if state.chunk is None:
+        return slots * vocabulary * 2 * each, gradients
+    return gradients + min(state.chunk, slots) * vocabulary * (each + state.compute_bytes), gradients
