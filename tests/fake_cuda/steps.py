@@ -63,6 +63,7 @@ class Found:
         slots: of the pack [tokens].
         patches: of the pack [patches].
         ops: how often each operation ran on the device.
+        narrow: shapes of factors of products whose rows no fast kernel takes.
         at_peak: with `detail`, the bytes that were alive at each moment's peak, by where they were made.
     """
 
@@ -72,6 +73,7 @@ class Found:
     slots: int
     patches: int
     ops: Counter[str]
+    narrow: set[tuple[int, ...]]
     at_peak: dict[str, dict[str, int]]
 
 
@@ -199,7 +201,9 @@ def _step(
         optimizer.zero_grad(set_to_none=True)
     workload = batch.workload
     patches = sum(math.prod(map(int, grid)) for grid in (*workload.images, *workload.videos))
-    return Found(tuple(watch.waits), dict(watch.peaks), held, batch.slots, patches, watch.ops, watch.at_peak)
+    return Found(
+        tuple(watch.waits), dict(watch.peaks), held, batch.slots, patches, watch.ops, watch.narrow, watch.at_peak
+    )
 
 
 def _tensors(batch: Batch) -> Iterator[torch.Tensor]:

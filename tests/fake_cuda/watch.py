@@ -30,6 +30,7 @@ _WAITING = {
 _MASKABLE = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 _SHAPED_BY_VALUES = {aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.repeat_interleave}
 _PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # where the first factor is
+_ROW_BYTES = 16  # of which cuBLAS's fast kernels want rows to be multiples
 _BETWEEN = {("fake_cuda", "watch.py"), ("fake_cuda", "backward.py")}  # files that are on the way to every operation
 # Loops of this library over experts, for where there is no grouped product: they read where the rows of each end.
 _LOOPS = ("headway::grouped_linear", "headway::grouped_outer")
@@ -58,6 +59,7 @@ class Watch(TorchDispatchMode):
         node: of autograd's graph, that runs now; "" in a forward.
         pinned: storages on the host from which the device copies without waiting.
         ops: how often each operation ran on the device.
+        narrow: shapes of factors in 16 bits whose rows are no multiple of 16 bytes, which cuBLAS has slow kernels for.
     """
 
     def __init__(self) -> None:
@@ -73,6 +75,7 @@ class Watch(TorchDispatchMode):
         self.sites: dict[int, tuple[int, str]] | None = None
         self.at_peak: dict[str, dict[str, int]] = {}
         self.ops: Counter[str] = Counter()
+        self.narrow: set[tuple[int, ...]] = set()
         self._storages: dict[int, int] = {}
 
     def __enter__(self) -> "Watch":
@@ -96,7 +99,7 @@ class Watch(TorchDispatchMode):
         self.ops[func._schema.name] += 1
         if reason := _wait(func, packet, args, kwargs, self.pinned):
             self._note(reason)
-        _check_products(packet, args)
+        self.narrow |= _check_products(packet, args)
         if packet is aten._local_scalar_dense:
             return _value(args[0]).item()
         if packet is aten.equal:
@@ -214,11 +217,19 @@ def _wait(func: Any, packet: Any, args: Any, kwargs: Any, pinned: set[int]) -> s
     return None
 
 
-def _check_products(packet: Any, args: Any) -> None:
-    """Refuse factors of two dtypes, as kernels do and shape functions do not."""
+def _check_products(packet: Any, args: Any) -> set[tuple[int, ...]]:
+    """Refuse factors of two dtypes, as kernels do and shape functions do not; give the shapes with unaligned rows."""
     first = _PRODUCTS.get(packet)
-    if first is not None and args[first].dtype is not args[first + 1].dtype:
-        raise RuntimeError(f"{packet} of {args[first].dtype} and {args[first + 1].dtype}")
+    if first is None:
+        return set()
+    factors = args[first : first + 2]
+    if factors[0].dtype is not factors[1].dtype:
+        raise RuntimeError(f"{packet} of {factors[0].dtype} and {factors[1].dtype}")
+    return {
+        tuple(factor.shape)
+        for factor in factors
+        if factor.itemsize == 2 and min(factor.shape) > 1 and max(factor.stride()[-2:]) * factor.itemsize % _ROW_BYTES
+    }
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
+from headway.models.autocast import product_dtype
 from headway.models.exact import exact_attention, exact_segments
 from headway.models.flash import cuda_kernel
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
@@ -244,6 +245,5 @@ def _one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
     Rotary embeddings are often computed in float32, which leaves queries and keys wider than the values.
     """
-    device = tensors[0].device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[-1].dtype
+    dtype = product_dtype(tensors[0], tensors[-1])
     return tuple(tensor.to(dtype) for tensor in tensors)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from headway.errors import ConfigError
+from headway.models.autocast import product_dtype
 from headway.models.grouped import grouped_linear
 from headway.models.take import take
 
@@ -94,7 +95,7 @@ def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expe
     Returns:
         What the experts made of the rows, shape (S, D).
     """
-    dtype = _dtype(rows_SD, module.down_proj)
+    dtype = product_dtype(rows_SD, module.down_proj)
 
     def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight = local(getattr(module, name)).to(dtype)
@@ -118,9 +119,3 @@ def sizes_of(ends_E: torch.Tensor) -> torch.Tensor:
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """The part of a parameter that this process keeps: all of it, unless its experts are spread."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _dtype(rows_SD: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The products' type: autocast's, else the weights'."""
-    device = rows_SD.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

@@ -28,7 +28,8 @@ from headway.errors import ConfigError
 from headway.models.patches import project_patches
 
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Of a gated MLP: gate, what it gates, and back."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,11 @@ def _as_norm(module: nn.Module) -> Norm | None:
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
-    if not set(_PROJECTIONS) <= set(module._modules) or module._parameters or not _takes_one(module):
+    if not set(PROJECTIONS) <= set(module._modules) or module._parameters or not _takes_one(module):
         return False
     generator = torch.Generator().manual_seed(0)
     small = {
-        name: nn.Linear(*sizes, bias=False) for name, sizes in zip(_PROJECTIONS, [(4, 6), (4, 6), (6, 4)], strict=True)
+        name: nn.Linear(*sizes, bias=False) for name, sizes in zip(PROJECTIONS, [(4, 6), (4, 6), (6, 4)], strict=True)
     }
     for layer in small.values():
         nn.init.normal_(layer.weight, generator=generator)

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from headway.models.autocast import product_dtype
+
 IGNORED = -100  # label of a slot that is not supervised
 
 
@@ -127,7 +129,7 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
 
     def compute(hidden_TH: torch.Tensor, needs_hidden: bool, needs: tuple[bool, ...]) -> HeadLosses:
         device = hidden_TH.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+        dtype = product_dtype(hidden_TH, layer.weight)
         sum_dtype = torch.promote_types(dtype, torch.float32)
         with torch.autocast(device, enabled=False):
             weight_VH, hidden_TH_ = layer.weight.to(dtype), hidden_TH.to(dtype)
@@ -166,7 +168,7 @@ def liger_losses(layer: nn.Linear, task: Task) -> Compute:
 
     def compute(hidden_TH: torch.Tensor, needs_hidden: bool, needs: tuple[bool, ...]) -> HeadLosses:
         device = hidden_TH.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+        dtype = product_dtype(hidden_TH, layer.weight)
         scale = task.after.scale
         with torch.autocast(device, enabled=False), _Uncounted():
             loss_T, _, _, guess_T, grad_hidden_TH, grad_weight_VH, _ = fused_linear_cross_entropy_forward(

@@ -23,6 +23,7 @@ from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.parallel.sequence import share_packs
 from headway.models.recompute import recompute_blocks
+from headway.models.widths import align_widths
 from headway.train.checkpoint import Checkpoint, refuse_half_written
 from headway.train.config import TrainConfig
 from headway.train.device import Precision
@@ -81,6 +82,8 @@ def build_trained(
     is_compiled, notes = compiles(config.speed, model, device)
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
     notes += choose_kernel(config.speed.attention, device)
+    if device.type == "cuda":
+        notes += align_widths(model, precision.compute)
     notes += put_in_kernels(config.speed, model, device)
     head = loss_head(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
     if precision.is_float8:
