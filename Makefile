@@ -1,6 +1,7 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
 # make check  set up, then lint, types and fast tests (a few minutes)
-# make test   set up, then the whole test suite (minutes)
+# make test   set up, then the test suite (half an hour on two cores)
+# make test-long  set up, then what `make test` leaves out: laws over more cases, and ten times as many examples of properties
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (ten minutes)
 # make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (five minutes)
 # make format rewrite the sources as ruff formats them
@@ -11,8 +12,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 SETUP := .venv/.headway-set-up
 SOURCES := src tests benchmarks examples
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
-.PHONY: demo check test test-oldest sweep format lint types fast-tests
+.PHONY: demo check test test-long test-oldest sweep format lint types fast-tests
 
 demo: $(SETUP)
 	rm -rf runs/digits # a run folder is never written over, and this is the demo's own
@@ -21,7 +23,11 @@ demo: $(SETUP)
 check: lint types fast-tests
 
 test: $(SETUP)
-	$(BIN)/python -m pytest -q --numprocesses=auto
+	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"
+
+test-long: $(SETUP)
+	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m long
+	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
 
 lint: $(SETUP)
 	$(BIN)/ruff check $(SOURCES)
@@ -31,11 +37,11 @@ types: $(SETUP)
 	$(BIN)/mypy
 
 fast-tests: $(SETUP)
-	$(BIN)/python -m pytest -q --numprocesses=auto -m "not slow and not gpu and not dist"
+	$(BIN)/python -m pytest -q --numprocesses=auto -m "not slow and not long and not gpu and not dist"
 
-# What the versions of torch, transformers, peft and numpy could break: counting, the meter, models, training, commands. Left
-# out: what no version changes (a hundred more families of models, data formats, plans), and packages that the engine does
-# not need (trackers, torchao, other people's trainers). Of what takes several processes, two tests by name.
+# What the versions of torch, transformers, peft and numpy are likeliest to break: counting, the meter, models, training,
+# commands. Left out for time: a hundred more families of models, data formats, plans, and packages that the engine does not
+# need (trackers, torchao, other people's trainers). Of what takes several processes, two tests by name.
 OLDEST := .venv-oldest
 OLDEST_WORKERS ?= auto
 OLDEST_CORE := \
@@ -45,7 +51,8 @@ OLDEST_CORE := \
 	$(addprefix tests/models/test_,attention.py blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
 		patches.py recompute.py router.py segments.py varlen.py) tests/models/parallel/test_experts.py \
 	$(addprefix tests/train/test_,checkpoint.py config.py device.py loop.py recompute.py record.py speed.py) \
-	$(addprefix tests/cli/test_,app.py devices.py flops.py index.py mfu.py pack.py parse.py resolve.py train.py verify.py)
+	$(addprefix tests/cli/test_,app.py devices.py flops.py index.py mfu.py pack.py parse.py resolve.py train.py verify.py) \
+	tests/fake_cuda
 OLDEST_SLOW := tests/train/test_ranks.py::test_two_ranks_have_the_losses_of_one_with_twice_the_accumulation \
 	tests/meter/test_meter.py::test_two_ranks_add_up_to_the_flop
 

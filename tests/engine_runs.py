@@ -1,19 +1,26 @@
 """Training runs of tiny models on text, pictures and films, for the laws of the engine.
 
-python tests/engine_runs.py FILE...     trains one configuration after the other; several processes of a group together
+python tests/engine_runs.py BACKEND=FILE...     trains one configuration after the other; several processes of a group
+                                               together; where blocks are compiled, by that backend of torch.compile
 """
 
+import functools
+import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
 
 from headway.demo.processor import write_processor
 from headway.models import load_processor
+from headway.models.compiling import compile_blocks
 from headway.train.config import load_config
 from headway.train.loop import train
 from tiny_models import PATCH, VISION_FAMILIES, tiny_config
 from whole_pipeline import write_sources
 
-PACKS_PER_STEP, STEPS = 4, 20
+PACKS_PER_STEP, STEPS = 4, 8
 _TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 _TOKENS |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 
@@ -78,9 +85,17 @@ def configuration(model, data, run, *, processes=1, overrides=None):
     return raw
 
 
-def main(paths):
-    for path in paths:
-        train(load_config(Path(path)))
+def main(runs):
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    for run in runs:
+        backend, _, path = run.partition("=")
+        if count > 1:  # a group for each run, as its subgroups' threads would wake up through all later ones
+            store = dist.FileStore(f"{path}.store", count)
+            dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=count)
+        with patch("headway.train.build.compile_blocks", functools.partial(compile_blocks, backend=backend)):
+            train(load_config(Path(path)))
+        if count > 1:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

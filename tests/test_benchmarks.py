@@ -39,6 +39,7 @@ def test_a_committed_table_is_rendered_from_its_record(path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mix", ["text", "images", "digits"])
 def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
     shape = (
@@ -219,6 +220,7 @@ def test_the_engine_benchmark_runs_as_many_layers_as_the_plan_fits_into_the_devi
     assert layers < setup.layers(is_small=False)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_script_of_all_gpu_benchmarks_goes_on_where_it_was(tmp_path):
     script = [str(BENCHMARKS / "gpu_all.sh"), "--out", str(tmp_path), "--scale", "small", "--part", "5"]
@@ -259,6 +261,7 @@ def test_the_meter_is_held_against_a_stopwatch(tmp_path):
     assert all(0.6 < loop["told_of_true"]["median"] < 1.2 for loop in loops.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_counting_benchmark_runs_and_measures_both_sides(tmp_path):
     run("counting_cost.py", "--out", tmp_path)
@@ -269,6 +272,7 @@ def test_the_counting_benchmark_runs_and_measures_both_sides(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_answering_benchmark_runs_and_measures_each_command(tmp_path):
     run("answering.py", "--runs", 1, "--out", tmp_path)
     (path,) = tmp_path.glob("answering_*.json")
@@ -277,6 +281,7 @@ def test_the_answering_benchmark_runs_and_measures_each_command(tmp_path):
     assert all(entry["wall_s"]["median"] > 0 and entry["memory_bytes"] > 10_000_000 for entry in commands)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_metering_benchmark_times_every_meter(tmp_path):
     run("metering.py", "--rounds", 2, "--steps", 2, "--out", tmp_path)
@@ -288,6 +293,7 @@ def test_the_metering_benchmark_times_every_meter(tmp_path):
     assert record["real"]["added_us"][counter]["median"] > record["idle"]["added_us"][counter]["median"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_packing_benchmark_measures_every_strategy_and_whole_plans(tmp_path):
     run("packing.py", "--ours", "--samples", 4000, "--large", 5000, "--out", tmp_path)
@@ -301,6 +307,7 @@ def test_the_packing_benchmark_measures_every_strategy_and_whole_plans(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_plain_loop_is_metered_eager_and_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_PEAK_FLOPS", "1e15")
     run("plain_loop.py", "--tiny", "--rows", 2, "--tokens", 64, "--steps", 4, "--out", tmp_path)
@@ -310,6 +317,7 @@ def test_the_plain_loop_is_metered_eager_and_compiled(tmp_path, monkeypatch):
     assert runs["eager"]["headway"]["flops"] == runs["compiled"]["headway"]["flops"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_indexing_benchmark_reads_the_same_tokens_on_both_sides(tmp_path):
     run("indexing.py", "--rows", 60, "--rounds", 1, "--out", tmp_path)
@@ -328,6 +336,7 @@ def test_the_optimizers_benchmark_runs_every_rule(tmp_path):
     assert all(0 < run["num_operations"] < 4 * run["num_parameters"] for run in runs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_experts_benchmark_times_implementations_that_agree(tmp_path):
     run("experts.py", "--rounds", 1, "--scale", 16, "--out", tmp_path)

@@ -17,6 +17,7 @@ def run(script, *options):
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_benchmark_prints_a_row_per_setting(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the copy bandwidth is measured

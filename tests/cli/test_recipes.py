@@ -189,8 +189,17 @@ def scaled_down(name, folder, *settings, processes=1):
     return json.loads(done[0].stdout.splitlines()[-1])
 
 
+# One of each kind of data and model; the others differ from these in their length or in how processes share them.
+KINDS = (
+    "qwen2.5-7b-text-81920",
+    "qwen2.5-vl-7b-video-51200",
+    "qwen3-vl-30b-a3b-vqa-8192-exp1",  # without packing
+)
+MORE = [pytest.param(name, marks=pytest.mark.long) for name in PAGES if name not in KINDS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*KINDS, *MORE])
 def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -109,6 +109,7 @@ def check_sources_add_up(summary, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_formats_mixed_by_weight_teach_a_model_to_read(tmp_path, reader, sources):
     """Every answer is a digit and the end of the turn. Who knows that, and cannot read, has a loss of ln(10) / 2."""
     stage = mix(sources, **{name: {"weight": weight} for name, weight in zip(NAMES, (4, 3, 2, 1), strict=True)})

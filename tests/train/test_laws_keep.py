@@ -153,7 +153,14 @@ main()
 """
 
 
-@pytest.mark.parametrize(("stage", "rank"), [("entries", 1), ("seal", 0), ("publish", 0)])
+@pytest.mark.parametrize(
+    ("stage", "rank"),
+    [
+        ("publish", 0),
+        pytest.param("entries", 1, marks=pytest.mark.long),
+        pytest.param("seal", 0, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_killed_in_the_middle_of_saving_leaves_the_checkpoint_before(recipe, alone, tmp_path, stage, rank):
     folder = tmp_path / "run"
     command = [sys.executable, "-c", KILLED_WHILE_SAVING, stage, rank, "train", *arguments(recipe, folder, 2)]

@@ -42,7 +42,9 @@ def what_was_trained(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stream", "kills"), [(None, [(8, 20)]), (STREAM, [(6, 10), (12, 20)])])
+@pytest.mark.parametrize(
+    ("stream", "kills"), [(None, [(8, 20)]), pytest.param(STREAM, [(6, 10), (12, 20)], marks=pytest.mark.long)]
+)
 def test_a_run_killed_at_random_trains_on_the_samples_of_one_that_was_not(raw, digits, tmp_path, stream, kills):
     raw["data"] = {
         "train": [

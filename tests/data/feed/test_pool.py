@@ -177,7 +177,7 @@ def _workers_gone(notes, within_s=120.0):
     return True
 
 
-@pytest.mark.parametrize("end_by", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("end_by", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_workers_go_when_the_trainer_is_killed_or_interrupted(tmp_path, end_by):
     trainer = _run_trainer(tmp_path, "import time; time.sleep(600)")
     trainer.send_signal(end_by)

@@ -138,6 +138,7 @@ def test_a_killed_run_goes_on(chats, encoder, processor, tmp_path):
     assert index.summary().tokens == build_index(source, encoder, tmp_path / "whole", workers=0).summary().tokens
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_build_the_same_index_at_once(chats, encoder, processor, tmp_path):
     source = chats(3000)
@@ -177,6 +178,7 @@ def test_a_full_disk_is_one_error_that_says_what_is_kept(chats, encoder, tmp_pat
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_disk_full_in_a_worker_is_the_same_error(chats, encoder, processor, tmp_path):
     source = chats(2000)

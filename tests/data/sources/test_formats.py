@@ -149,7 +149,7 @@ def _last(pickled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.parquet", pytest.param("a.jsonl.gz", marks=pytest.mark.long)])
 def test_processes_that_make_the_same_tables_at_once_do_not_meet(tmp_path, name):
     WRITERS[name](tmp_path / name, [{"text": f"text {number}"} for number in range(20_000)])
     pickled = pickle.dumps(open_source(tmp_path / name))
