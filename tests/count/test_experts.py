@@ -5,10 +5,19 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration, SwitchTransformersConfig
+from transformers import (
+    AutoModelForCausalLM,
+    JetMoeConfig,
+    Llama4TextConfig,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+    Qwen3MoeConfig,
+    SwitchTransformersConfig,
+)
 from transformers import SwitchTransformersForConditionalGeneration as Switch
 
-from headway.count import Workload, trace
+from headway.count import Workload, load_cost_model, trace
+from headway.count.models import shipped_models
 from headway.count.tracing.verify import verify
 from witness import expected_step, real_step
 
@@ -169,3 +178,83 @@ def test_verify_adds_up_the_experts_of_a_list():
     assert [line.counted for line in experts] == [
         (n * 2 * 2 * 32 * 48, 2 * n * 2 * 2 * 32 * 48) for n in (SOURCES, TOKENS)
     ]
+
+
+def llama4(**changes) -> Llama4TextConfig:
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "intermediate_size_mlp": 40,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "num_local_experts": 8, "attention_chunk_size": 16, "moe_layers": [0, 2],
+    }  # fmt: skip
+    return Llama4TextConfig(**sizes | changes)
+
+
+def test_llama_4_is_billed_for_the_expert_that_a_token_is_routed_to():
+    layers, width, heads, head, expert, vocabulary, tokens = 48, 5120, 40, 128, 8192, 202_048, 8192
+    scout = Llama4TextConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=expert, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=head, num_local_experts=16, num_experts_per_tok=1,
+        interleave_moe_layer_step=1, attention_chunk_size=tokens,
+    )  # fmt: skip
+    ledger = trace(scout)
+    projections = width * (heads * head * 2 + 2 * 8 * head)
+    mixture = width * 16 + 3 * width * expert * (1 + 1)  # router, one expert, the shared one
+    forward = 2 * tokens * (layers * (projections + mixture) + width * vocabulary)
+    forward += layers * 2 * heads * head * tokens * (tokens + 1)  # causal pairs
+    assert ledger.count(Workload([tokens])).total == 3 * forward
+    assert ledger.params.active == pytest.approx(17.17e9, rel=1e-3)  # "17B active", says its model card
+    assert ledger.params.total == pytest.approx(107.8e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("picks", [1, 3])
+def test_what_llama_4_runs_on_zeros_is_explained(picks):
+    model = AutoModelForCausalLM.from_config(llama4(num_experts_per_tok=picks), attn_implementation="eager").train()
+    lines, unseen = verify(model, Workload([21]))
+    assert not unseen
+    assert all(line.explanation is not None for line in lines)
+    experts = [line for line in lines if line.op == "experts"]
+    assert len(experts) == 2
+    for line in experts:
+        assert "all 8 experts" in line.explanation
+        assert tuple(flops * 8 for flops in line.ledger) == tuple(flops * picks for flops in line.counted)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        llama4(num_experts_per_tok=2),
+        JetMoeConfig(
+            vocab_size=96, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8,
+            intermediate_size=24, num_local_experts=4, num_experts_per_tok=2,
+        ),
+        Qwen3MoeConfig(
+            vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_a_token_uses_the_expert_weights_that_it_is_billed_for(config):
+    assert_experts_agree(trace(config))
+
+
+MIXTURES = [name for name in shipped_models() if any(row.op == "experts" for row in load_cost_model(name).rows)]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_shipped_mixtures_use_the_expert_weights_that_a_token_is_billed_for(name):
+    assert_experts_agree(load_cost_model(name))
+
+
+def assert_experts_agree(ledger):
+    """Forward FLOPs of a stack of experts are two for each of its weights that a token uses, and those are few."""
+    billed = Counter()
+    for row in ledger.rows:
+        for needs in {gradient.needs for gradient in row.gradients if gradient.phase == "wgrad"}:
+            number = needs.bit_length() - 1
+            is_shared_out = ledger.parameters[number].active < ledger.parameters[number].numel
+            assert is_shared_out or row.op != "experts"
+            billed[number] += row.forward if is_shared_out else 0
+    assert any(billed.values())
+    for number, forward in billed.items():
+        assert forward in (0, 2 * ledger.parameters[number].active)

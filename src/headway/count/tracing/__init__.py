@@ -76,7 +76,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     shares = classify.expert_shares(operations, fitted)
     resting = classify.resting(model, shares)
     homes = classify.parameter_components(operations, names, parameters)
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    shapes = [tuple(p.shape) for _, p in model.named_parameters()]
+    in_use = classify.stacks_in_use(operations, fitted, shapes)
     source, idle = _source(model), classify.idle_modules(model, operations, parameters)
     if idle:
         idle, notes = _elsewhere(model, made, workloads[0], runs[0].operations, parameters, idle)
@@ -85,8 +86,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         name or type(model).__name__,
         tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
         tuple(
-            Parameter(p, _numel(shapes[p]), classify.active(p, shapes[p], shares, resting), home, p in trainable)
-            for p, home in zip(parameters, homes, strict=True)
+            Parameter(p, _numel(shape), classify.active(p, shape, shares, resting, in_use.get(i)), home, p in trainable)
+            for i, (p, shape, home) in enumerate(zip(parameters, shapes, homes, strict=True))
         ),
         source,
         tuple(f"{path} (it never ran)" for path in idle),

@@ -173,7 +173,28 @@ def resting(model: nn.Module, shares: dict[str, tuple[int, int]]) -> set[str]:
     return set(found)
 
 
-def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]], unused: set[str]) -> int:
+def stacks_in_use(
+    operations: Sequence[Operation], fitted: Sequence[Fitted], shapes: Sequence[Sequence[int]]
+) -> dict[int, int]:
+    """Count the elements of each stack of matrices that one token uses, from its bill: 2 FLOPs each.
+
+    Args:
+        operations: what was run.
+        fitted: the driver of each.
+        shapes: of all parameters, by number; a stack has three dimensions or more.
+    """
+    used: dict[int, int] = {}
+    for op, fit in zip(operations, fitted, strict=True):
+        for phase, _, sources in op.products if op.kind in ("matmul", "experts") else ():
+            number = sources.bit_length() - 1
+            if phase == "wgrad" and sources == 1 << max(number, 0) and len(shapes[number]) > 2:
+                used[number] = used.get(number, 0) + fit.forward // 2
+    return used
+
+
+def active(
+    name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]], unused: set[str], in_use: int | None = None
+) -> int:
     """Count the elements of a parameter that one token uses.
 
     Args:
@@ -181,6 +202,7 @@ def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]], 
         shape: of the parameter.
         shares: `expert_shares(...)`.
         unused: `resting(...)`.
+        in_use: of this parameter, by `stacks_in_use(...)`.
     """
     path = _parent(name)
     while path and unused:
@@ -190,6 +212,8 @@ def active(name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]], 
     numel = 1
     for size in shape:
         numel *= size
+    if in_use is not None:
+        return min(in_use, numel)
     visited, experts = shares.get(_parent(name), (1, 1))
     return numel * visited // experts if shape and shape[0] == experts else numel
 

@@ -84,7 +84,8 @@ def explain(billed: Billed, counted: Counted, model: nn.Module) -> str | None:
     if module in counted.fused and seen == (0, 0):
         return f"PyTorch's counter has no formula for {counted.fused[module]}"
     if any(row.op == "experts" for row in billed.rows):
-        return _experts(billed, counted.of_expert[module], seen, model)
+        home = model.get_submodule(module)
+        return _every_expert(billed, seen, home) or _experts(billed, counted.of_expert[module], seen, model)
     return _beyond(billed, seen, model) or _squares(billed, counted, seen)
 
 
@@ -108,6 +109,18 @@ def _recurrence(ledger: tuple[int, int], seen: tuple[int, int]) -> str | None:
             "a recurrence is counted in its recurrent form; it ran in chunks, which is more: held as a lower bound only"
         )
     return None
+
+
+def _every_expert(billed: Billed, seen: tuple[int, int], home: nn.Module) -> str | None:
+    """Compare a stack of experts that all ran on every token with the few of them that a token is routed to."""
+    stacks = [p for p in home.parameters(recurse=False) if p.dim() == 3]
+    every, meant = 2 * sum(p.numel() for p in stacks), sum(row.forward for row in billed.rows)
+    if not stacks or any(mine * every != theirs * meant for mine, theirs in zip(billed.flops, seen, strict=True)):
+        return None
+    return (
+        f"code runs all {stacks[0].shape[0]} experts on every token, most of them on zeros: only those that the router "
+        "chose are counted"
+    )
 
 
 def _experts(billed: Billed, of_expert: dict[str, int], seen: tuple[int, int], model: nn.Module) -> str | None:

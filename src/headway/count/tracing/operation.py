@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ class Operation:
         products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
         driver: known driver, or several joined by a plus, where the mask says it; else found by comparing workloads.
         weight: shape of the weight, () where there is none.
+        stacked: matrices of that shape that the weight is a stack of, each for rows of its own.
         fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
         backward_flops: FLOPs that backward really dispatched.
         saves_after: whether a tensor was saved for backward after it, inside its block.
@@ -77,6 +79,7 @@ class Operation:
     block: str
     driver: str = ""
     weight: tuple[int, ...] = ()
+    stacked: int = 1
     fed: bool = True
     from_input: bool = False
     backward_flops: int = 0
@@ -98,6 +101,14 @@ class Operation:
         """FLOPs that backward should dispatch, from the operands' pasts."""
         needed = sum(flops for _, flops, sources in self.products if sources)
         return (self.executed_flops or self.forward_flops) * needed // self.unit_flops if needed else 0
+
+    def count_picked(self, picks: int) -> None:
+        """Count only the rows of a stack of weights that were picked: so many for each that all matrices ran on."""
+        self.kind, self.executed_flops = "experts", self.forward_flops
+        per_row = 2 * math.prod(self.weight)
+        self.units = self.forward_flops // (per_row * self.stacked) * picks
+        self.products = tuple((phase, per_row, sources) for phase, _, sources in self.products)
+        self.unit_flops, self.weight = per_row, (self.stacked, *self.weight)
 
     def count_pairs(self, pairs: int, scores: int) -> None:
         """Count only the pairs that the mask allows, of the scores that each head really computes."""

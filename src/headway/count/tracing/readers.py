@@ -123,8 +123,12 @@ def _rows(
     if k == 1 and not a.sources and not b.sources:
         return None  # an outer product without parameters, such as rotary angles: elementwise work written as a product
     if not a.fed and b.fed:
-        return _product(recorder, "matmul", n, 2 * batch * m * k, a, b, (k, m))
-    return _product(recorder, "matmul", batch * m, 2 * k * n, a, b, (k, n))
+        operation = _product(recorder, "matmul", n, 2 * batch * m * k, a, b, (k, m))
+    else:
+        operation = _product(recorder, "matmul", batch * m, 2 * k * n, a, b, (k, n))
+    if operation.weight:
+        operation.stacked = batch
+    return operation
 
 
 def _convolution(recorder: Recorder, args: tuple[Any, ...], out: Any) -> Operation:

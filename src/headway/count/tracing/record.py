@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from headway.count.tracing import scores
+from headway.count.tracing.classify import inside
 from headway.count.tracing.phantom import Phantom, Recording, Stays, aten
 from headway.count.tracing.readers import ELEMENTWISE, OPAQUE, READERS, backward_flops
 from headway.errors import TraceError
@@ -29,6 +30,35 @@ if TYPE_CHECKING:
     from headway.count.tracing.operation import Operation
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of places in rows of floats.
+
+    Attributes:
+        rows: that it was made for.
+        options: places of each row.
+        picks: places chosen in each row; 0 where that is decided later, as after a sort.
+    """
+
+    rows: int
+    options: int
+    picks: int
+
+    @classmethod
+    def of(cls, packet: Any, args: tuple[Any, ...]) -> Choice:
+        """Read the choice that an operation makes."""
+        values, *more = args
+        picks = 0
+        if packet is aten.topk:
+            picks, *more = more
+        elif packet in (aten.argmax, aten.max) and more and isinstance(more[0], int):
+            picks = 1
+        dim = more[0] if more and isinstance(more[0], int) else -1
+        options = values.shape[dim] if values.dim() else 1
+        return cls(values.numel() // max(options, 1), options, picks)
+
 
 # operations that choose places in rows of floats
 _CHOICES = {aten.topk, aten.sort, aten.argsort, aten.argmax, aten.max, aten.multinomial}
@@ -51,7 +81,8 @@ class Recorder:
     Attributes:
         operations: in forward order.
         handed: paths of the modules that ran, each with whether it was handed picked rows every time.
-        choices: paths of the modules that chose places in rows of floats without data, by a top-k and the like.
+        choices: by the path of the module that made them, choices of places in rows of floats without data, by a top-k
+            and the like.
         multiplied: elementwise products of activations by module path, and by whether one is spread over the other.
         block_of: path of a module to the path of the checkpointable block that holds it.
     """
@@ -60,7 +91,7 @@ class Recorder:
     block_of: Callable[[str], str]
     operations: list[Operation] = field(default_factory=list)
     handed: dict[str, bool] = field(default_factory=dict)
-    choices: set[str] = field(default_factory=set)
+    choices: defaultdict[str, list[Choice]] = field(default_factory=lambda: defaultdict(list))
     multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -163,17 +194,14 @@ class Recorder:
         if packet in ELEMENTWISE:
             self._multiply(args, out)
         if packet in _CHOICES:
-            self.choices.add(self.module)
+            self.choices[self.module].append(Choice.of(packet, args))
         read = READERS.get(packet)
         operation = None if read is None else read(self, args, out)
         if operation is None:
             return None
-        if function := _custom_function():
-            raise TraceError(
-                f"module {self.module or '(the model)'} multiplies matrices inside {function}, a function with its own "
-                "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
-                "does not change what the model costs: trace the model without it, or before it is applied."
-            )
+        self._refuse_custom_functions()
+        if operation.stacked > 1:
+            self._pick(operation)
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
@@ -187,6 +215,32 @@ class Recorder:
                 return False
             operation.scored.append(operand.scores)  # scores summed over heads, as an indexer does
         return operation
+
+    def _refuse_custom_functions(self) -> None:
+        if function := _custom_function():
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies matrices inside {function}, a function with its own "
+                "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
+                "does not change what the model costs: trace the model without it, or before it is applied."
+            )
+
+    def _pick(self, operation: Operation) -> None:
+        """Bill a product of a stack of experts for the rows that its router picked, where code runs all on every row.
+
+        The rest are rows of zeros, or are multiplied by zero afterwards: an implementation's, not the model's.
+        """
+        beside = operation.module.rpartition(".")[0]
+        made = [choice for path, some in self.choices.items() if inside(path, [beside]) for choice in some]
+        choice = next((c for c in reversed(made) if c.options == operation.stacked and c.picks), None)
+        if choice is None:
+            return
+        rows = operation.forward_flops // (2 * math.prod(operation.weight) * operation.stacked)
+        if rows != choice.rows:
+            raise TraceError(
+                f"module {operation.module} runs each of {operation.stacked} experts on {rows} rows where its router "
+                f"chose for {choice.rows}: which of them count is not known."
+            )
+        operation.count_picked(choice.picks)
 
     def _multiply(self, args: tuple[Any, ...], out: Any) -> None:
         """Note an elementwise product of activations, which a recurrence written as a loop is made of."""
