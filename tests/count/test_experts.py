@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5_VLMoeConfig,
     JetMoeConfig,
     Llama4TextConfig,
     NllbMoeConfig,
@@ -19,6 +20,7 @@ from transformers import SwitchTransformersForConditionalGeneration as Switch
 from headway.count import Workload, load_cost_model, trace
 from headway.count.models import shipped_models
 from headway.count.tracing.verify import verify
+from headway.errors import WorkloadError
 from witness import expected_step, real_step
 
 TOKENS, SOURCES, EXPERTS = 23, 37, 4
@@ -258,3 +260,47 @@ def assert_experts_agree(ledger):
     assert any(billed.values())
     for number, forward in billed.items():
         assert forward in (0, 2 * ledger.parameters[number].active)
+
+
+def test_image_tokens_are_billed_at_the_experts_for_images():
+    tokens, image = 2000, (1, 64, 96)
+    ledger = trace(Ernie4_5_VLMoeConfig())  # 28B: 64 experts each for text and images, of which a token visits 6
+    width, layers, of_text, of_images = 2560, 27, 1536, 512
+    positions = image[1] * image[2] // 4
+    without, with_image = ledger.count(Workload([tokens])), ledger.count(Workload([tokens], images=[image]))
+    moved = 3 * 2 * positions * layers * 6 * 3 * width * (of_text - of_images)
+    assert without.by_component()["language.experts"] - with_image.by_component()["language.experts"] == moved
+    assert not ledger.unknown
+
+
+def test_a_clip_is_refused_where_only_single_frames_were_traced():
+    config = Ernie4_5_VLMoeConfig()
+    config.text_config.num_hidden_layers, config.vision_config.depth = 2, 1
+    ledger = trace(config)
+    assert ledger.count(Workload([300], videos=[(1, 8, 12)])).total > 0
+    with pytest.raises(WorkloadError, match="a clip of 2x8x12 patches costs is not known"):
+        ledger.count(Workload([300], videos=[(2, 8, 12)]))
+    with pytest.raises(WorkloadError, match="20 tokens cannot hold 24 that stand for patches"):
+        ledger.count(Workload([20], images=[(1, 8, 12)]))
+
+
+def test_bare_matrices_that_nothing_reads_are_unknown():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = Bare(), Bare()
+            self.table = nn.Embedding(7, 8)
+
+        def forward(self, x):
+            return self.used(x)
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(4, 8, 8))
+
+        def forward(self, x):
+            return torch.einsum("td,edf->tf", x, self.w)
+
+    ledger = trace(Half(), inputs=lambda workload: {"x": torch.zeros(workload.tokens, 8)})
+    assert ledger.unknown == ("idle (it never ran)",)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 By = Literal["component", "module"]
 
+SINGLE_FRAMES = {"frames": "1"}
+"""In the source of a ledger that was traced on single frames: of a clip it knows nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -238,6 +241,12 @@ class CostModel:
             raise WorkloadError(
                 f"{self.name} has no vision tower, but the workload holds {workload.num_images} images and "
                 f"{workload.num_videos} videos. Leave them out, or name a vision-language model."
+            )
+        if SINGLE_FRAMES.items() <= self.source.items() and (workload.grids[:, 0] > 1).any():
+            grid = "x".join(map(str, workload.grids[workload.grids[:, 0] > 1][0].tolist()))
+            raise WorkloadError(
+                f"{self.name} was traced on single frames, the only ones that its code takes whole, so what a clip of "
+                f"{grid} patches costs is not known. Where each frame is computed by itself, give them as images."
             )
         if len(workload.audio) and "audio" not in self.towers:
             raise WorkloadError(

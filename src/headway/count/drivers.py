@@ -1,7 +1,8 @@
 """Drivers: the additive quantities of a workload that operations' costs are proportional to.
 
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
-four into one), `pairs:causal`, `pairs:sliding:4096`, `patch_pairs:frame`, `patch_pairs:window:8`.
+four into one), `text_tokens/4` (tokens that stand for no such patches), `pairs:causal`, `pairs:sliding:4096`,
+`patch_pairs:frame`, `patch_pairs:window:8`.
 Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
 
 What an encoder's convolutions make of its frames follows a slash, since they round: `audio/2` counts ceil(L / 2)
@@ -39,6 +40,17 @@ def _merged_patches(workload: Workload, group: int) -> int:
             f"{side} x {side} patches: h and w must be multiples of {side}, for example 1x{8 * side}x{6 * side}."
         )
     return workload.patches // group
+
+
+def _text_tokens(workload: Workload, group: int) -> int:
+    """Count tokens that stand for no patches, of which squares of `group` merge into one token."""
+    text = workload.tokens - _merged_patches(workload, group)
+    if text < 0:
+        raise WorkloadError(
+            f"{workload.tokens:,} tokens cannot hold {workload.patches // group:,} that stand for patches: segments "
+            "are counted with the tokens of their images and videos."
+        )
+    return text
 
 
 def _frame_pairs(workload: Workload) -> int:
@@ -185,6 +197,7 @@ def _read(workload: Workload) -> Ints:
 # name, with its separator before a parameter -> (number of parameters, evaluation)
 _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "tokens": (0, lambda w: w.tokens),
+    "text_tokens/": (1, _text_tokens),
     "segments": (0, lambda w: w.num_segments),
     "transitions": (0, lambda w: w.tokens - w.num_segments),  # from a token to the next one of its segment
     "packs": (0, lambda w: w.num_packs),

@@ -78,9 +78,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     homes = classify.parameter_components(operations, names, parameters)
     shapes = [tuple(p.shape) for _, p in model.named_parameters()]
     in_use = classify.stacks_in_use(operations, fitted, shapes)
-    source, idle = _source(model), classify.idle_modules(model, operations, parameters)
+    source, idle = _source(model) | made.notes, classify.idle_modules(model, operations, parameters, runs[0].read)
     if idle:
-        idle, notes = _elsewhere(model, made, workloads[0], runs[0].operations, parameters, idle)
+        idle, notes = _elsewhere(model, made, workloads[0], runs[0], parameters, idle)
         source |= notes
     return CostModel(
         name or type(model).__name__,
@@ -122,7 +122,7 @@ def _elsewhere(
     model: nn.Module,
     made: Any,
     workload: Workload,
-    ran: Sequence[Operation],
+    first: Recorder,
     parameters: Sequence[str],
     idle: list[str],
 ) -> tuple[list[str], dict[str, str]]:
@@ -132,11 +132,12 @@ def _elsewhere(
         Modules that stay unexplained; and notes for the ledger's source: `without` names arguments whose own modules
         are left out of it, `unused` modules that no argument reaches: a decoder of images, say.
     """
-    ran, tried, without = [*ran], [], []
+    ran, read, tried, without = [*first.operations], first.read, [], []
     for names, arguments in other_ways(model, made, workload):
-        ran += _run(model, arguments, backward=False).operations
+        run = _run(model, arguments, backward=False)
+        ran, read = ran + run.operations, read | run.read
         tried += names
-        idle, before = classify.idle_modules(model, ran, parameters), idle
+        idle, before = classify.idle_modules(model, ran, parameters, read), idle
         without += names if idle != before else []
     notes = {"without": ", ".join(without)} if without else {}
     if idle and build.configs(model) and not without_arguments(made, workload, tried):

@@ -45,10 +45,12 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
     head = _head_path(model)
     towers = _towers(operations, fitted)
     spoken = {op.module for op in operations if op.kind == "attention" and towers[op.module] == "language"}
+    speaking = {_repeated(path) for path in spoken} - {""}  # blocks in which text attends
     seeing = {_repeated(path) for path in attending if towers.get(path) == "vision"} - {""}
     names = []
     for op in operations:
-        tower = "language" if inside(op.module, spoken) else towers[op.module]
+        is_spoken = inside(op.module, spoken) or _repeated(op.module) in speaking
+        tower = "language" if is_spoken else towers[op.module]
         mixture = next((root for root in experts if inside(op.module, [root])), None)
         if op.kind in ("attention", "recurrence"):
             part = op.kind
@@ -218,8 +220,11 @@ def active(
     return numel * visited // experts if shape and shape[0] == experts else numel
 
 
-def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str]) -> list[str]:
+def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str], read: int) -> list[str]:
     """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given.
+
+    Of linear layers and convolutions that is a product; matrices that other modules hold as parameters of their own, as
+    experts do, may be read otherwise.
 
     A layer of adapters counts as one with the layer that it wraps: peft leaves inactive adapters, and the frozen
     original of a module that is trained whole, out on purpose.
@@ -239,6 +244,12 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
     }
     idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
+    number = {name: i for i, name in enumerate(parameters)}
+    for path, module in model.named_modules():
+        own = module.named_parameters(path, recurse=False)
+        matrices = [number[name] for name, p in own if p.dim() > 1 and name in number]
+        if path not in weights and matrices and not isinstance(module, nn.Embedding):
+            idle[path] = not any(read >> i & 1 for i in matrices)
     for wrapper in wrappers:
         leaves = [path for path in idle if inside(path, [wrapper])]
         idle.update(dict.fromkeys(leaves, all(idle[leaf] for leaf in leaves)))

@@ -74,9 +74,10 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     if matches:  # one that counts these very units, or pairs for attention, or whole FLOPs, where there is one
         attends = first.kind == "attention"
 
-        def rank(match: tuple[str, Fraction]) -> tuple[bool, bool, int]:
+        def rank(match: tuple[str, Fraction]) -> tuple[bool, bool, int, int]:
             whole = (unit_flops * match[1]).denominator
-            return match[1] != 1, not (attends and match[0].startswith(_PAIRS) and whole == 1), whole
+            rows = match[1].denominator if first.kind == "experts" else 1  # a router picks whole experts
+            return match[1] != 1, not (attends and match[0].startswith(_PAIRS) and whole == 1), rows, whole
 
         driver, ratio = min(matches, key=rank)
         # every run is one segment in one pack: weights know of packs only, one row of zeros is a segment's first state

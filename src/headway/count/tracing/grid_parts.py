@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headway.count.cost_model import SINGLE_FRAMES
 from headway.count.tracing.image_parts import Grid, Images, phantom_floats, side
 from headway.count.tracing.parts import WINDOW_SIDES
 from headway.count.workload import Workload
@@ -36,8 +37,11 @@ class Grids(Images):
         self.merge = side(names[0], 1) if names else 2
         self.temporal = next((getattr(self.vision, n) for n in _TEMPORAL if hasattr(self.vision, n)), 1)
         self.layout, self.deep = self._ask()
+        if not self.deep:
+            self.notes = SINGLE_FRAMES
         self.drivers = ["patches", "patch_pairs:frame", "patch_pairs:grid"]
-        self.drivers += [f"patches/{self.merge**2}"] if self.merge > 1 else []
+        if self.merge > 1:
+            self.drivers += [f"patches/{self.merge**2}", f"text_tokens/{self.merge**2}"]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
         self.drivers += ["grids", "frames"]
 

@@ -131,7 +131,8 @@ class Images(Part):
                 f"the configuration of {type(self.config).__name__} does not say which token stands for an image: "
                 f"set its {' or '.join(_TOKENS[:2])}."
             )
-        batch["mm_token_type_ids"] = batch["token_type_ids"] = shown
+        kinds = {name for name in self.accepted if name.endswith("mm_token_type_ids")}
+        batch |= dict.fromkeys(kinds | {"mm_token_type_ids", "token_type_ids"}, shown)
 
 
 class Frames(Images):

@@ -10,7 +10,7 @@ import copy
 import inspect
 import itertools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -114,6 +114,7 @@ class Inputs:
         self._lengths = _LENGTHS if self._places > _LENGTHS[-1] else _SHORT_LENGTHS
         self._plain_token = plain_token(getattr(model, "config", None))
         self.strided = [name for part in self.parts for name in part.strided]
+        self.notes = {key: note for part in self.parts for key, note in part.notes.items()}
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan four single-segment workloads that no two drivers treat alike.
@@ -191,6 +192,7 @@ class GivenInputs:
     def __init__(self, function: Callable[[Workload], Any]) -> None:
         self._function = function
         self.strided: list[str] = []
+        self.notes: dict[str, str] = {}
         self.drivers = ["tokens", "pairs:causal", "pairs:full"]
         self.drivers += ["patches", "patch_pairs:frame", "patch_pairs:grid", "patches/4", "patches/16", "frames"]
         self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
@@ -232,6 +234,7 @@ class ExampleInputs:
 
     drivers = ("segments",)
     strided = ()
+    notes: ClassVar[dict[str, str]] = {}
 
     def __init__(self, example: Any) -> None:
         self._example = example

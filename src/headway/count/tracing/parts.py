@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -28,6 +29,7 @@ class Part(ABC):
         strided: drivers that count what the tower's convolutions make of its frames, up to the slash.
         routes: arguments that send the inputs another way through the model.
         fills: whether the inputs say how long the text is.
+        notes: what a ledger must know of how it was traced, for its source.
     """
 
     takes: ClassVar[str]
@@ -35,6 +37,7 @@ class Part(ABC):
     strided: Sequence[str] = ()
     routes: Sequence[str] = ()
     fills: ClassVar[bool] = False
+    notes: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     @abstractmethod

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from headway.count.tracing import scores
 from headway.count.tracing.classify import inside
@@ -81,6 +82,7 @@ class Recorder:
     Attributes:
         operations: in forward order.
         handed: paths of the modules that ran, each with whether it was handed picked rows every time.
+        read: source bits of all parameters that forward read.
         choices: by the path of the module that made them, choices of places in rows of floats without data, by a top-k
             and the like.
         multiplied: elementwise products of activations by module path, and by whether one is spread over the other.
@@ -92,6 +94,7 @@ class Recorder:
     operations: list[Operation] = field(default_factory=list)
     handed: dict[str, bool] = field(default_factory=dict)
     choices: defaultdict[str, list[Choice]] = field(default_factory=lambda: defaultdict(list))
+    read: int = 0
     multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -191,10 +194,7 @@ class Recorder:
         if node is not None:
             self._on_backward(node, func, backward_flops(packet, args, out, node))
             return None
-        if packet in ELEMENTWISE:
-            self._multiply(args, out)
-        if packet in _CHOICES:
-            self.choices[self.module].append(Choice.of(packet, args))
+        self._note(packet, args, out)
         read = READERS.get(packet)
         operation = None if read is None else read(self, args, out)
         if operation is None:
@@ -241,6 +241,15 @@ class Recorder:
                 f"chose for {choice.rows}: which of them count is not known."
             )
         operation.count_picked(choice.picks)
+
+    def _note(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Note what an operation of forward reads, multiplies and chooses."""
+        for arg in tree_leaves(args):
+            self.read |= arg.sources if isinstance(arg, Phantom) else 0
+        if packet in ELEMENTWISE:
+            self._multiply(args, out)
+        if packet in _CHOICES:
+            self.choices[self.module].append(Choice.of(packet, args))
 
     def _multiply(self, args: tuple[Any, ...], out: Any) -> None:
         """Note an elementwise product of activations, which a recurrence written as a loop is made of."""
