@@ -198,3 +198,13 @@ def test_a_learnt_bias_may_join_the_scores_and_unknown_floats_may_not():
     x = torch.randn(BATCH, TOKENS, WIDTH)
     with pytest.raises(TraceError, match="attends under a mask of floats"):
         trace(Biased(lambda scores: scores.tril()), inputs=(x,))
+
+
+def test_a_fourier_transform_is_refused_by_name():
+    class Mixing(nn.Module):
+        def forward(self, x):
+            return torch.fft.fft(torch.fft.fft(x, dim=-1), dim=-2).real
+
+    model = nn.Sequential(nn.Linear(8, 8), Mixing())
+    with pytest.raises(TraceError, match=r"module 1 runs fft\.fft: a Fourier transform is no matrix product"):
+        trace(model, inputs=lambda workload: {"input": torch.zeros(1, workload.tokens, 8)})

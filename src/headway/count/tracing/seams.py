@@ -24,6 +24,7 @@ from headway.count.tracing.attention import attend, masked_pairs, of_one_batch, 
 from headway.count.tracing.phantom import Phantom, aten, blank, phantom
 from headway.count.tracing.readers import READERS
 from headway.count.tracing.swap import Swapped
+from headway.errors import TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +84,12 @@ class Seams(TorchFunctionMode):
             return self._multi_head(*args, **kwargs)
         if getattr(func, "__name__", "").removesuffix(".default") == "_int_mm":
             return self._integer_product(*args)
+        if getattr(func, "__name__", "").startswith("fft_") and _has_phantom((*args, *kwargs.values())):
+            raise TraceError(
+                f"module {self.recorder.module or '(the model)'} runs {func.__name__.replace('_', '.', 1)}: a Fourier "
+                "transform is no matrix product, so no ledger counts it, and models are traced in bfloat16, which it "
+                "does not take. Trace the model without it."
+            )
         if func is torch._VF._pad_packed_sequence:
             return _pad_packed(*args, **kwargs)
         made = func(*args, **kwargs)
