@@ -78,7 +78,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     homes = classify.parameter_components(operations, names, parameters)
     shapes = [tuple(p.shape) for _, p in model.named_parameters()]
     in_use = classify.stacks_in_use(operations, fitted, shapes)
-    source, idle = _source(model) | made.notes, classify.idle_modules(model, operations, parameters, runs[0].read)
+    source, idle = _source(model) | made.notes, classify.idle_modules(model, operations, parameters, runs[0].parameters_read)
     if idle:
         idle, notes = _elsewhere(model, made, workloads[0], runs[0], parameters, idle)
         source |= notes
@@ -132,10 +132,10 @@ def _elsewhere(
         Modules that stay unexplained; and notes for the ledger's source: `without` names arguments whose own modules
         are left out of it, `unused` modules that no argument reaches: a decoder of images, say.
     """
-    ran, read, tried, without = [*first.operations], first.read, [], []
+    ran, read, tried, without = [*first.operations], first.parameters_read, [], []
     for names, arguments in other_ways(model, made, workload):
         run = _run(model, arguments, backward=False)
-        ran, read = ran + run.operations, read | run.read
+        ran, read = ran + run.operations, read | run.parameters_read
         tried += names
         idle, before = classify.idle_modules(model, ran, parameters, read), idle
         without += names if idle != before else []

@@ -82,7 +82,7 @@ class Recorder:
     Attributes:
         operations: in forward order.
         handed: paths of the modules that ran, each with whether it was handed picked rows every time.
-        read: source bits of all parameters that forward read.
+        parameters_read: source bits of all parameters that forward read.
         choices: by the path of the module that made them, choices of places in rows of floats without data, by a top-k
             and the like.
         multiplied: elementwise products of activations by module path, and by whether one is spread over the other.
@@ -94,7 +94,7 @@ class Recorder:
     operations: list[Operation] = field(default_factory=list)
     handed: dict[str, bool] = field(default_factory=dict)
     choices: defaultdict[str, list[Choice]] = field(default_factory=lambda: defaultdict(list))
-    read: int = 0
+    parameters_read: int = 0
     multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class Recorder:
     def _note(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
         """Note what an operation of forward reads, multiplies and chooses."""
         for arg in tree_leaves(args):
-            self.read |= arg.sources if isinstance(arg, Phantom) else 0
+            self.parameters_read |= arg.sources if isinstance(arg, Phantom) else 0
         if packet in ELEMENTWISE:
             self._multiply(args, out)
         if packet in _CHOICES:
