@@ -78,7 +78,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     homes = classify.parameter_components(operations, names, parameters)
     shapes = [tuple(p.shape) for _, p in model.named_parameters()]
     in_use = classify.stacks_in_use(operations, fitted, shapes)
-    source, idle = _source(model) | made.notes, classify.idle_modules(model, operations, parameters, runs[0].parameters_read)
+    source = _source(model) | made.notes
+    idle = classify.idle_modules(model, operations, parameters, runs[0].parameters_read)
     if idle:
         idle, notes = _elsewhere(model, made, workloads[0], runs[0], parameters, idle)
         source |= notes
