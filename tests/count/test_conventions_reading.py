@@ -130,6 +130,12 @@ def test_sizes_that_do_not_make_the_ledger_are_refused_with_the_reason(component
         assert refused.flops is None
         assert quoted in refused.reason
     assert bill(model, "useful", Workload([128]), 128).flops
+    masked = tuple(
+        replace(row, driver="pairs:topk:64") if row.op == "attention" else row
+        for row in load_cost_model("qwen3-8b").rows
+    )
+    sparse = architecture(presets()["qwen3-8b"], "odd", replace(load_cost_model("qwen3-8b"), rows=masked))
+    assert "attend over pairs:topk:64, which no formula here has" in bill(sparse, "trl", Workload([128]), 128).reason
     fewer = architecture({**presets()["qwen3-8b"], "num_hidden_layers": 35}, "odd", load_cost_model("qwen3-8b"))
     assert "35 layers where the model's code runs attention in 36" in fewer.unread
 
@@ -221,3 +227,44 @@ def test_windows_were_billed_in_full_by_torchtitan_until_august_2026():
     assert old["attention"] == 12 * 34 * 8 * 256 * 4096**2
     assert new["attention"] < old["attention"]
     assert new["linear"] == old["linear"]
+
+
+# What the code of small models of these families does: layers' windows, gate, key-value heads, layers with experts
+TRACED = {
+    "gemma2": ({"head_dim": 16, "sliding_window": 32}, (32, None, 32, None), True, 2, 0),
+    "nemotron": ({"head_dim": 16}, (None,) * 4, False, 2, 0),
+    "arcee": ({}, (None,) * 4, False, 2, 0),
+    "qwen2_moe": (
+        {
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        (None,) * 4, True, 2, 4,
+    ),
+    "gpt_neo": (
+        {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 16},
+        (None, 16, None, 16), False, 4, 0,
+    ),
+    "gpt_bigcode": ({"n_embd": 64, "n_layer": 4, "n_head": 4}, (None,) * 4, False, 1, 0),
+    "mpt": ({"d_model": 64, "n_layers": 4, "n_heads": 4}, (None,) * 4, False, 4, 0),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TRACED)
+def test_families_that_a_configuration_does_not_describe_are_read_off_their_code(model_type):
+    transformers = pytest.importorskip("transformers")
+    from headway.count import trace
+
+    given, windows, gated, kv_heads, moe_layers = TRACED[model_type]
+    sizes = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+    if not {"n_embd", "d_model", "num_layers"} & set(given):
+        sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
+    config = transformers.AutoConfig.for_model(
+        model_type, **({} if {"n_embd", "d_model"} & set(given) else {"hidden_size": 64}), **sizes, **given
+    )
+    model = architecture(config.to_dict(), model_type, trace(config))
+    assert model.unread == ""
+    assert (model.windows, model.gated, model.kv_heads, model.moe_layers) == (windows, gated, kv_heads, moe_layers)
+    useful = bill(model, "useful", Workload([8]), 8).parts
+    assert bill(model, "maxtext", Workload([8]), 8).parts["linear"] == useful["linear"]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from headway.count.cost_model import CostModel
 
-_SAME = 1e-3  # sizes that multiply to the ledger's weights to this share: gates of single features are left out
+_SAME = 1e-3  # sizes make the model if they multiply to the ledger's weights within this share
+_MASKS = ("pairs:causal", "pairs:full", "pairs:prefix", "pairs:sliding:", "pairs:chunked:")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -196,6 +197,9 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
 
 def _from_ledger(read: Architecture, ledger: Decoder) -> Architecture:
     """Take the masks of the ledger and the gate that its weights show; refuse sizes that do not make it."""
+    odd = sorted({mask for mask in ledger.masks if not mask.startswith(_MASKS)})
+    if odd:
+        return replace(read, unread=f"layers of {read.name} attend over {', '.join(odd)}, which no formula here has")
     gates = [gated for gated in (True, False) if _fits(replace(read, gated=gated), ledger)]
     if not gates:
         return replace(read, unread=_mismatch(read, ledger))
@@ -207,10 +211,13 @@ def _fits(read: Architecture, ledger: Decoder) -> bool:
 
 
 def _pairs(read: Architecture, ledger: Decoder) -> dict[str, tuple[int, int]]:
-    """What the sizes multiply to beside what the ledger has."""
+    """What the sizes multiply to beside what the ledger has; a shared expert's gate of one feature is in no size."""
+    feed_forward, gates = ledger.feed_forward, read.moe_layers * read.hidden if read.shared_ffn else 0
+    if feed_forward - gates == read.feed_forward_weights:
+        feed_forward -= gates
     return {
         "weights of attention projections": (read.layers * read.attention_weights, ledger.projections),
-        "weights that one token meets in MLPs, experts and routers": (read.feed_forward_weights, ledger.feed_forward),
+        "weights that one token meets in MLPs, experts and routers": (read.feed_forward_weights, feed_forward),
         "weights of the head": (read.hidden * read.vocab, ledger.head),
         "features of a query-key pair": (
             read.layers * read.heads * (read.qk_dim + read.v_dim),
