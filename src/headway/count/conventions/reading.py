@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headway.count.cost_model import CostModel
 
 _SAME = 1e-3  # sizes make the model if they multiply to the ledger's weights within this share
-_MASKS = ("pairs:causal", "pairs:full", "pairs:prefix", "pairs:sliding:", "pairs:chunked:")
+_MASKS = ("pairs:causal", "pairs:full", "pairs:sliding:", "pairs:chunked:")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
