@@ -41,7 +41,6 @@ _MFU = re.compile(rf"(?:train/mfu|perf/mfu/actor)['\"]?\s*[:=]\s*{_ANY}")
 _STEP = re.compile(r"\bstep['\"]?\s*[:=]\s*(\d+)")
 _VERL = re.compile(r"perf/mfu/actor\b|train/global_tokens\b")
 _LMMS_TOKENS = re.compile(rf"perf/global_seq_len_avg['\"]?\s*[:=]\s*{_ANY}")
-_LMMS_RATE = re.compile(rf"train/tokens_per_gpu['\"]?\s*[:=]\s*{_ANY}")
 _OLMO_HEAD = re.compile(r"\[step=(\d+)/[^\]]*,epoch=[^\]]*\]")
 _OLMO_VALUE = re.compile(rf"^\s+throughput/device/(TPS|flopsPS|MFU)={_NUMBER}([BTPE]?)\s*$")
 _COMPOSER_HEAD = re.compile(r"^\[[a-z]+=(\d+)(?:/\d+)?\](?:\[batch=(\d+)(?:/\d+)?\])?:?\s*$")
@@ -159,11 +158,10 @@ def _lmms_engine(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
     for number, line in enumerate(lines):
         if (found := _MFU.search(line)) is None:
             continue
-        step, tokens, rate = (pattern.search(line) for pattern in (_STEP, _LMMS_TOKENS, _LMMS_RATE))
+        step, tokens = _STEP.search(line), _LMMS_TOKENS.search(line)
         yield LogRow(
             int(step[1]) if step else number,
             mfu=printed(found[1], step=0.01),  # rounded to two decimals before it is printed with more
-            tokens_per_s=printed(rate[1]) if rate else None,
             tokens=printed(tokens[1]) if tokens else None,
         )
 
