@@ -216,9 +216,8 @@ def test_nanogpt(audit):
 
 
 def test_nanochat_finds_the_number_of_devices(audit):
-    # Rows of 2048 on 8 devices of 989 TFLOP/s, by nanochat's own formula with gpt2's sizes
-    per_token = 6 * (124_439_808 - 1024 * 768 - 50257 * 768) + 6 * 50257 * 768 + 6 * 1024 * 768
-    per_token += 12 * 12 * 768 * 1024
+    # Rows of 1024 on 8 devices of 989 TFLOP/s, by nanochat's own formula with gpt2's sizes
+    per_token = 6 * (12 * (4 * 768**2 + 2 * 4 * 768**2) + 50257 * 768) + 12 * 12 * 768 * 1024
     rate = 5_000_000
     text = "".join(
         f"step {i:05d}/21400 ({i / 214:.2f}%) | loss: 3.1 | lrm: 1.00 | dt: {524288 / rate * 1000:.2f}ms | "
@@ -264,6 +263,160 @@ def test_trainer_state(audit):
     useful = 6 * LLAMA + 12 * 32 * 4096 * 2049 / 2
     assert data["useful_mfu_mean"] == pytest.approx(1e6 * useful / 100 / 4 / 989.4e12)
     assert {factor["name"] for factor in data["factors"]} >= {"causal"}
+
+
+VALIDATION = f"""
+{PREFIX}01:19:04,942 - root - INFO - validate step:  5  loss: 12.2000  memory: 116.41GiB(83.32%)  tps: 24,000
+{PREFIX}01:19:05,000 - root - INFO - epoch 1, step: 12 of 13 shards read, tps: 5
+"""
+
+
+def test_torchtitans_validation_and_prose_are_no_steps(audit):
+    options = (*TITAN, "--seq-len", 12288, "--device", "H200")
+    plain, data = audit(TEXT, *options), audit(TEXT + VALIDATION, *options)
+    assert data["rows"] == plain["rows"]
+    assert data["useful_mfu_mean"] == plain["useful_mfu_mean"]
+    assert data["skipped"] == {
+        "validation, which trains nothing": 1, "text with tps in it that is no step's line": 1
+    }  # fmt: skip
+    assert "1 line is left out: validation, which trains nothing" in data["notes"]
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_a_step_that_several_processes_print_is_one_step(audit, prefixed):
+    options = (*TITAN, "--seq-len", 12288, "--device", "H200")
+    lines = [line for line in TEXT.splitlines() if line]
+    both = [line.replace("[rank0]", f"[rank{r}]" if prefixed else "") for line in lines for r in (1, 0)]
+    data = audit("\n".join(both), *options)
+    assert len(data["rows"]) == len(lines)
+    assert data["skipped"] == {"a step's line of another process, while one stands for the step": 4}
+    assert data["useful_mfu_mean"] == pytest.approx(audit(TEXT, *options)["useful_mfu_mean"], rel=1e-3)
+
+
+def test_maxtexts_lines_of_before_july_2025(audit):
+    line = "completed step: {}, seconds: 8.000, TFLOP/s: {:.3f}, loss: 2.191\n"
+    text = "".join(line.format(step, 4 * 8192 * SQUARE / 8 / 1e12) for step in range(3))
+    data = audit(text, "--model", "llama-3.1-8b", "--seq-len", 8192, "--device", "459e12")
+    assert [c["convention"] for c in data["identified"]["candidates"]] == ["maxtext-2025-06"]
+    assert data["useful_mfu_mean"] == pytest.approx(4 * 8192 * HALF / 8 / 459e12, rel=1e-3)
+
+
+PRIMUS_RATES = ["throughput per GPU (TFLOP/s/GPU): {:.1f}/999.0", "compute per GPU (TFLOP/s/GPU): {:.1f} (avg 999.0)"]
+TITAN_LLAMA = 6 * (LLAMA + 32 * 2 * 4096 + 4096) + 12 * 32 * 4096 * 8192  # torchtitan's rule at 8192, norms included
+
+
+@pytest.mark.parametrize("rate", PRIMUS_RATES)
+@pytest.mark.parametrize("mfu", ["", f" mfu: {9800.4 * TITAN_LLAMA / 2.5e15:.2%} |"])
+def test_primus_prints_tokens_and_means_beside_the_steps_numbers(audit, rate, mfu):
+    text = "".join(
+        f"iteration {i:8d}/      50 | consumed samples: {128 * i:12d} | elapsed time per iteration (ms): 10698.6/9.0 | "
+        f"{rate.format(9800.4 * TITAN_LLAMA / 1e12)} | tokens per GPU (tokens/s/GPU): 9800.4/9807.3 | "
+        f"global batch size:   128 | lm loss: 1.189062E+01 |{mfu}\n"
+        for i in range(1, 4)
+    )
+    data = audit(text, "--model", "llama-3.1-8b", "--device", "2.5e15", "--seq-len", 8192)
+    assert data["useful_mfu_mean"] == pytest.approx(9800.4 * HALF / 2.5e15, rel=1e-3)
+    if mfu:  # the torchtitan backend alone prints one
+        assert (data["identified"]["convention"], data["identified"]["peak"]) == ("torchtitan", 2.5e15)
+    else:  # the norms, which Megatron leaves out, are less than one decimal shows
+        names = {candidate["convention"] for candidate in data["identified"]["candidates"]}
+        assert names == {"torchtitan", "megatron-lm-2025-02"}
+
+
+def test_olmo_cores_blocks(audit):
+    # Qwen3-8B in rows of 4096 by OLMo-core's formula, on an H100 of 989.5 TFLOP/s
+    layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288
+    per_token = 6 * (36 * (layer + 2 * 128) + 4096 + 4096 * 151936) + 12 * 36 * 4096 * 4096
+    block = (
+        "2026-06-22 10:00:0{0}.123\thost:0\tolmo_core.train.callbacks.console_logger:97\tINFO\t[step={0}/100,epoch=1,"
+        "eta=0:10:00]\n    train/CE loss=2.345\n"
+    )
+    rates = "    throughput/device/TPS={:,d}\n    throughput/device/TPS (actual avg)=1\n"
+    rates += "    throughput/device/flopsPS={:.1f}T\n    throughput/device/MFU={:.2f}\n"
+    speed = (9000, 9000 * per_token / 1e12, 9000 * per_token / 989.5e12 * 100)
+    text = block.format(1) + "".join(block.format(step) + rates.format(*speed) for step in (2, 3))
+    data = audit(text, "--model", "qwen3-8b", "--seq-len", 4096, "--device", "H100")
+    assert data["identified"]["convention"] == "olmo-core"
+    assert data["identified"]["peak"] == 989.5e12
+    assert [row["step"] for row in data["rows"]] == [2, 3]
+    assert data["skipped"] == {"a step without a rate, such as the first one": 1}
+    useful = 6 * (36 * layer + 4096 * 151936) + 12 * 36 * 4096 * 4097 / 2
+    assert data["useful_mfu_mean"] == pytest.approx(9000 * useful / 989.4e12)
+
+
+def test_llm_foundrys_blocks(audit):
+    rate, flops = 12000.0, 12000.0 * GPT2
+    text = "[batch=1/100]:\n\t Train time/batch: 0\n" + "".join(
+        f"[batch={i}/100]:\n\t Train throughput/device/tokens_per_sec: {rate:.4f}\n"
+        f"\t Train throughput/device/flops_per_sec: {flops:.4f}\n\t Train throughput/device/mfu: {flops / 312e12:.4f}\n"
+        for i in (2, 3)
+    )
+    data = audit(text, "--model", "gpt2", "--seq-len", 1024, "--device", "A100")
+    assert data["identified"]["convention"] == "palm"
+    assert [row["step"] for row in data["rows"]] == [2, 3]
+
+
+def test_verls_lines(audit):
+    text = "".join(
+        f"(TaskRunner pid=2860) step:{i} - global_seqlen/mean:37335.0 - timing_s/step:46.59 - perf/mfu/actor:{mfu}\n"
+        for i, mfu in ((31, "np.float64(0.31)"), (32, "0.31"), (33, "0"))
+    )
+    data = audit(text, "--model", "qwen2.5-7b", "--seq-len", 4096, "--device", "H100", "--mean-segment", 1024)
+    assert [row["step"] for row in data["rows"]] == [31, 32]
+    assert data["skipped"] == {"an MFU of 0, which verl prints for what it does not know": 1}
+    linear = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    head, square = 3584 * 152064, 28 * 3584
+    tool, useful = 6 * (linear + 2 * head) + 6 * square * 1024, 6 * (linear + head) + 12 * square * 1025 / 2
+    # a log of shares alone fixes no peak: H100 divides it, and what verl bills more
+    assert data["useful_mfu_mean"] == pytest.approx(0.31 * useful / tool, rel=1e-3)
+
+
+def test_headways_own_records_are_useful_already(audit):
+    def record(step, **names):
+        rates = {
+            "flops_per_s_per_device": 4e14,
+            "tokens_per_s_per_device": 8000.0,
+            "wall_s": 1.0,
+            "mfu": 4e14 / 989.4e12,
+        }
+        return json.dumps({"kind": "step", "step": step, **rates, **names})
+
+    lines = [record(1), record(2, flops_per_s_per_device=2e14, mfu=2e14 / 989.4e12, wall_s=3.0)]
+    text = "\n".join([lines[0], '{"kind": "evaluation", "step": 1}', lines[1], '{"kind": "st'])
+    data = audit(text, "--model", "qwen3-8b")
+    assert data["tool"] == "Headway"
+    assert [row["useful"]["mfu"] for row in data["rows"]] == pytest.approx([4e14 / 989.4e12, 2e14 / 989.4e12])
+    assert data["useful_mfu_mean"] == data["reported_mfu_mean"] == pytest.approx(2.5e14 / 989.4e12)
+    assert data["rows"][0]["useful"]["flops_per_token"] == pytest.approx(5e10)
+    assert data["skipped"] == {"evaluation, which is no step": 1, "a line that a kill left unfinished": 1}
+    other = audit(text, "--model", "qwen3-8b", "--device", "A100")
+    assert other["useful_mfu_mean"] == pytest.approx(2.5e14 / 312e12)
+
+
+def resumed(history):
+    flops = 6.0 * (LLAMA + 32 * 2 * 4096 + 4096) * 1e6
+    end = {"step": 100, "train_runtime": 50.0, "total_flos": flops}
+    return json.dumps({"global_step": 100, "total_flos": flops, "log_history": [*history, end]})
+
+
+def test_a_resumed_trainer_state(audit):
+    options = ("--model", "llama-3.1-8b", "--seq-len", 2048, "--device", "H100", "--ranks", 1)
+    whole = audit(resumed([]), *options)
+    assert any("--resumed-at STEP" in note for note in whole["notes"])
+    half = audit(resumed([]), *options, "--resumed-at", 40)
+    assert half["useful_mfu_mean"] == pytest.approx(0.6 * whole["useful_mfu_mean"])
+    assert audit(resumed([]), *options, "--resumed-at", 0)["notes"] == []
+    # entries that carry the clock show the restart: it goes back after step 40
+    clocked = [{"step": step, "train_runtime": clock} for step, clock in ((20, 30.0), (40, 60.0), (60, 15.0))]
+    seen = audit(resumed(clocked), *options)
+    assert seen["useful_mfu_mean"] == pytest.approx(half["useful_mfu_mean"])
+    assert "taken as resumed at step 40" in seen["notes"][0]
+
+
+def test_rates_of_a_whole_job_say_that_ranks_are_missing(audit):
+    data = audit(resumed([]), "--model", "llama-3.1-8b", "--seq-len", 2048, "--device", "H100")
+    assert data["rows"][0]["useful"]["mfu"] is None
+    assert any("--ranks N gives each device's" in note for note in data["notes"])
 
 
 def test_several_rules_that_rounding_does_not_tell_apart(audit):
@@ -317,6 +470,8 @@ BAD = [
     (
         "iter 10: loss 3.2, time 3000.00ms, mfu 30.00%\n", ["--model", "gpt2"], 2, "--seq-len is missing",
     ),
+    (TEXT, [*TITAN, "--resumed-at", "3"], 2, "--resumed-at 3 is for a trainer_state.json"),
+    (resumed([]), ["--model", "qwen3-8b", "--resumed-at", "100"], 2, "--resumed-at 100: the run has 100 steps"),
     (megatron(16, 1.07 * HALF), ["--model", "llama-3.1-8b", "--seq-len", "8192"], 1, "no convention explains"),
 ]  # fmt: skip
 

@@ -80,6 +80,17 @@ def test_the_table(headway):
     assert "vision -" in next(line for line in lines if line.startswith("maxtext ") and "vision free" in line)
 
 
+def test_equal_segments_without_a_row_length_are_noted(headway):
+    arguments = ("llama-3.1-8b", "--segments", "2048*4")
+    for command in (
+        ("compare", *arguments, "--device", "H100", "--step-time", 1),
+        ("flops", *arguments, "--convention", "maxtext"),
+    ):
+        assert "If each is a row of its own, give --seq-len 2048" in " ".join(headway(*command).err.split())
+        assert "Note:" not in headway(*command, "--seq-len", 2048).err
+    assert "Note:" not in headway("flops", *arguments, "--convention", "verl").err
+
+
 def test_an_impossible_mfu_is_printed_and_explained(headway):
     result = headway("compare", "qwen3-8b", "--segments", "8192*64", "--device", "H100", "--step-time", "0.1", "--json")
     assert by_name(json.loads(result.out))["useful"]["mfu"] > 1

@@ -37,16 +37,22 @@ QWEN3_8B = {
     "6nd": 6 * 8192 * (LAYERS * LAYER + NORMS + HEAD),
     "palm": 8192 * (6 * (LAYERS * LAYER + NORMS + 2 * HEAD) + 12 * LAYERS * QUERY * 8192),
     "torchtitan": 8192 * (6 * (LAYERS * LAYER + NORMS + HEAD) + 12 * LAYERS * QUERY * 8192),
+    "torchtitan-2026-06": 8192 * (6 * (LAYERS * LAYER + NORMS + HEAD) + 12 * LAYERS * QUERY * 8192),
     "torchtitan-2025-12-vlm": 8192 * (6 * (LAYERS * LAYER + NORMS + HEAD) + 12 * LAYERS * QUERY * 8192),
     # 151936 is a multiple of 128 already, so that padding the vocabulary adds nothing
     "megatron-bridge": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * SQUARES,
+    "megatron-bridge-2026-05": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * SQUARES,
     "megatron-bridge-2025": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * 8192**2,
+    "megatron-lm-2025-02": 6 * 8192 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192**2,
     "maxtext": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * 8192**2,
     "maxtext-2025-06": 6 * 8192 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192**2,
     "lmms-engine": 6 * 6000 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * SQUARES,
     "veomni": 6 * 6000 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * SQUARES,
+    "veomni-2026-07": 6 * 6000 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * SQUARES,
     "verl": 6 * 6000 * (LAYERS * LAYER + 2 * HEAD) + 6 * LAYERS * QUERY * SQUARES,
-    "nanochat": 8192 * (6 * (LAYERS * LAYER + NORMS + HEAD) + 12 * LAYERS * QUERY * 8192),
+    "verl-2025-12": 6 * 6000 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * SQUARES,
+    "olmo-core": 8192 * (6 * (LAYERS * (LAYER + 2 * 128) + HIDDEN + HEAD) + 12 * LAYERS * QUERY * 8192),
+    "nanochat": 8192 * (6 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192),
     "trl": 8192 * (6 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * 8192),
     # forward 4 FLOPs per pair and feature, backward 2.5 times that
     "flop-counter": 6 * 8192 * (LAYERS * LAYER + HEAD) + 14 * LAYERS * QUERY * SQUARES,
@@ -90,7 +96,7 @@ def test_mixture_of_experts():
     assert flops("maxtext", step, tokens, model) == linear(active + router) + square / 2
     assert flops("veomni", step, tokens, model) == linear(active + router) + square
     assert flops("verl", step, tokens, model) == linear(active + router) + 6 * tokens * head + square / 2
-    assert flops("trl", step, tokens, model) == linear(active) + 6 * tokens * head + square
+    assert flops("trl", step, tokens, model) == linear(active + router) + 6 * tokens * head + square
     # grouped expert products and attention's two missing halves: the counter sees the router, not the experts
     assert flops("flop-counter", step, tokens, model) == linear(router) + square * 14 // 12
 
@@ -108,7 +114,8 @@ def test_vision_towers():
 
     per_patch = 1152 * 1536 + 27 * block + 4 * merger
     assert vision("veomni") == vision("verl") == 6 * patches * per_patch + square
-    assert vision("megatron-bridge") == 6 * patches * 27 * block + 6 * patches // 4 * merger + square
+    assert vision("megatron-bridge") == 6 * patches * 27 * block + 6 * patches // 4 * 4 * merger + square
+    assert vision("megatron-bridge-2026-05") == 6 * patches * 27 * block + 6 * patches // 4 * merger + square
     assert vision("torchtitan") == vision("maxtext") == vision("trl") == 0
     # useful: mergers per merged token; the first convolution's input needs no gradient
     assert vision("useful") == (
@@ -120,20 +127,24 @@ def test_vision_towers():
     assert vision("torchtitan-2025-12-vlm") == 6 * tokens * (weights + 2304 * 1152)  # position embeddings too
 
 
-def test_veomni_takes_qwen2_5_vls_windows_in_pixels():
-    # 28 of 32 blocks see windows of 112 pixels, 8 patches a side; the formula has 112^2 keys per patch instead of 8^2.
+@pytest.mark.parametrize(("convention", "side"), [("veomni", 8), ("veomni-2026-07", 112)])
+def test_veomni_took_qwen2_5_vls_windows_in_pixels(convention, side):
+    # 28 of 32 blocks see windows of 112 pixels, 8 patches a side; the older formula has 112^2 keys per patch.
     patches = 32 * 48
-    bill = get_convention("veomni").bill(numbers("qwen2.5-vl-7b"), Step(Workload([4096], images=[(1, 32, 48)]), 4096))
+    bill = get_convention(convention).bill(numbers("qwen2.5-vl-7b"), Step(Workload([4096], images=[(1, 32, 48)]), 4096))
     block, merger = 4 * 1280**2 + 3 * 1280 * 3420, 5120 * (5120 + 3584)
-    attention = 12 * 1280 * (4 * patches**2 + 28 * patches * 112**2)
+    attention = 12 * 1280 * (4 * patches**2 + 28 * patches * side**2)
     assert bill.parts["vision"] == 6 * patches * (32 * block + merger) + attention
 
 
-def test_megatron_bridge_takes_all_pictures_of_a_row_for_one():
-    model = numbers("qwen3-vl-8b")
-    two = get_convention("megatron-bridge").bill(model, Step(Workload([4096], images=[(1, 32, 32)] * 2), 4096))
-    one = get_convention("megatron-bridge").bill(model, Step(Workload([4096], images=[(1, 32, 64)]), 4096))
-    assert two.parts["vision"] == one.parts["vision"]
+def test_megatron_bridge_took_all_pictures_of_a_row_for_one():
+    def vision(convention, images):
+        step = Step(Workload([4096], images=images), 4096)
+        return get_convention(convention).bill(numbers("qwen3-vl-8b"), step).parts["vision"]
+
+    old = "megatron-bridge-2026-05"
+    assert vision(old, [(1, 32, 32)] * 2) == vision(old, [(1, 32, 64)])
+    assert vision("megatron-bridge", [(1, 32, 32)] * 2) == 2 * vision("megatron-bridge", [(1, 32, 32)])
 
 
 def test_verl_takes_too_small_heads_for_qwen3_vl_4b():
@@ -195,7 +206,7 @@ def test_a_model_with_recurrent_layers_is_left_to_the_conventions_that_read_the_
 
 
 def test_sizes_that_a_configuration_lacks_leave_what_the_cost_model_knows():
-    model = architecture({"model_type": "t5", "d_model": 512}, "encoder-decoder", load_cost_model("qwen3-8b"))
+    model = architecture({"model_type": "t5", "d_kv": 64}, "encoder-decoder", load_cost_model("qwen3-8b"))
     step = Step(Workload([128]), 128)
     assert get_convention("useful").bill(model, step).flops == flops("useful", Workload([128]), 128)
     assert "does not give hidden_size" in get_convention("palm").bill(model, step).reason
@@ -258,6 +269,19 @@ PEAKS = [
     ("torchtitan", "NVIDIA H100 PCIe", 756e12),
     ("torchtitan", "NVIDIA L40S", 312e12),  # looks for "l40s" in lower case, so that an L40S is an A100
     ("torchtitan", "NVIDIA A800-SXM4-80GB", 312e12),
+    ("torchtitan", "NVIDIA H20", 148e12),
+    ("torchtitan", "NVIDIA GB200", 2.5e15),
+    ("torchtitan", "AMD Instinct MI355X", 2.5e15),
+    ("torchtitan", "NVIDIA RTX A6000", 154.85e12),
+    ("torchtitan", "NVIDIA B300 SXM6 AC", 2.25e15),
+    ("torchtitan", "TPU v7", 1153.5e12),
+    ("veomni", "NVIDIA GB200", 2565e12),
+    ("veomni", "NVIDIA B200", 2382e12),
+    ("verl", "AMD Instinct MI300X", 1307e12),
+    ("nanochat", "AMD Instinct MI355X", 2.5e15),
+    ("nanochat", "NVIDIA H200 PCIe", 836e12),
+    ("olmo-core", "NVIDIA H200", 312e12),
+    ("trl", "NVIDIA A100-SXM4-80GB", 989.5e12),
     ("lmms-engine", "NVIDIA L40S", 181.05e12),  # found as an L40
     ("lmms-engine", "NVIDIA GeForce RTX 4090", math.inf),
     ("verl", "NVIDIA L40S", 362.05e12),

@@ -6,7 +6,8 @@ numbers, restates them and attributes the difference factor by factor.
 
 from headway.audit.compare import Compared, compare
 from headway.audit.factors import Factor, factors
-from headway.audit.logs import Log, LogRow, read_log
+from headway.audit.logs import read_log
 from headway.audit.restate import Audit, audit
+from headway.audit.rows import Log, LogRow
 
 __all__ = ["Audit", "Compared", "Factor", "Log", "LogRow", "audit", "compare", "factors", "read_log"]

@@ -49,7 +49,8 @@ class Compared:
             return self.bill.reason
         parts = [f"{name} {share:+.1%}" for name, share in self.differences.items()]
         text = f"{self.convention.why} ({', '.join(parts)})" if parts else self.convention.why
-        return f"{text}; {self.note}" if self.note and self.convention.tool else text
+        notes = (self.bill.note, self.note if self.convention.tool else "")
+        return "; ".join([text, *(note for note in notes if note)])
 
 
 def compare(model: Architecture, step: Step, step_s: float, peak: Peak, num_ranks: int = 1) -> list[Compared]:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from headway.audit.factors import Factor
     from headway.audit.identify import Identified
-    from headway.audit.logs import Log
     from headway.audit.restate import RestatedRow
+    from headway.audit.rows import Log
     from headway.devices import Peak
 
 _AGREEMENT = 0.005  # factors must multiply to the reported over the useful MFU this closely
@@ -74,7 +74,12 @@ def notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
         seconds: time that each row stands for [s].
         seq_len: the configured row length [tokens].
     """
-    said = []
+    said = [*log.notes]
+    said += [
+        f"{count:,} {'lines are' if count > 1 else 'line is'} left out: {why}" for why, count in log.skipped.items()
+    ]
+    if log.whole_job:
+        said.append("the log's rates are those of all devices together: --ranks N gives each device's, and its MFU")
     rates = [row.tokens_per_s.value for row in log.rows if row.tokens_per_s]
     stamped = all(row.stamp_s and not row.step_s for row in log.rows)
     if stamped and len(rates) == len(log.rows) > 2:

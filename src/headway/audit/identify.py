@@ -13,7 +13,7 @@ from headway.errors import LogError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from headway.audit.logs import Log
+    from headway.audit.rows import Log
     from headway.count.conventions import Architecture, Convention, Step
 
 _SAME = 1e-9  # rules whose numbers agree to this share are one rule on this model
@@ -84,6 +84,8 @@ def identify(
         LogError: no rule explains the numbers; the message says what they imply and which rules come nearest.
     """
     peak = common(_implied_peaks(log)) or hull(_implied_peaks(log))
+    if log.useful:  # Headway's own: there is nothing to find but the peak
+        return Identified(None, (), (), None, peak, nominal_peak(peak, log))
     implied = _implied_per_token(log, seq_len, num_ranks)
     if not implied:
         return _by_format(log, model, step_of, seq_len, num_ranks, peak)
@@ -110,12 +112,21 @@ def identify(
         and abs(value / fits[0].flops_per_token - 1) < _SAME
     )
     decided = fits[0] if len(fits) == 1 and exact is not None else None
-    return Identified(decided, fits, same, exact or hull(implied), peak, nominal_peak(peak), exact is not None)
+    return Identified(decided, fits, same, exact or hull(implied), peak, nominal_peak(peak, log), exact is not None)
 
 
-def nominal_peak(interval: Interval | None) -> float | None:
-    """Find the one peak of some tool's table that lies in an interval [FLOP/s]."""
-    inside = [peak for peak in plausible_peaks() if interval is not None and peak in interval.widened(_SLACK)]
+def nominal_peak(interval: Interval | None, log: Log) -> float | None:
+    """Find the one peak in an interval [FLOP/s] that the log's own tool divides by, or else that any tool does."""
+    return _own_peak(interval, log) or _one_of(plausible_peaks(), interval)
+
+
+def _own_peak(interval: Interval | None, log: Log) -> float | None:
+    tools = frozenset(get_convention(name).tool for name in log.conventions)
+    return _one_of(plausible_peaks(tools), interval)
+
+
+def _one_of(peaks: Sequence[float], interval: Interval | None) -> float | None:
+    inside = [peak for peak in peaks if interval is not None and peak in interval.widened(_SLACK)]
     return inside[0] if len(inside) == 1 else None
 
 
@@ -166,17 +177,17 @@ def _by_format(
         fits = _distinct(sized, by_ranks=True)
         decided = fits[0] if len(fits) == 1 else None
         implied = total * (decided.num_ranks or 1) / (batch * decided.seq_len) if decided else None
-        return Identified(decided, fits, (), implied, peak, nominal_peak(peak))
+        return Identified(decided, fits, (), implied, peak, nominal_peak(peak, log))
     if peak is None and candidates:
         first = candidates[0]
         peak, ranks = _peak_from_share(log, first, num_ranks)
         fits = tuple(Fit(fit.convention, fit.seq_len, fit.flops_per_token, ranks) for fit in candidates)
-        nominal = nominal_peak(peak)
+        nominal = nominal_peak(peak, log)
         # what the tool bills, if it divides by the one peak of its table that fits
         known = peak is not None and nominal is not None and log.tool != "nanoGPT"
         implied = Interval(nominal or 0, nominal or 0) * first.flops_per_token / peak if peak and known else None
         return Identified(fits[0] if peak and len(fits) == 1 else None, fits, (), implied, peak, nominal)
-    return Identified(None, tuple(candidates), (), None, peak, nominal_peak(peak))
+    return Identified(None, tuple(candidates), (), None, peak, nominal_peak(peak, log))
 
 
 def _peak_from_share(log: Log, fit: Fit, num_ranks: int | None) -> tuple[Interval | None, int | None]:
@@ -193,7 +204,8 @@ def _peak_from_share(log: Log, fit: Fit, num_ranks: int | None) -> tuple[Interva
         return None, num_ranks
     if num_ranks or not log.whole_job:
         return total, num_ranks
-    sizes = [ranks for ranks in _JOB_SIZES if nominal_peak(total / ranks) is not None]
+    found = [[ranks for ranks in _JOB_SIZES if find(total / ranks, log)] for find in (_own_peak, nominal_peak)]
+    sizes = found[0] or found[1]
     return (total / sizes[0], sizes[0]) if len(sizes) == 1 else (None, None)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headway.audit import findings
 from headway.audit.factors import Factor, factors
 from headway.audit.identify import Fit, Identified, identify
-from headway.audit.logs import Log, LogRow, per_device
+from headway.audit.rows import Log, LogRow, per_device
 from headway.count.conventions import get_convention
 from headway.errors import LogError, UsageError
 
@@ -110,8 +110,8 @@ def audit(
         raise LogError("no row is left to audit: --skip leaves out as many rows as the log has, or more.")
     found = identify(per_device(log, num_ranks) if num_ranks else log, model, step_of, seq_len, num_ranks)
     fit = found.fit or (found.fits[0] if found.fits else None)
-    length = seq_len or (fit.seq_len if fit else None)
-    if length is None or (not seq_len and found.fit is None):
+    length = seq_len or (fit.seq_len if fit else None) or (1 if log.useful else None)
+    if length is None or (not seq_len and found.fit is None and not log.useful):
         raise UsageError(
             f"--seq-len is missing, and this {log.tool} log does not fix it: several row lengths or none explain its "
             "numbers. Give the length of the rows that the run was configured with, in tokens."
@@ -125,7 +125,12 @@ def audit(
     billed = fit.convention.billed_tokens(step) if fit else step.workload.slots
     seconds = _durations(log)
     rows = tuple(
-        RestatedRow(row, useful / billed, _useful_mfu(row, log, useful / billed, fit, found, peak), duration)
+        RestatedRow(
+            row,
+            _per_token(row, log, useful / billed),
+            _useful_mfu(row, log, useful / billed, fit, found, peak),
+            duration,
+        )
         for row, duration in zip(log.rows, seconds, strict=True)
     )
     reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
@@ -151,22 +156,27 @@ def _peak(found: Identified, device: Peak | None) -> tuple[float | None, str]:
     return None, "unknown: the log prints no MFU; --device states the device"
 
 
+def _per_token(row: LogRow, log: Log, per_token: float) -> float:
+    """Useful FLOPs per token position: the step's that is assumed, or those that Headway recorded."""
+    if log.useful and row.flops_per_s and row.tokens_per_s:
+        return row.flops_per_s.value / row.tokens_per_s.value
+    return per_token
+
+
 def _useful_mfu(
     row: LogRow, log: Log, per_token: float, fit: Fit | None, found: Identified, peak: float | None
 ) -> float | None:
     """Restate one row: from tokens/s where it is that of one device, otherwise from its own rate or MFU."""
     if peak is None:
         return None
-    if row.tokens_per_s is not None and not log.whole_job:
+    if row.tokens_per_s is not None and not log.whole_job and not log.useful:
         return row.tokens_per_s.value * per_token / peak
-    if fit is None:
+    if fit is None and not log.useful:
         return None
-    share = per_token / fit.flops_per_token
+    share = per_token / fit.flops_per_token if fit is not None else 1.0
     if row.flops_per_s is not None and not log.whole_job:
         return row.flops_per_s.value * share / peak
-    if row.mfu is None:
-        return None
-    return row.mfu.value * share * (found.peak or peak) / peak
+    return None if row.mfu is None else row.mfu.value * share * (found.peak or peak) / peak
 
 
 def _durations(log: Log) -> list[float]:

@@ -32,7 +32,8 @@ LogArgument = Annotated[
     Path,
     typer.Argument(
         metavar="LOG",
-        help="Log of torchtitan, MaxText, Megatron-LM/Bridge, nanoGPT, nanochat or LMMs-Engine, or trainer_state.json.",
+        help="Log of torchtitan, MaxText, Megatron-LM/Bridge, Primus, nanoGPT, nanochat, OLMo-core, llm-foundry, verl "
+        "or LMMs-Engine, a trainer_state.json, or Headway's metrics.jsonl.",
     ),
 ]
 ModelOption = Annotated[str | None, typer.Option(metavar="MODEL", help="What was trained; as for `headway flops`.")]
@@ -56,6 +57,12 @@ MeanSegmentOption = Annotated[
 RanksOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Devices of the job, where the log does not tell.")
 ]
+ResumedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--resumed-at", metavar="STEP", min=0, help="trainer_state.json: step that the run went on from; 0 for none."
+    ),
+]
 SkipOption = Annotated[int, typer.Option(metavar="N", min=0, help="Rows to leave out at the start (warm-up).")]
 
 
@@ -71,6 +78,7 @@ def audit(
     freeze: options.FreezeOption = None,
     device: options.DeviceOption = None,
     ranks: RanksOption = None,
+    resumed_at: ResumedOption = None,
     skip: SkipOption = 0,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -95,7 +103,7 @@ def audit(
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise LogError(f"{log} cannot be read: {error.strerror}.") from error
-    read = read_log(text, str(log))
+    read = read_log(text, str(log), resumed_at=resumed_at)
     peak = named_peak(device) if device is not None else None
     cost_model = resolve_cost_model(model)
     trained = cost_model.freeze(freeze) if freeze else cost_model
@@ -182,6 +190,7 @@ def _record(result: "Audit", model: str) -> dict[str, Any]:
         "ratio": result.ratio,
         "factors": [{"name": f.name, "ratio": f.ratio, "meaning": f.meaning} for f in result.factors],
         "warnings": list(result.warnings),
+        "skipped": dict(result.log.skipped),
         "notes": list(result.notes),
     }
 
@@ -225,7 +234,11 @@ def _render(result: "Audit", model: str) -> str:
 def _found(result: "Audit", model: str) -> list[tuple[str, str]]:
     found, fit = result.identified, result.fit
     pairs = [("log", f"{result.log.tool}, {len(result.rows)} rows"), ("model", model)]
-    pairs.append(("row stands for", f"{describe(result.step.workload)} in rows of {format_count(result.step.seq_len)}"))
+    if result.log.useful:
+        pairs.append(("identified", "useful/1, as Headway records it: nothing to restate but the peak"))
+    else:
+        rows = f"{describe(result.step.workload)} in rows of {format_count(result.step.seq_len)}"
+        pairs.append(("row stands for", rows))
     if found.flops_per_token is not None:
         low, high = found.flops_per_token.low / 1e9, found.flops_per_token.high / 1e9
         pairs.append(("implied", f"{low:.4f} to {high:.4f} GFLOP per token, from tokens/s and TFLOP/s"))

@@ -1,6 +1,7 @@
 """Print what another tool's convention charges for a step: `headway flops --convention NAME`."""
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from headway.cli.workload import describe, workload_record
@@ -12,6 +13,23 @@ if TYPE_CHECKING:
     from headway.count.conventions import Architecture, Convention, Step
 
 SCHEMA_VERSION = 1
+
+
+def note_row_length(workload: "Workload", seq_len: int) -> None:
+    """Say which row length is taken where none is given, if the segments look like rows of their own.
+
+    Args:
+        workload: the step.
+        seq_len: the row length that is taken [tokens].
+    """
+    lengths = set(workload.segments.tolist())
+    if len(lengths) == 1 and max(lengths) < seq_len:
+        length = lengths.pop()
+        print(
+            f"Note: no --seq-len is given, so rows of {format_count(seq_len)} tokens are taken where the configured "
+            f"length is billed, with several segments in each. If each is a row of its own, give --seq-len {length}.",
+            file=sys.stderr,
+        )
 
 
 def print_bill(
@@ -28,6 +46,8 @@ def print_bill(
         UnknownConventionError: the convention has no number for this model.
     """
     bill, useful = convention.bill(model, step), cost_model.count(workload).total
+    if bill.note:
+        print(f"Warning: {bill.note}.", file=sys.stderr)
     if bill.flops is None:
         raise UnknownConventionError(
             f"--convention {convention.name} has no number for {cost_model.name}: {bill.reason}. `headway compare` "

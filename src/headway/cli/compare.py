@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
+from headway.cli.bill import note_row_length
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
 from headway.errors import UsageError
@@ -74,6 +75,8 @@ def compare(
         cost_model = cost_model.freeze(freeze)
     check_vision_tokens(cost_model, workload)
     step = Step(workload, row_length, recompute)
+    if seq_len is None:
+        note_row_length(workload, row_length)
     rows = compare_step(resolve_architecture(model, cost_model), step, step_time, peak, ranks)
     for unknown in cost_model.unknown:
         print(f"Warning: {unknown} is not counted: its FLOPs are missing from every number.", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headway.cli import options
-from headway.cli.bill import print_bill
+from headway.cli.bill import note_row_length, print_bill
 from headway.cli.parse import parse_lora
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
@@ -92,6 +92,8 @@ def flops(
         print(f"Warning: {unknown} is not counted: its FLOPs are missing from every number.", file=sys.stderr)
     if rule.name != "useful":
         step = Step(workload, seq_len or workload.slots, recompute)
+        if seq_len is None and rule.uses_seq_len:
+            note_row_length(workload, step.seq_len)
         print_bill(cost_model, workload, resolve_architecture(model, cost_model), rule, step, as_json)
         return
 

@@ -5,8 +5,9 @@
 them. Nothing here needs torch or transformers.
 """
 
-from headway.count.conventions.architecture import Architecture, ParameterGroups, Vision, architecture
+from headway.count.conventions.architecture import Architecture, ParameterGroups, Vision
 from headway.count.conventions.convention import PARTS, Bill, Convention, Step
+from headway.count.conventions.reading import architecture
 from headway.count.conventions.registry import conventions, get_convention
 from headway.count.conventions.tool_peaks import ToolPeak, tool_peak
 

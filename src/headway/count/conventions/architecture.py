@@ -1,23 +1,20 @@
-"""A model's numbers, as other tools read them: sizes from its configuration, parameter groups from its cost model.
+"""A model's numbers, as other tools read them: sizes, windows, experts, towers and parameter groups.
 
-Needs neither torch nor transformers: a configuration is the dictionary of a `config.json`.
+`headway.count.conventions.reading` makes them of a configuration and a cost model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.errors import UnknownModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from headway.count.cost_model import CostModel
 
-_UNGATED = frozenset({"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2"})
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _POSITIONS = ("wpe.weight", "embed_positions.weight")
 
 
@@ -54,6 +51,7 @@ class Vision:
         num_mergers: mergers, the DeepStack ones included.
         num_full: blocks that attend over the whole frame; the others attend in windows.
         window_pixels: side of those windows [pixels]; 0 where all blocks attend in full.
+        patch_size: side of one patch [pixels].
     """
 
     hidden: int
@@ -67,6 +65,7 @@ class Vision:
     num_mergers: int
     num_full: int
     window_pixels: int
+    patch_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +123,16 @@ class Architecture:
         expert_ffn: inner width of one routed expert.
         shared_ffn: inner width of all shared experts together.
         moe_layers: layers with experts.
-        windows: sliding window of each layer [tokens], None for full attention.
+        windows: sliding window of each layer [tokens], None where there is none.
+        chunks: chunk that each layer's attention stays in [tokens], None where there is none; as many as layers.
+        sparse_step: every how many layers has experts, where the configuration says `decoder_sparse_step`; else 0.
         recurrent: whether some layers are linear attention or state space instead of softmax attention.
         mtp_layers: multi-token-prediction layers that the configuration announces.
         mla: multi-head latent attention, if any.
-        vision: the vision tower, if any.
+        vision: the vision tower, if any that the tools' formulas can express.
         cost_model: where parameter groups and exact costs come from, if any.
-        missing: a size that the configuration does not give, "" for none; formulas of sizes then have no number.
+        unread: why formulas of sizes have no number for the model, "" where they have.
+        unread_tower: why its vision tower is in no formula, "" where it is, or there is none.
     """
 
     name: str
@@ -151,12 +153,15 @@ class Architecture:
     shared_ffn: int = 0
     moe_layers: int = 0
     windows: tuple[int | None, ...] = ()
+    chunks: tuple[int | None, ...] = ()
+    sparse_step: int = 0
     recurrent: bool = False
     mtp_layers: int = 0
     mla: Mla | None = None
     vision: Vision | None = None
     cost_model: CostModel | None = None
-    missing: str = ""
+    unread: str = ""
+    unread_tower: str = ""
 
     @property
     def attention_weights(self) -> int:
@@ -179,6 +184,13 @@ class Architecture:
         """Layers with a dense MLP."""
         return self.layers - self.moe_layers
 
+    @property
+    def feed_forward_weights(self) -> int:
+        """Matrix elements that one token meets in all layers' MLPs, active and shared experts and routers."""
+        experts = self.mlp_matrices * (self.top_k * self.expert_ffn + self.shared_ffn) + self.num_experts
+        dense = self.dense_layers * self.mlp_matrices * self.ffn
+        return self.hidden * (dense + self.moe_layers * experts)
+
     @cached_property
     def groups(self) -> ParameterGroups:
         """Parameter groups, from the cost model's parameters.
@@ -198,134 +210,6 @@ class Architecture:
                 sums["active_experts"] += parameter.active
         sums["vision"] += sums["vision_positions"]
         return ParameterGroups(**sums)
-
-
-def architecture(config: Mapping[str, Any], name: str, cost_model: CostModel | None = None) -> Architecture:
-    """Read a model's numbers off its configuration.
-
-    Args:
-        config: the content of a `config.json`.
-        name: of the model, for messages.
-        cost_model: the model's cost model, for parameter groups and exact counts.
-
-    Raises:
-        UnknownModelError: the configuration does not describe a transformer with attention heads, and no cost model
-            says what it costs.
-
-    >>> from headway.count.models import presets
-    >>> architecture(presets()["qwen3-8b"], "qwen3-8b").qk_dim
-    128
-    """
-    text: Mapping[str, Any] = config.get("text_config") or config
-    model_type = str(config.get("model_type", text.get("model_type", "")))
-    try:
-        hidden = int(_first(text, "hidden_size", "n_embd"))
-        layers = int(_first(text, "num_hidden_layers", "n_layer"))
-        heads = int(_first(text, "num_attention_heads", "n_head"))
-        vocab = int(_first(text, "vocab_size"))
-    except KeyError as error:
-        if cost_model is not None:
-            return Architecture(
-                name, model_type, 0, 0, 0, 0, 0, 0, 0, False, 0, False, cost_model=cost_model, missing=error.args[0]
-            )
-        raise UnknownModelError(
-            f"The configuration of {name} does not give {error.args[0]}, so conventions that are formulas of a "
-            "transformer's sizes cannot be evaluated on it."
-        ) from error
-    mla = _mla(text)
-    head_dim = int(text.get("head_dim") or hidden // heads)
-    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
-    ffn = int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden)
-    expert_ffn = int(text.get("moe_intermediate_size") or ffn) if experts else 0
-    shared = int(text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * expert_ffn)
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
-    return Architecture(
-        name=name,
-        model_type=model_type,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=int(text.get("num_key_value_heads") or heads),
-        qk_dim=mla.nope_dim + mla.rope_dim if mla else head_dim,
-        v_dim=int(text["v_head_dim"]) if mla else head_dim,
-        ffn=ffn,
-        gated=model_type not in _UNGATED,
-        vocab=vocab,
-        tied=bool(tied),
-        num_experts=experts,
-        top_k=int(text.get("num_experts_per_tok") or 0) if experts else 0,
-        expert_ffn=expert_ffn,
-        shared_ffn=shared if experts else 0,
-        moe_layers=_num_moe_layers(text, layers) if experts else 0,
-        windows=_windows(text, layers),
-        recurrent=_recurrent(text),
-        mtp_layers=int(text.get("num_nextn_predict_layers") or 0),
-        mla=mla,
-        vision=_vision(config["vision_config"]) if config.get("vision_config") else None,
-        cost_model=cost_model,
-    )
-
-
-def _first(config: Mapping[str, Any], *keys: str) -> Any:
-    for key in keys:
-        if config.get(key) is not None:
-            return config[key]
-    raise KeyError(keys[0])
-
-
-def _mla(text: Mapping[str, Any]) -> Mla | None:
-    if not text.get("kv_lora_rank"):
-        return None
-    q_rank = text.get("q_lora_rank")
-    nope, rope = int(text["qk_nope_head_dim"]), int(text["qk_rope_head_dim"])
-    return Mla(int(q_rank) if q_rank else None, int(text["kv_lora_rank"]), nope, rope)
-
-
-def _num_moe_layers(text: Mapping[str, Any], layers: int) -> int:
-    first_dense, step = int(text.get("first_k_dense_replace") or 0), int(text.get("decoder_sparse_step") or 1)
-    dense_only = set(text.get("mlp_only_layers") or ())
-    return sum(i >= first_dense and (i + 1) % step == 0 and i not in dense_only for i in range(layers))
-
-
-def _windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window = text.get("sliding_window")
-    if not window or text.get("use_sliding_window") is False:
-        return (None,) * layers
-    kinds = text.get("layer_types")
-    if kinds is None and "sliding_window_pattern" in text:
-        pattern = int(text["sliding_window_pattern"])
-        kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
-    if kinds is None:
-        return (int(window),) * layers
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _recurrent(text: Mapping[str, Any]) -> bool:
-    softmax = {"full_attention", "sliding_attention", "chunked_attention"}
-    keys = ("linear_num_value_heads", "linear_attn_config", "mamba_d_state", "ssm_state_size", "state_size", "ssm_cfg")
-    return bool(set(text.get("layer_types") or ()) - softmax) or any(text.get(key) for key in keys)
-
-
-def _vision(config: Mapping[str, Any]) -> Vision | None:
-    """Read a vision tower of the Qwen-VL kind, the one that the tools have formulas for; None for another."""
-    if "depth" not in config or "spatial_merge_size" not in config or "intermediate_size" not in config:
-        return None
-    patch = int(config["patch_size"])
-    depth = int(config["depth"])
-    full = config.get("fullatt_block_indexes")
-    return Vision(
-        hidden=int(config["hidden_size"]),
-        depth=depth,
-        heads=int(config["num_heads"]),
-        ffn=int(config["intermediate_size"]),
-        gated=config.get("hidden_act") == "silu",
-        out=int(config["out_hidden_size"]),
-        merge=int(config["spatial_merge_size"]),
-        patch_inputs=int(config.get("in_channels", 3)) * int(config["temporal_patch_size"]) * patch * patch,
-        num_mergers=1 + len(config.get("deepstack_visual_indexes") or ()),
-        num_full=depth if full is None else len(full),
-        window_pixels=int(config["window_size"]) if full is not None else 0,
-    )
 
 
 def _group(name: str, component: str) -> str:

@@ -65,6 +65,7 @@ class Bill:
         parts: the sum's terms by `PARTS`; empty where there is no number.
         tokens: token positions that it charges for.
         reason: why there is no number, "" where there is one.
+        note: what is left out of the number though its tool may bill it, "" for nothing.
     """
 
     convention: str
@@ -72,6 +73,7 @@ class Bill:
     parts: Parts = field(default_factory=dict)
     tokens: int = 0
     reason: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Convention:
         tokens: which token positions it charges for: "real", "slots" or "rows" (of the configured length).
         scope: what its attention spans: "segments", or "rows" of the configured length; "none" without attention.
         reads: "sizes" for a formula of the configuration's sizes, "rows" where the cost model or its parameters decide.
+        towers: whether it is a formula of a vision tower's sizes too.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Convention:
     tokens: Literal["real", "slots", "rows"]
     scope: Literal["segments", "rows", "none"]
     reads: Literal["sizes", "rows"] = "sizes"
+    towers: bool = False
 
     @property
     def full_name(self) -> str:
@@ -106,7 +110,7 @@ class Convention:
     @property
     def uses_seq_len(self) -> bool:
         """Whether the configured row length changes its number."""
-        return "rows" in (self.tokens, self.scope) or self.name == "megatron-bridge"
+        return "rows" in (self.tokens, self.scope) or self.name.startswith("megatron-bridge")
 
     def billed_tokens(self, step: Step) -> int:
         """Token positions that it charges for."""
@@ -115,11 +119,13 @@ class Convention:
     def bill(self, model: Architecture, step: Step) -> Bill:
         """Charge for a step; a model that the rule cannot express gives a bill without a number and the reason."""
         try:
-            if self.reads == "sizes" and model.missing:
-                raise NotExpressibleError(f"the configuration of {model.name} does not give {model.missing}")
+            if self.reads == "sizes" and model.unread:
+                raise NotExpressibleError(model.unread)
             if self.reads == "sizes" and model.recurrent:
                 raise NotExpressibleError(f"{model.name} has recurrent layers, which this rule is not kept for here")
             parts = self.price(model, step)
         except NotExpressibleError as refusal:
             return Bill(self.name, None, reason=str(refusal))
-        return Bill(self.name, sum(parts.values()), dict(parts), self.billed_tokens(step))
+        left_out = self.towers and model.unread_tower and step.workload.patches
+        note = f"the vision tower is left out: {model.unread_tower}" if left_out else ""
+        return Bill(self.name, sum(parts.values()), dict(parts), self.billed_tokens(step), note=note)

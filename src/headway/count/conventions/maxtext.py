@@ -12,17 +12,20 @@ if TYPE_CHECKING:
 def maxtext(model: Architecture, step: Step) -> Parts:
     """Bill every position of every row, attention halved for the causal mask, windows as S W - W^2 / 2.
 
-    Billed: attention and MLP matrices, active and shared experts with their router, the head once. Not billed: the
-    embedding, packing (segments), the diagonal, vision towers other than Gemma-3's and Llama-4's.
+    Chunked layers are half the squares of their chunks. Billed: attention and MLP matrices, active and shared experts
+    with their router, the head once. Not billed: the embedding, packing (segments), the diagonal, vision towers other
+    than Gemma-3's and Llama-4's.
 
-    Source: AI-Hypercomputer/maxtext, src/MaxText/maxtext_utils.py, calculate_tflops_training_per_device (2026); the
-    causal half by pull request 1988 (July 2025), windows by 2009, chunks by 2030.
+    Source: AI-Hypercomputer/maxtext, src/maxtext/utils/maxtext_utils.py, calculate_tflops_training_per_device (commit
+    e591f30cb, 22 Aug 2026); the causal half by pull request 1988 (July 2025), windows by 2009, chunks by 2030.
     """
     length = step.seq_len
     keys: Number = 0
-    for window in model.windows:
-        full = window is None or window >= length
-        keys += length * length / 2 if full or window is None else length * window - window * window / 2
+    for window, chunk in zip(model.windows, model.chunks, strict=True):
+        if window is not None and window < length:
+            keys += length * window - window * window / 2
+        else:
+            keys += sum(part * part for part in _chunked(length, chunk)) / 2
     return {**_linear(model, step), "attention": _attention(model, step) * keys}
 
 
@@ -33,6 +36,12 @@ def maxtext_2025(model: Architecture, step: Step) -> Parts:
     request 1988 (July 2025).
     """
     return {**_linear(model, step), "attention": _attention(model, step) * model.layers * step.seq_len**2}
+
+
+def _chunked(length: int, chunk: int | None) -> list[int]:
+    """Cut a row into the chunks that attention stays in [tokens]."""
+    size = min(chunk or length, length)
+    return [size] * (length // size) + [length % size]
 
 
 def _attention(model: Architecture, step: Step) -> int:

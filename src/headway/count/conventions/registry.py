@@ -30,17 +30,30 @@ _ALL = (
         weights.torchtitan, "slots", "rows",
     ),
     Convention(
+        "torchtitan-2026-06", "2026-06", "torchtitan",
+        "full square of the configured row, windows or not, for every label slot; vision free",
+        weights.torchtitan_2026_06, "slots", "rows",
+    ),
+    Convention(
         "torchtitan-2025-12-vlm", "2025-12", "torchtitan",
         "full square of the configured row; all vision parameters once per text token",
         weights.torchtitan_2025_12_vlm, "slots", "rows",
     ),
     Convention(
-        "megatron-bridge", "2026-05", "", "every slot, half the square of each segment; padded vocabulary, no router",
-        megatron.megatron_bridge, "slots", "segments",
+        "megatron-bridge", "2026-08", "", "every slot, half the square of each segment; padded vocabulary, no router",
+        megatron.megatron_bridge, "slots", "segments", towers=True,
+    ),
+    Convention(
+        "megatron-bridge-2026-05", "2026-05", "", "megatron-bridge with all patches of a row as one picture",
+        megatron.megatron_bridge_2026_05, "slots", "segments", towers=True,
     ),
     Convention(
         "megatron-bridge-2025", "2025-10", "", "rows x configured length and half its square, whatever the rows hold",
-        megatron.megatron_bridge_2025, "rows", "rows",
+        megatron.megatron_bridge_2025, "rows", "rows", towers=True,
+    ),
+    Convention(
+        "megatron-lm-2025-02", "2025-02", "", "rows x configured length and its full square; padded vocabulary",
+        megatron.megatron_lm_2025_02, "rows", "rows",
     ),
     Convention(
         "maxtext", "2025-08", "", "rows x configured length, half its square; vision free but for Gemma-3 and Llama-4",
@@ -57,18 +70,32 @@ _ALL = (
     ),
     Convention(
         "veomni", "2026-08", "veomni", "real tokens, full square of each segment; vision mergers per patch",
-        verl.veomni, "real", "segments",
+        verl.veomni, "real", "segments", towers=True,
     ),
     Convention(
-        "verl", "2026-08", "verl", "real tokens, half square of each segment, the embedding as a second head",
-        verl.verl, "real", "segments",
+        "veomni-2026-07", "2026-07", "veomni", "veomni with Qwen2.5-VL's windows in pixels",
+        verl.veomni_2026_07, "real", "segments", towers=True,
     ),
     Convention(
-        "nanochat", "2026-08", "nanochat", "matmul parameters and the full square of the row, cut at windows",
+        "verl", "2026-07", "verl", "real tokens, half square of each segment, the embedding as a second head",
+        verl.verl, "real", "segments", towers=True,
+    ),
+    Convention(
+        "verl-2025-12", "2025-12", "verl",
+        "real tokens, full square of each segment, the embedding as a second head; vision free",
+        verl.verl_2025_12, "real", "segments",
+    ),
+    Convention(
+        "olmo-core", "2026-06", "olmo-core", "parameters of attention, MLPs and head, and the full square of the row",
+        weights.olmo_core, "rows", "rows",
+    ),
+    Convention(
+        "nanochat", "2026-07", "nanochat", "matmul parameters and the full square of the row, cut at windows",
         weights.nanochat, "rows", "rows",
     ),
     Convention(
-        "trl", "2026-05", "trl", "linear layers, head, untied embedding, the full square of the row; vision free",
+        "trl", "2026-05", "trl",
+        "linear layers, routers, head, untied embedding, the full square of the row; vision free",
         weights.trl, "rows", "rows",
     ),
     Convention(

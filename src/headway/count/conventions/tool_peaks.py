@@ -11,19 +11,32 @@ from math import inf
 # Each entry: substrings that must all occur, then FLOP/s; the first that matches wins.
 _Rules = tuple[tuple[tuple[str, ...], float], ...]
 
-# pytorch/torchtitan, torchtitan/tools/utils.py, get_peak_flops (commit 0258167, 2025). Where `lspci` is installed it
-# first replaces the name by the bus's lines that say H100, which other Hopper devices do too.
+# pytorch/torchtitan, torchtitan/tools/utils.py, get_peak_flops (commit b5bcd76c6, 21 Aug 2026): MI355X since e43621cf0
+# (17 Oct 2025), H20 since 62daeb32a (1 Feb 2026), GB200 and GB300 since f113706c4 (28 Feb 2026), A6000 and B300 since
+# ff95477ea (8 Apr 2026), TPUs since 363709fda (22 July 2026); before, each was an A100, and a GB200 a B200. Where
+# `lspci` is installed it first replaces the name by the bus's lines that say H100, which other Hopper devices do too.
 _TORCHTITAN: _Rules = (
     (("A100",), 312e12),
+    (("A6000",), 154.85e12),
     (("H100", "NVL"), 835e12),
     (("H100", "PCIe"), 756e12),
     (("H100",), 989e12),
     (("H200",), 989e12),
+    (("H20",), 148e12),
+    (("GB200",), 2.5e15),
+    (("GB300",), 2.5e15),
+    (("B300",), 2.25e15),
     (("B200",), 2.25e15),
+    (("MI355X",), 2.5e15),
     (("MI300X",), 1300e12),
     (("MI325X",), 1300e12),
     (("MI250X",), 191.5e12),
     (("l40s",), 362e12),
+    (("TPU", "v4"), 275e12),
+    (("TPU", "v5e"), 197e12),
+    (("TPU", "v5p"), 459e12),
+    (("TPU", "v6e"), 918e12),
+    (("TPU", "v7"), 1153.5e12),
 )
 # EvolvingLMMs-Lab/lmms-engine, src/lmms_engine/utils/train_utils.py, get_device_flops (commit 19992ec, 2026).
 _LMMS_ENGINE: _Rules = (
@@ -40,7 +53,8 @@ _LMMS_ENGINE: _Rules = (
     (("H20",), 148e12),
     (("910B",), 354e12),
 )
-# ByteDance-Seed/VeOmni, veomni/utils/count_flops.py, get_device_flops (2026; up to commit 6f45f07 an H200 was an H20).
+# ByteDance-Seed/VeOmni, veomni/utils/count_flops.py, get_device_flops (commit ab70b669, 5 Aug 2026, which took boost
+# clocks for Blackwell, 2,250 before; up to aa88bf4a of 28 Jan 2026 an H200 was an H20).
 _VEOMNI: _Rules = (
     (("H100",), 989e12),
     (("H800",), 989e12),
@@ -51,11 +65,19 @@ _VEOMNI: _Rules = (
     (("L20",), 119.5e12),
     (("H20",), 148e12),
     (("910B",), 354e12),
-    (("B200",), 2.25e15),
+    (("910_93",), 354e12),
+    (("GB200",), 2565e12),
+    (("B200",), 2382e12),
+    (("GB300",), 2.5e15),
+    (("B300",), 2.25e15),
 )
-# verl-project/verl, verl/utils/flops_counter.py, _DEVICE_FLOPS in reverse alphabetical order (commit 02cf355, 2026).
+# verl-project/verl, verl/utils/flops_counter.py, _DEVICE_FLOPS in reverse alphabetical order (commit 220e90399, 10 July
+# 2026; MI300X was 1,336 and the other AMD devices unknown before 9481350ec of 6 July 2026).
 _VERL: _Rules = (
-    (("MI300X",), 1336e12),
+    (("RTX 3070 Ti",), 21.75e12),
+    (("MI355X",), 2.5e15),
+    (("MI350X",), 2.3e15),
+    (("MI300X",), 1307e12),
     (("L40S",), 362.05e12),
     (("L40",), 181.05e12),
     (("L20",), 119.5e12),
@@ -64,18 +86,24 @@ _VERL: _Rules = (
     (("H20",), 148e12),
     (("H100",), 989e12),
     (("GB200",), 2.5e15),
+    (("CPU",), 448e9),
     (("B200",), 2.25e15),
+    (("Ascend950DT",), 432e12),
+    (("Ascend910",), 354e12),
     (("A800",), 312e12),
     (("A40",), 149.7e12),
+    (("A2G3",), 354e12),
     (("A100",), 312e12),
     (("910B",), 354e12),
 )
-# karpathy/nanochat, nanochat/common.py, get_peak_flops (2026), on the lower-cased name.
+# karpathy/nanochat, nanochat/common.py, get_peak_flops (commit 92d63d4, 3 July 2026), on the lower-cased name.
 _NANOCHAT: _Rules = (
     (("gb200",), 2.5e15),
+    (("grace blackwell",), 2.5e15),
     (("b200",), 2.25e15),
     (("b100",), 1.8e15),
     (("h200", "nvl"), 836e12),
+    (("h200", "pcie"), 836e12),
     (("h200",), 989e12),
     (("h100", "nvl"), 835e12),
     (("h100", "pcie"), 756e12),
@@ -87,12 +115,25 @@ _NANOCHAT: _Rules = (
     (("a40",), 149.7e12),
     (("a30",), 165e12),
     (("l40s",), 362e12),
+    (("l40-s",), 362e12),
+    (("l40 s",), 362e12),
     (("l4",), 121e12),
+    (("mi355",), 2.5e15),
+    (("mi325",), 1307.4e12),
     (("mi300x",), 1307.4e12),
+    (("mi300a",), 980.6e12),
     (("mi250x",), 383e12),
+    (("mi250",), 362.1e12),
     (("5090",), 209.5e12),
     (("4090",), 165.2e12),
     (("3090",), 71e12),
+)
+# allenai/OLMo-core, src/olmo_core/train/callbacks/speed_monitor.py (commit fa6c5014c, 22 June 2026).
+_OLMO_CORE: _Rules = (
+    (("H100", "NVL"), 835.5e12),
+    (("H100", "PCIe"), 756.5e12),
+    (("H100",), 989.5e12),
+    (("B200",), 2.25e15),
 )
 _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
     "torchtitan": (_TORCHTITAN, 312e12),
@@ -100,8 +141,9 @@ _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
     "veomni": (_VEOMNI, inf),
     "verl": (_VERL, inf),
     "nanochat": (_NANOCHAT, inf),
+    "olmo-core": (_OLMO_CORE, 312e12),
     "nanogpt": ((), 312e12),  # model.py, estimate_mfu: an A100, whatever the device
-    "trl": ((), 989e12),  # compute_mfu's default: an H100, unless the caller says otherwise
+    "trl": ((), 989.5e12),  # compute_mfu's default (47b377888, 7 May 2026): an H100, unless the caller says otherwise
 }
 
 
@@ -139,11 +181,12 @@ def tool_peak(tool: str, device_name: str) -> ToolPeak:
     if unknown == inf:
         return ToolPeak(inf, "unknown device, infinite peak: prints an MFU of 0")
     if not rules:
-        return ToolPeak(unknown, f"always {unknown / 1e12:.0f} TFLOP/s, whatever the device")
+        return ToolPeak(unknown, f"always {unknown / 1e12:g} TFLOP/s, whatever the device")
     return ToolPeak(unknown, "unknown device, taken for an A100")
 
 
-def plausible_peaks() -> list[float]:
-    """List every finite peak that some tool divides by [FLOP/s], ascending."""
-    found = {peak for rules, unknown in _TABLES.values() for peak in (*(flops for _, flops in rules), unknown)}
+def plausible_peaks(tools: frozenset[str] = frozenset(_TABLES)) -> list[float]:
+    """List every finite peak that some of the tools divide by [FLOP/s], ascending."""
+    tables = [table for tool, table in _TABLES.items() if tool in tools]
+    found = {peak for rules, unknown in tables for peak in (*(flops for _, flops in rules), unknown)}
     return sorted(found - {inf})

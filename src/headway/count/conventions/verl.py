@@ -21,10 +21,13 @@ _VERL = frozenset({
 })  # fmt: skip
 _VERL_VISION = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 _VERL_SHORT_HEADS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})  # head size taken as hidden / heads
+_VERL_UNGATED = frozenset({"apertus"})
 _VEOMNI = frozenset({
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "qwen3_moe", "llama", "qwen2", "qwen3",
-    "seed_oss", "gpt_oss",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "deepseek_v4", "qwen3_moe", "llama", "qwen2",
+    "qwen3_next", "qwen3", "seed_oss", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss",
 })  # fmt: skip
+_VEOMNI_OLD_TOWERS = frozenset({"qwen2_vl", "qwen2_5_vl"})  # whose patch embedding is free
+_UNKEPT = frozenset({"deepseek_v4", "hy_v3"})  # formulas of their own, which are not kept here
 
 # tools that choose their formula by model type, and the types they know; they print 0 for all others
 LISTED_TYPES = {"LMMs-Engine": _LMMS_ENGINE, "VeOmni": _VEOMNI, "verl": _VERL}
@@ -49,11 +52,25 @@ def veomni(model: Architecture, step: Step) -> Parts:
     """Bill real tokens and the full square of each segment, exactly causal in windowed layers, and the vision tower.
 
     Head once, embedding free. The vision tower's mergers are billed per patch instead of per merged token, four times
-    too often for a 2 x 2 merge, and Qwen2.5-VL's windows in pixels instead of patches.
+    too often for a 2 x 2 merge; a windowed block, Qwen2.5-VL's, for whole windows. All weights are taken as trained,
+    which it does too unless it is told `freeze_vit` or given adapters.
 
-    Source: ByteDance-Seed/VeOmni, veomni/utils/count_flops.py, VeomniFlopsCounter (2026; the version of commit 6f45f07
-    billed the embedding too and took hidden / heads for the head size of dense Qwen).
+    Source: ByteDance-Seed/VeOmni, veomni/utils/count_flops.py, VeomniFlopsCounter (commit 6efdf221, 7 Aug 2026; the
+    windows by fcb1c57e, pull request 1024, of the same day; the version of commit 6f45f07 billed the embedding too and
+    took hidden / heads for the head size of dense Qwen).
     """
+    return _veomni(model, step, in_pixels=False)
+
+
+def veomni_2026_07(model: Architecture, step: Step) -> Parts:
+    """Bill as `veomni`, but Qwen2.5-VL's windows in pixels instead of patches: 196 times too many keys.
+
+    Source: ByteDance-Seed/VeOmni, veomni/utils/count_flops.py, VeomniFlopsCounter (commit 29e65e1c, 30 July 2026).
+    """
+    return _veomni(model, step, in_pixels=True)
+
+
+def _veomni(model: Architecture, step: Step, *, in_pixels: bool) -> Parts:
     _listed(model, _VEOMNI, "VeOmni")
     per_pair = 6 * model.heads * _both_heads(model)
     lengths = step.workload.segments.tolist()
@@ -65,7 +82,7 @@ def veomni(model: Architecture, step: Step) -> Parts:
             heads = [min(s, window) for s in lengths]
             pairs += sum(m * (m + 1) // 2 + (s - m) * window for s, m in zip(lengths, heads, strict=True))
     head = 6 * step.workload.tokens * model.vocab * model.hidden
-    vision = _veomni_tower(model.vision, _pictures(step)) if model.vision else 0
+    vision = _veomni_tower(model, model.vision, _pictures(step), in_pixels=in_pixels) if model.vision else 0
     return {**_linear(model, step, model.qk_dim), "head": head, "attention": per_pair * pairs, "vision": vision}
 
 
@@ -75,9 +92,25 @@ def verl(model: Architecture, step: Step) -> Parts:
     Windowed layers of Gemma-3 and gpt-oss see half of s x min(s, window). Dense Qwen-VL types are billed with a head
     size of hidden / heads, which is too small for Qwen3-VL-4B. A type that is not listed is 0.
 
-    Source: verl-project/verl (formerly volcengine/verl), verl/utils/flops_counter.py, ESTIMATE_FUNC (2026; up to commit
-    02cf355 the square was whole and vision free).
+    Source: verl-project/verl (formerly volcengine/verl), verl/utils/flops_counter.py, ESTIMATE_FUNC (commit 220e90399,
+    10 July 2026); the half square by 54582f1f0 (18 Jan 2026), vision by 11764c6b2 and 1119a1e46 (7 and 9 Jan 2026).
     """
+    parts = _verl(model, step, square=0.5)
+    vision = 0
+    if model.vision and model.model_type in _VERL_VISION:
+        vision = _verl_tower(model.vision, _pictures(step))
+    return {**parts, "vision": vision}
+
+
+def verl_2025_12(model: Architecture, step: Step) -> Parts:
+    """Bill as `verl`, but the full square of each segment, and no vision.
+
+    Source: verl-project/verl, verl/utils/flops_counter.py (up to commit 02cf355, before January 2026).
+    """
+    return _verl(model, step, square=1)
+
+
+def _verl(model: Architecture, step: Step, *, square: float) -> dict[str, Number]:
     _listed(model, _VERL, "verl")
     short = model.model_type in _VERL_SHORT_HEADS
     head_dim = model.hidden // model.heads if short else model.qk_dim
@@ -85,21 +118,19 @@ def verl(model: Architecture, step: Step) -> Parts:
     lengths = step.workload.segments.tolist()
     pairs = sum(sum(s * min(s, window or s) for s in lengths) for window in model.windows)
     head = 6 * step.workload.tokens * model.vocab * model.hidden
-    vision = 0
-    if model.vision and model.model_type in _VERL_VISION:
-        vision = _verl_tower(model.vision, _pictures(step))
     return {
-        **_linear(model, step, head_dim),
+        **_linear(model, step, head_dim, matrices=2 if model.model_type in _VERL_UNGATED else 3),
         "head": head,
         "embedding": head,
-        "attention": 3 * model.heads * both * pairs,
-        "vision": vision,
+        "attention": int(6 * square) * model.heads * both * pairs,
     }
 
 
 def _listed(model: Architecture, types: frozenset[str], tool: str) -> None:
     if model.model_type not in types:
         raise NotExpressibleError(f"{tool} does not list the model type {model.model_type!r}: it prints 0")
+    if model.model_type in _UNKEPT:
+        raise NotExpressibleError(f"{tool}'s formula for the model type {model.model_type!r} is not kept here")
 
 
 def _both_heads(model: Architecture) -> int:
@@ -107,7 +138,7 @@ def _both_heads(model: Architecture) -> int:
     return 2 * model.qk_dim
 
 
-def _linear(model: Architecture, step: Step, head_dim: int) -> dict[str, Number]:
+def _linear(model: Architecture, step: Step, head_dim: int, matrices: int = 3) -> dict[str, Number]:
     tokens, hidden = step.workload.tokens, model.hidden
     if model.mla is not None:
         attention = model.attention_weights
@@ -115,7 +146,7 @@ def _linear(model: Architecture, step: Step, head_dim: int) -> dict[str, Number]
         attention = hidden * head_dim * 2 * (model.heads + model.kv_heads)
     expert = 3 * (model.top_k * model.expert_ffn + model.shared_ffn) + model.num_experts
     return {
-        "linear": 6 * tokens * (model.layers * attention + model.dense_layers * 3 * hidden * model.ffn),
+        "linear": 6 * tokens * (model.layers * attention + model.dense_layers * matrices * hidden * model.ffn),
         "experts": 6 * tokens * model.moe_layers * hidden * expert,
     }
 
@@ -138,13 +169,13 @@ def _verl_tower(tower: Vision, pictures: list[int]) -> int:
     return 6 * sum(pictures) * weights + 12 * tower.hidden * tower.depth * sum(n * n for n in pictures)
 
 
-def _veomni_tower(tower: Vision, pictures: list[int]) -> int:
-    """Bill Qwen's towers; a windowed block, Qwen2.5-VL's, at the square of its window in *pixels* per patch.
-
-    In patches of 14 pixels the window is 196 times smaller. That tower's patch embedding is free.
-    """
+def _veomni_tower(model: Architecture, tower: Vision, pictures: list[int], *, in_pixels: bool) -> int:
+    """Bill Qwen's towers; a windowed block, Qwen2.5-VL's, at the square of its window per patch."""
     patches, squares = sum(pictures), sum(n * n for n in pictures)
-    inputs = 0 if tower.window_pixels else tower.patch_inputs
+    inputs = 0 if model.model_type in _VEOMNI_OLD_TOWERS else tower.patch_inputs
     weights = _tower_weights(tower, gated=tower.gated, patch_inputs=inputs, num_mergers=tower.num_mergers)
-    windowed = (tower.depth - tower.num_full) * patches * tower.window_pixels**2
+    side = tower.window_pixels
+    if not in_pixels:  # whole merged tokens to a side
+        side = side // tower.merge // tower.patch_size * tower.merge
+    windowed = (tower.depth - tower.num_full) * patches * side**2
     return 6 * patches * weights + 12 * tower.hidden * (tower.num_full * squares + windowed)

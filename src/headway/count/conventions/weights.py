@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from headway.count.conventions.ledger import linear_weights
 from headway.errors import NotExpressibleError
 
 if TYPE_CHECKING:
     from headway.count.conventions.architecture import Architecture
     from headway.count.conventions.convention import Parts, Step
+
+_BLOCK_NORM = re.compile(r"\.\d+\.[^.]*(?:norm|ln)[^.]*\.(?:weight|bias)$")  # a norm of a block, in none of its modules
 
 
 def six_nd(model: Architecture, step: Step) -> Parts:
@@ -52,16 +56,18 @@ def palm(model: Architecture, step: Step) -> Parts:
 def nanochat(model: Architecture, step: Step) -> Parts:
     """Bill 6 N + 12 heads x head size x min(window, row length) per layer, for every position of every row.
 
-    N leaves the token embedding out and keeps the head. Attention is the full square, cut at a layer's window.
+    N is the weights of linear modules: the head, tied or not, and neither embeddings nor norms nor biases. Attention is
+    the full square, cut at a layer's window.
 
-    Source: karpathy/nanochat, nanochat/gpt.py, estimate_flops (commit 025c432, and the window-aware one of 2026).
+    Source: karpathy/nanochat, nanochat/gpt.py, estimate_flops and num_matmul_params (commit 92d63d4, 3 July 2026).
     """
     if model.vision is not None or model.groups.vision or model.num_experts:
         raise NotExpressibleError("nanochat trains dense text models and has no number for experts or vision towers")
-    groups, positions = model.groups, step.row_slots
+    assert model.cost_model is not None, "its groups were read"
+    positions, head = step.row_slots, model.hidden * model.vocab
     return {
-        "linear": 6 * positions * (groups.other + groups.positions),
-        "head": 6 * positions * (groups.head or groups.embedding),
+        "linear": 6 * positions * (linear_weights(model.cost_model) - head),
+        "head": 6 * positions * head,
         "attention": positions * _windowed(model, step.seq_len, 12 * model.qk_dim),
     }
 
@@ -73,10 +79,21 @@ def torchtitan(model: Architecture, step: Step) -> Parts:
     Attention is the full square over the configured length, packing ignored. Not billed: the vision tower.
 
     Source: pytorch/torchtitan, torchtitan/models/utils.py, get_nparams_and_active_nparams and
-    quadratic_attention_flops_per_token (commit 01c01c8, 2026).
+    quadratic_attention_flops_per_token (commit 01c01c8, 2026; up to b5bcd76c6 of 21 Aug 2026 it is
+    `torchtitan-2026-06`).
     """
     attention = step.workload.slots * _windowed(model, step.seq_len, 6 * (model.qk_dim + model.v_dim))
     return {**_active_weights(model, step.workload.slots), "attention": attention}
+
+
+def torchtitan_2026_06(model: Architecture, step: Step) -> Parts:
+    """Bill as `torchtitan`, but windowed layers in full.
+
+    Source: pytorch/torchtitan, torchtitan/models/utils.py, get_dense_model_nparams_and_flops and
+    get_moe_model_nparams_and_flops (fd712e814, 10 June 2026, to b5bcd76c6, 21 Aug 2026).
+    """
+    attention = 6 * model.layers * model.heads * (model.qk_dim + model.v_dim) * step.seq_len
+    return {**_active_weights(model, step.workload.slots), "attention": step.workload.slots * attention}
 
 
 def torchtitan_2025_12_vlm(model: Architecture, step: Step) -> Parts:
@@ -94,23 +111,50 @@ def torchtitan_2025_12_vlm(model: Architecture, step: Step) -> Parts:
 
 
 def trl(model: Architecture, step: Step) -> Parts:
-    """Bill linear layers, active experts, head and embedding, and the full square of the row, for every position.
+    """Bill linear layers, active experts with their router, head and embedding, and the full square of the row.
 
-    A tied embedding is billed once, an untied one as if it were a second head. Not billed: routers, vision. Its
-    `adjusted_mfu` halves the attention.
+    Every MLP has three matrices. A tied embedding is billed once, an untied one as if it were a second head. Not
+    billed: shared experts, vision. Its `adjusted_mfu` halves the attention. It reads `decoder_sparse_step` of a mixture
+    of experts and fails where there is none.
 
-    Source: huggingface/trl, trl/trainer/utils.py, compute_flops_per_token (pull request 5698, 2026-05; issue 6708
-    shows the embedding).
+    Source: huggingface/trl, trl/trainer/utils.py, compute_flops_per_token (commit 47b377888, pull request 5698, 7 May
+    2026, and unchanged in f2cd57710, 24 July 2026).
     """
-    positions = step.row_slots
-    experts = model.moe_layers * model.mlp_matrices * model.hidden * (model.top_k * model.expert_ffn + model.shared_ffn)
-    dense = model.layers * model.attention_weights + model.dense_layers * model.mlp_matrices * model.hidden * model.ffn
+    if model.mla is not None or (model.num_experts and not model.sparse_step):
+        raise NotExpressibleError("TRL reads head_dim and decoder_sparse_step of the configuration, and fails on this")
+    positions, hidden = step.row_slots, model.hidden
+    sparse = -(-model.layers // model.sparse_step) if model.num_experts else 0
+    expert = 3 * model.top_k * model.expert_ffn + model.num_experts
+    table = 6 * positions * model.vocab * hidden
+    mlps = (model.layers - sparse) * 3 * hidden * model.ffn
     return {
-        "linear": 6 * positions * dense,
-        "experts": 6 * positions * experts,
-        "head": 6 * positions * model.vocab * model.hidden,
-        "embedding": 0 if model.tied else 6 * positions * model.vocab * model.hidden,
+        "linear": 6 * positions * (model.layers * model.attention_weights + mlps),
+        "experts": 6 * positions * sparse * hidden * expert,
+        "head": table,
+        "embedding": 0 if model.tied else table,
         "attention": 6 * positions * model.layers * model.heads * (model.qk_dim + model.v_dim) * step.seq_len,
+    }
+
+
+def olmo_core(model: Architecture, step: Step) -> Parts:
+    """Bill 6 FLOPs per parameter of attention, MLP and head modules, and the full square of the row, cut at windows.
+
+    Norms are in where those modules hold them: of queries and keys, and the last one. Biases are in.
+
+    Source: allenai/OLMo-core, src/olmo_core/nn, num_flops_per_token of Attention, FeedForward and LMHead (commit
+    fa6c5014c, 22 June 2026).
+    """
+    if model.vision is not None or model.groups.vision or model.num_experts:
+        raise NotExpressibleError(
+            "OLMo-core's numbers for experts are not kept here, and it has none for vision towers"
+        )
+    groups, positions = model.groups, step.row_slots
+    assert model.cost_model is not None, "its groups were read"
+    blocks = sum(p.numel for p in model.cost_model.parameters if _BLOCK_NORM.search(p.name))
+    return {
+        "linear": 6 * positions * (groups.other - blocks),
+        "head": 6 * positions * (groups.head or groups.embedding),
+        "attention": positions * _windowed(model, step.seq_len, 12 * model.qk_dim),
     }
 
 

@@ -1,0 +1,104 @@
+"""Logs that are JSON: the Hugging Face Trainer's trainer_state.json, and Headway's own records."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from headway.audit.intervals import printed
+from headway.audit.rows import Log, LogRow, near
+from headway.errors import LogError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CUMULATIVE = (
+    "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from a "
+    "checkpoint, the rates here are too high. --resumed-at STEP names the step that it went on from"
+)
+
+
+def trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
+    """Read a trainer_state.json: totals since the last start of the run, as one row; None for other JSON.
+
+    Raises:
+        LogError: not JSON, or a state without a time or FLOPs.
+        UsageError: `resumed_at` is no step of the run before its last.
+    """
+    try:
+        state = json.loads(text)
+    except ValueError as error:
+        raise LogError(f"{where} starts like JSON but is not: {error}. Give a whole trainer_state.json.") from error
+    if not isinstance(state, dict) or "log_history" not in state:
+        return None
+    last: dict[str, Any] = {}
+    for entry in state["log_history"]:
+        last.update(entry)
+    seconds, flops = last.get("train_runtime"), last.get("total_flos") or state.get("total_flos")
+    tokens = state.get("num_input_tokens_seen") or last.get("num_input_tokens_seen")
+    if not seconds or not flops:
+        raise LogError(
+            f"{where} is a trainer_state.json without {'train_runtime' if not seconds else 'total_flos'}, which the "
+            "Trainer writes at the end of training: there is no rate to audit. Give the state of the finished run."
+        )
+    steps = int(state.get("global_step", 0))
+    start = _start(state["log_history"], steps) if resumed_at is None else resumed_at
+    if start and not 0 <= start < steps:
+        raise UsageError(f"--resumed-at {start}: the run has {steps} steps; give one of them that is not its last.")
+    share = (steps - start) / steps if start else 1.0
+    row = LogRow(
+        steps,
+        flops_per_s=near(share * flops / seconds, 1e-4),
+        step_s=near(float(seconds), 1e-4),
+        tokens_per_s=near(share * tokens / seconds, 1e-4) if tokens else None,
+    )
+    if start:
+        note = f"taken as resumed at step {start:,}: {share:.1%} of the FLOPs are of its last start"
+    else:
+        note = "" if resumed_at == 0 else _CUMULATIVE
+    return Log("Hugging Face Trainer", ("6nd",), (row,), whole_job=True, notes=(note,) if note else ())
+
+
+def _start(history: list[Mapping[str, Any]], steps: int) -> int:
+    """Find the step that the run was last resumed at, where entries with a clock show it: the clock goes back there."""
+    start, before = 0, 0.0
+    latest = 0  # the step of the last entry before the clock goes back
+    for entry in history:
+        clock, step = entry.get("train_runtime"), entry.get("step")
+        if clock is not None:
+            if clock < before:
+                start = latest
+            before = clock
+        latest = int(step) if isinstance(step, int) else latest
+    return start if start < steps else 0
+
+
+def own_records(text: str) -> Log | None:
+    """Read Headway's own metrics.jsonl, whose rates are useful already; None for another file."""
+    rows, skipped = [], Counter[str]()
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            skipped["a line that a kill left unfinished"] += 1
+            continue
+        if not isinstance(record, dict) or "flops_per_s_per_device" not in record:
+            kind = record.get("kind", "another record") if isinstance(record, dict) else "no record"
+            skipped[f"{kind}, which is no step"] += 1
+            continue
+        mfu, tokens = record.get("mfu"), record.get("tokens_per_s_per_device")
+        rows.append(
+            LogRow(
+                int(record["step"]),
+                mfu=near(mfu, 1e-9) if mfu is not None else None,
+                flops_per_s=near(record["flops_per_s_per_device"], 1e-9),
+                tokens_per_s=near(tokens, 1e-9) if tokens else None,
+                step_s=near(record["wall_s"], 1e-9) if record.get("wall_s") else printed("0"),
+            )
+        )
+    if not rows:
+        return None
+    return Log("Headway", ("useful",), tuple(rows), useful=True, skipped=skipped)

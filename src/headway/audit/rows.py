@@ -1,0 +1,78 @@
+"""Rows of a log: what each line reports, with its rounding, and what the log as a whole is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from headway.audit.intervals import Interval, Printed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class LogRow:
+    """What one line reports; None where it does not.
+
+    Attributes:
+        step: its number.
+        mfu: fraction.
+        flops_per_s: FLOP/s, of one device unless the log says otherwise.
+        tokens_per_s: token positions per second, of one device or of the job as `Log.whole_job` says.
+        step_s: time of the step [s].
+        tokens: token positions of the step on one device.
+        sequences: sequences of the step, all devices together.
+        stamp_s: when the line was written [s].
+    """
+
+    step: int
+    mfu: Printed | None = None
+    flops_per_s: Printed | None = None
+    tokens_per_s: Printed | None = None
+    step_s: Printed | None = None
+    tokens: Printed | None = None
+    sequences: int | None = None
+    stamp_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A tool's log.
+
+    Attributes:
+        tool: who wrote it.
+        conventions: the rules that this tool has used, newest first.
+        rows: in the order of the file.
+        whole_job: whether tokens/s (and FLOP/s, if any) are those of all devices together.
+        smoothed: whether its MFU is a running mean, so that a row does not stand for its own step.
+        useful: whether its FLOP/s are `useful/1` already, as in Headway's own records.
+        skipped: why lines that look like steps are no rows -> how many.
+        notes: what to know about its numbers.
+    """
+
+    tool: str
+    conventions: tuple[str, ...]
+    rows: tuple[LogRow, ...]
+    whole_job: bool = False
+    smoothed: bool = False
+    useful: bool = False
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def per_device(log: Log, num_ranks: int) -> Log:
+    """Divide rates of a whole job by its devices."""
+    if not log.whole_job:
+        return log
+
+    def share(reading: Printed | None) -> Printed | None:
+        return reading and Printed(reading.value / num_ranks, reading.range / num_ranks)
+
+    rows = (replace(row, tokens_per_s=share(row.tokens_per_s), flops_per_s=share(row.flops_per_s)) for row in log.rows)
+    return replace(log, rows=tuple(rows), whole_job=False)
+
+
+def near(value: float, share: float) -> Printed:
+    """A number that was printed with more digits than matter."""
+    return Printed(value, Interval(value, value).widened(share))

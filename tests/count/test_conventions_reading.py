@@ -1,0 +1,270 @@
+"""Sizes are read off configurations and settled by ledgers; witnesses are the tools' own functions, run on them.
+
+The numbers marked as a witness were computed once by calling the function of the tool that the comment names, at the
+commit that the convention's docstring names, on an object with these sizes; none of its code is here.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from headway.count import Workload, load_cost_model
+from headway.count.conventions import Step, architecture, get_convention
+from headway.count.conventions.ledger import decoder
+from headway.count.models import presets, shipped_models
+from headway.errors import UnknownModelError
+
+LLAMA4_SCOUT = {
+    "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "vocab_size": 202048, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+    "attention_chunk_size": 8192, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+GEMMA2_9B = {
+    "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
+    "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
+MINITRON_4B = {
+    "model_type": "nemotron", "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 24,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9216, "vocab_size": 256000,
+    "hidden_act": "relu2", "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN2_VL_7B = {
+    "model_type": "qwen2_vl", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "hidden_act": "silu",
+    "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28, "tie_word_embeddings": False,
+    "vision_config": {
+        "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 3584,
+        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_act": "quick_gelu",
+    },
+}  # fmt: skip
+
+
+def bill(model, convention, workload, seq_len):
+    return get_convention(convention).bill(model, Step(workload, seq_len))
+
+
+def like_a_ledger(model, **changes):
+    """A stored ledger whose rows are rescaled to what other sizes of the same layers would cost."""
+    cost_model = load_cost_model(model)
+    rows = tuple(
+        replace(row, forward=row.forward * changes[row.component][0] // changes[row.component][1])
+        if row.component in changes
+        else row
+        for row in cost_model.rows
+    )
+    return replace(cost_model, rows=rows)
+
+
+@pytest.mark.parametrize("name", shipped_models())
+def test_what_a_configuration_alone_says_is_what_the_ledger_says(name):
+    settled = architecture(presets()[name], name, load_cost_model(name))
+    assert settled.unread == ""
+    assert settled.feed_forward_weights == decoder(load_cost_model(name)).feed_forward
+    alone = architecture(presets()[name], name)
+    if alone.unread:  # GPT-2 and Gemma-3 do not say whether there is a gate, Mistral not which layers have the window
+        assert "its cost model would tell" in alone.unread
+    else:
+        assert replace(settled, cost_model=None) == alone
+        assert bill(alone, "maxtext", Workload([512]), 512) == bill(settled, "maxtext", Workload([512]), 512)
+
+
+def test_llama_4s_shared_expert_interleaving_and_chunks():
+    model = architecture(LLAMA4_SCOUT, "llama4-scout")
+    # witness: MaxText's calculate_tflops_training_per_device
+    assert bill(model, "maxtext", Workload([8192]), 8192).flops == 892_166_712_852_480
+    # by hand: 36 of 48 layers stay in chunks of 8192, two of which a row of 16384 has
+    halves = 12 * 16384**2 / 2 + 36 * 2 * 8192**2 / 2
+    assert bill(model, "maxtext", Workload([16384]), 16384).parts["attention"] == 12 * 40 * 128 * halves
+    maverick = architecture({**LLAMA4_SCOUT, "interleave_moe_layer_step": 2, "num_local_experts": 128}, "maverick")
+    assert (maverick.moe_layers, maverick.dense_layers) == (24, 24)
+    assert (maverick.ffn, maverick.expert_ffn, maverick.shared_ffn) == (16384, 8192, 8192)
+
+
+def test_the_ledger_says_which_layers_a_window_is_for():
+    alone = architecture(GEMMA2_9B, "gemma2-9b")
+    assert "only its class says which layers" in alone.unread
+    assert "only its class says" in bill(alone, "maxtext", Workload([8192]), 8192).reason
+    gemma3 = architecture(
+        {k: v for k, v in presets()["gemma-3-4b"].items() if k != "layer_types"},
+        "gemma-3-4b",
+        load_cost_model("gemma-3-4b"),
+    )
+    assert gemma3.windows == architecture(presets()["gemma-3-4b"], "x", load_cost_model("gemma-3-4b")).windows
+    # witness: MaxText's function, with the layers that Gemma 2's class makes
+    windows = tuple(None if i % 2 else 4096 for i in range(42))
+    gemma2 = replace(alone, unread="", windows=windows)
+    assert bill(gemma2, "maxtext", Workload([8192]), 8192).flops == 514_829_139_836_928
+
+
+def test_qwen2_has_its_window_from_max_window_layers_on():
+    config = {**presets()["qwen2.5-7b"], "sliding_window": 4096, "max_window_layers": 20}
+    assert architecture(config, "off").windows == (None,) * 28
+    on = architecture({**config, "use_sliding_window": True}, "on")
+    assert on.windows == (None,) * 20 + (4096,) * 8
+
+
+def test_an_mlp_without_a_gate_is_seen_in_the_ledger_and_guessed_nowhere():
+    # Minitron's MLPs are two matrices: the ledger of GPT-2 shows the same of its own.
+    assert not architecture(presets()["gpt2"], "gpt2", load_cost_model("gpt2")).gated
+    alone = architecture(MINITRON_4B, "minitron-4b")
+    assert "whether its MLP has a gate (hidden_act is 'relu2')" in alone.unread
+    # witness: Megatron-Bridge's num_floating_point_operations with gated_linear_unit=False
+    model = replace(alone, unread="", gated=False)
+    assert bill(model, "megatron-bridge", Workload([4096]), 4096).flops == 93_544_387_706_880
+
+
+@pytest.mark.parametrize(
+    ("component", "share", "quoted"),
+    [
+        ("language.mlp", (5, 2), "weights that one token meets in MLPs, experts and routers"),
+        ("language.projections", (1, 2), "weights of attention projections"),
+        ("language.attention", (2, 1), "features of a query-key pair"),
+    ],
+)
+def test_sizes_that_do_not_make_the_ledger_are_refused_with_the_reason(component, share, quoted):
+    model = architecture(presets()["qwen3-8b"], "odd", like_a_ledger("qwen3-8b", **{component: share}))
+    for convention in ("maxtext", "trl", "lmms-engine", "torchtitan"):
+        refused = bill(model, convention, Workload([128]), 128)
+        assert refused.flops is None
+        assert quoted in refused.reason
+    assert bill(model, "useful", Workload([128]), 128).flops
+    masked = tuple(
+        replace(row, driver="pairs:topk:64") if row.op == "attention" else row
+        for row in load_cost_model("qwen3-8b").rows
+    )
+    sparse = architecture(presets()["qwen3-8b"], "odd", replace(load_cost_model("qwen3-8b"), rows=masked))
+    assert "attend over pairs:topk:64, which no formula here has" in bill(sparse, "trl", Workload([128]), 128).reason
+    fewer = architecture({**presets()["qwen3-8b"], "num_hidden_layers": 35}, "odd", load_cost_model("qwen3-8b"))
+    assert "35 layers where the model's code runs attention in 36" in fewer.unread
+
+
+def test_adapters_do_not_change_what_the_sizes_are_held_against():
+    config = presets()["qwen3-8b"]
+    assert architecture(config, "lora", load_cost_model("qwen3-8b").lora(64)).unread == ""
+
+
+def test_a_size_that_differs_by_layer_is_named():
+    with pytest.raises(UnknownModelError, match=r"gives intermediate_size as \[1, 2\]"):
+        architecture({**presets()["qwen3-8b"], "intermediate_size": [1, 2]}, "by layer")
+
+
+def test_qwen2_vls_tower_has_names_of_its_own():
+    model = architecture(QWEN2_VL_7B, "qwen2-vl-7b")
+    tower = model.vision
+    assert (tower.hidden, tower.ffn, tower.out, tower.gated) == (1280, 5120, 3584, False)
+    step = Workload([2000], [(1, 32, 48)])
+    # witness: VeOmni's VeomniFlopsCounter.estimate_flops
+    assert bill(model, "veomni", step, 2000).flops == 97_028_879_155_200
+    for convention in ("verl", "megatron-bridge"):
+        assert bill(model, convention, step, 2000).parts["vision"] > 0
+
+
+def test_a_tower_that_no_formula_can_express_is_said_to_be_left_out():
+    config = {**presets()["qwen3-8b"], "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27}}
+    model = architecture(config, "siglip", load_cost_model("qwen3-8b"))
+    pictures = Workload([4096], [(1, 32, 48)])
+    note = "the vision tower is left out: vision_config does not give depth"
+    assert bill(model, "megatron-bridge", pictures, 4096).note == note
+    assert bill(model, "megatron-bridge", Workload([4096]), 4096).note == ""
+    assert bill(model, "torchtitan", pictures, 4096).note == ""  # bills no tower of any model
+
+
+def shipped(name):
+    return architecture(presets()[name], name, load_cost_model(name))
+
+
+def test_megatron_bridges_frames_since_august_2026_and_before():
+    # witness: Megatron-Bridge's num_floating_point_operations and vit_flops_from_grid_thw, Qwen3-VL-8B
+    model, video = shipped("qwen3-vl-8b"), Workload([3200], videos=[(8, 32, 48)])
+    new, old = bill(model, "megatron-bridge", video, 3200), bill(model, "megatron-bridge-2026-05", video, 3200)
+    assert (new.flops, new.parts["vision"]) == (194_676_472_676_352, 40_309_308_260_352)
+    assert (old.flops, old.parts["vision"]) == (241_772_399_689_728, 87_405_235_273_728)
+    images = Workload([3200], [(1, 64, 64), (1, 32, 48)])
+    assert bill(model, "megatron-bridge", images, 3200).parts["vision"] == 22_388_888_567_808
+    assert bill(model, "megatron-bridge-2026-05", images, 3200).parts["vision"] == 26_068_937_342_976
+
+
+def test_veomnis_windows_since_7_august_2026_and_before():
+    # witness: VeOmni's VeomniFlopsCounter.estimate_flops, Qwen2.5-VL-7B
+    model, step = shipped("qwen2.5-vl-7b"), Workload([1000], [(1, 36, 50)])
+    new, old = bill(model, "veomni", step, 1000), bill(model, "veomni-2026-07", step, 1000)
+    assert (new.flops, new.parts["vision"]) == (51_159_465_984_000, 7_533_527_040_000)
+    assert (old.flops, old.parts["vision"]) == (60_820_783_104_000, 17_194_844_160_000)
+
+
+def test_trl_bills_the_router():
+    # witness: TRL's compute_flops_per_token x 4096, Qwen3-30B-A3B
+    assert bill(shipped("qwen3-30b-a3b"), "trl", Workload([4096]), 4096).flops == 121_981_366_173_696
+    for name in ("deepseek-v3", "mixtral-8x7b"):  # it reads a key that these configurations do not have
+        assert "decoder_sparse_step" in bill(shipped(name), "trl", Workload([4096]), 4096).reason
+
+
+def test_nanochat_counts_weights_of_linear_modules_alone():
+    # witness: nanochat's estimate_flops x 2048, Llama-3.1-8B's sizes
+    assert bill(shipped("llama-3.1-8b"), "nanochat", Workload([2048]), 2048).flops == 98_814_312_579_072
+
+
+def test_olmo_core_counts_the_norms_that_its_modules_hold():
+    # by hand, Qwen3-8B: projections, MLPs, the norms of queries and keys, and the head with the last norm
+    layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288 + 2 * 128
+    weights = 36 * layer + 4096 + 4096 * 151936
+    expected = 2048 * (6 * weights + 12 * 36 * 4096 * 2048)
+    assert bill(shipped("qwen3-8b"), "olmo-core", Workload([2048]), 2048).flops == expected
+
+
+def test_megatron_lm_before_march_2025_squared_the_row():
+    # A log of Mixtral-8x7B on 16 H100 of that time implies 79.702 to 79.710 GFLOP per token at rows of 2048.
+    per_token = bill(shipped("mixtral-8x7b"), "megatron-lm-2025-02", Workload([2048]), 2048).flops / 2048
+    assert 79.702e9 < per_token < 79.710e9
+
+
+def test_windows_were_billed_in_full_by_torchtitan_until_august_2026():
+    model, step = shipped("gemma-3-4b"), Workload([4096])
+    old = bill(model, "torchtitan-2026-06", step, 4096).parts
+    new = bill(model, "torchtitan", step, 4096).parts
+    assert old["attention"] == 12 * 34 * 8 * 256 * 4096**2
+    assert new["attention"] < old["attention"]
+    assert new["linear"] == old["linear"]
+
+
+# What the code of small models of these families does: layers' windows, gate, key-value heads, layers with experts
+TRACED = {
+    "gemma2": ({"head_dim": 16, "sliding_window": 32}, (32, None, 32, None), True, 2, 0),
+    "nemotron": ({"head_dim": 16}, (None,) * 4, False, 2, 0),
+    "arcee": ({}, (None,) * 4, False, 2, 0),
+    "qwen2_moe": (
+        {
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        (None,) * 4, True, 2, 4,
+    ),
+    "gpt_neo": (
+        {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 16},
+        (None, 16, None, 16), False, 4, 0,
+    ),
+    "gpt_bigcode": ({"n_embd": 64, "n_layer": 4, "n_head": 4}, (None,) * 4, False, 1, 0),
+    "mpt": ({"d_model": 64, "n_layers": 4, "n_heads": 4}, (None,) * 4, False, 4, 0),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TRACED)
+def test_families_that_a_configuration_does_not_describe_are_read_off_their_code(model_type):
+    transformers = pytest.importorskip("transformers")
+    from headway.count import trace
+
+    given, windows, gated, kv_heads, moe_layers = TRACED[model_type]
+    sizes = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+    if not {"n_embd", "d_model", "num_layers"} & set(given):
+        sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
+    config = transformers.AutoConfig.for_model(
+        model_type, **({} if {"n_embd", "d_model"} & set(given) else {"hidden_size": 64}), **sizes, **given
+    )
+    model = architecture(config.to_dict(), model_type, trace(config))
+    assert model.unread == ""
+    assert (model.windows, model.gated, model.kv_heads, model.moe_layers) == (windows, gated, kv_heads, moe_layers)
+    useful = bill(model, "useful", Workload([8]), 8).parts
+    assert bill(model, "maxtext", Workload([8]), 8).parts["linear"] == useful["linear"]
