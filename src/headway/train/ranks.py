@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -81,10 +81,11 @@ class Ranks:
                 outcome = act(), None
             except HeadwayError as error:
                 outcome = None, error
-        value, refused = self.gather_all(outcome)[0]  # type: ignore[misc]  # the first one's is not None
+        heard: Any = self.gather_all(outcome)[0]
+        value, refused = heard
         if refused is not None:
             raise refused
-        return value  # type: ignore[no-any-return]
+        return cast(T, value)
 
     def sum_(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
@@ -116,14 +117,15 @@ def join_ranks(device: torch.device, sequence: int = 1, *, watchdog_s: float | N
         timeout = timedelta(seconds=2.0 * watchdog_s) if watchdog_s is not None else dist.default_pg_timeout
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        meeting = dist.PrefixStore(agree_on_meeting(store, rank, size, timeout.total_seconds()), store)
+        name = agree_on_meeting(store, rank, size, timeout.total_seconds())
+        meeting = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # documented, if not declared
         dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timeout)
     if not dist.is_initialized():
         return Ranks(0, 1)
     return Ranks(dist.get_rank(), dist.get_world_size(), sequence)
 
 
-def agree_on_meeting(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
+def agree_on_meeting(store: Any, rank: int, size: int, timeout_s: float) -> str:
     """Agree on a name that no processes before these have used, for what these exchange through a store.
 
     torchrun keeps one store for all its restarts. Under the same names, a new process would read the address of one
@@ -134,7 +136,7 @@ def agree_on_meeting(store: dist.Store, rank: int, size: int, timeout_s: float) 
     heard it: what the dead have left is answered too, and nobody hears it.
 
     Args:
-        store: that all of them reach, with anything in it.
+        store: of torch.distributed, that all of them reach, with anything in it.
         rank: this process.
         size: number of processes.
         timeout_s: how long the others are waited for [s].
@@ -145,7 +147,7 @@ def agree_on_meeting(store: dist.Store, rank: int, size: int, timeout_s: float) 
     own = uuid.uuid4().hex
     if rank > 0:
         store.set(f"headway/here/{rank}", own)
-        meeting = store.get(f"headway/meeting of/{own}").decode()
+        meeting: str = store.get(f"headway/meeting of/{own}").decode()
         store.set(f"headway/heard/{meeting}/{rank}", "")
         return meeting
     answered: set[str] = set()

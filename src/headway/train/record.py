@@ -136,14 +136,15 @@ class MetricsLog:
     def __init__(
         self, path: Path | None, *, last_step: int, trackers: Sequence[str] = (), lost: Path | None = None
     ) -> None:
-        self._path, self._file, self.losses = path, None, LossTally()
+        self._path, self.losses = path, LossTally()
+        self._file: FileIO | None = None
         self._trackers = Sinks.open(trackers if path is not None else ())
         if path is None:
             return
         with _refusals(path):
             if path.exists():
                 self._go_back(path, last_step, lost)
-            self._file: FileIO | None = path.open("ab", buffering=0)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record.
@@ -169,7 +170,8 @@ class MetricsLog:
 
     def _go_back(self, path: Path, last_step: int, lost: Path | None) -> None:
         """Cut off what lies after a step, and what a killed process left unfinished at the end."""
-        kept_bytes, redone, ended = 0, [], b"\n"
+        kept_bytes, ended = 0, b"\n"
+        redone: list[dict[str, Any]] = []
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 record = _as_record(line)
