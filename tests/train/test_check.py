@@ -99,6 +99,8 @@ def test_steps_taken_again_with_other_packs_are_not_compared_but_told(tmp_path):
         ([record(1), record(2), record(2)], "a record of step 2 where that of step 3 belongs"),
         ([{"kind": "step", "step": 1}], "no samples_digest in step 1"),
         ([[1]], "line 1 is no record"),
+        ([record(1) | {"samples_digest": "f" * 17}], "records that headway train did not write: OverflowError"),
+        ([record(1) | {"packs": None}], "records that headway train did not write: TypeError"),
     ],
 )
 def test_records_that_prove_nothing_are_an_error(tmp_path, lines, message):

@@ -108,6 +108,13 @@ def check_run(folder: Path, other: Path | None = None) -> Check:
     Raises:
         LogError: the records cannot be read, or a step's is missing, doubled or without a digest.
     """
+    try:
+        return _compare(folder, other)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, OSError) as error:
+        raise LogError(f"{folder} holds records that headway train did not write: {error!r}.") from error
+
+
+def _compare(folder: Path, other: Path | None) -> Check:
     steps, faults = _Steps(folder), []
     resumes = redone = unwitnessed = regrouped = checkpoints = 0
     for resume in _lines(folder / "resumes.jsonl") if (folder / "resumes.jsonl").exists() else ():
@@ -160,5 +167,5 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         raise LogError(
             f"{path} cannot be read: {error.strerror}. Give the folder of a run of headway train."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LogError(f"{path}, line {number} is no record: {error}.") from error

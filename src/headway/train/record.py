@@ -31,6 +31,7 @@ import torch
 
 import headway
 from headway.errors import TrainingError
+from headway.meter.jsonl import LineFile
 from headway.meter.sinks import Sinks
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
@@ -189,8 +190,9 @@ class MetricsLog:
                     self.losses.add(record)
         if lost is not None:
             steps = [record for record in redone if record.pop("kind") == "step"]
-            with lost.open("ab", buffering=0) as file:
-                _append(file, json.dumps({"kind": "resumed", "step": last_step, "lost": steps}).encode() + b"\n")
+            resumes = LineFile(lost)
+            resumes.append({"kind": "resumed", "step": last_step, "lost": steps})
+            resumes.close()
         os.truncate(path, kept_bytes)
         if ended != b"\n":  # a kill between a record and its line break
             with path.open("ab") as file:
