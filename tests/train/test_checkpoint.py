@@ -3,11 +3,8 @@
 import dataclasses
 import json
 import random
-import resource
-import signal
 import threading
 from concurrent import futures
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -29,6 +26,7 @@ from headway.train.checkpoint import (
     training_tensors,
 )
 from headway.train.ranks import Ranks
+from refusing_disk import a_full_disk
 
 ALONE = Ranks(0, 1)
 
@@ -155,21 +153,10 @@ def test_an_unfinished_write_is_no_checkpoint_and_is_cleared_away(tmp_path):
     unfinished = tmp_path / ".step-000010.writing"
     unfinished.mkdir()
     (unfinished / "__0_0.distcp").write_text("half")
+    assert latest_checkpoint(tmp_path).step == 5
+    assert unfinished.exists(), "who only reads, as an export does, must not touch what a run is writing"
     assert find_checkpoint(tmp_path, ALONE).step == 5
     assert not unfinished.exists()
-
-
-@contextmanager
-def a_full_disk(room):
-    """Let no file grow beyond `room` bytes: the write fails as on a full disk, even for root."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from headway.meter.goodput_report import read_goodput
+from headway.train.check import check_run
 from headway.train.checkpoint import find_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
@@ -309,3 +310,61 @@ def test_a_killed_machine_comes_back_and_the_run_goes_on_with_the_same_losses(re
     records = read_metrics(folder / "metrics.jsonl")
     assert {record["world_size"] for record in records if record["kind"] == "step"} == {2}
     assert read_goodput(folder).restarts == 1
+
+
+KILLED_AGAIN_AND_AGAIN = """
+import os, random, signal, threading
+from headway.cli.app import main
+from headway.train import loop
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+rng = random.Random(attempt)
+victim, steps, in_set_up = rng.randrange(2), rng.randrange(1, 5), attempt % 4 == 2
+delay_s = rng.uniform(0.0, 2.0 if in_set_up else 0.05)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+taken = []
+original = loop.learning_rate
+def rate(step, optim):
+    taken.append(step)
+    if not in_set_up and len(taken) == steps:
+        threading.Timer(delay_s, die).start()
+    return original(step, optim)
+if attempt < int(os.environ["KILLS"]) and rank == victim:
+    loop.learning_rate = rate
+    if in_set_up:
+        original_prepare = loop.prepare
+        def prepare(*arguments, **settings):
+            threading.Timer(delay_s, die).start()
+            return original_prepare(*arguments, **settings)
+        loop.prepare = prepare
+main()
+"""
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_torchrun_starts_killed_ranks_again_and_the_run_goes_on_with_the_same_losses(recipe, alone, tmp_path, kills):
+    """A rank is killed without a warning, amid a step, a checkpoint or the set-up; torchrun starts both anew."""
+    folder, whole, settings = tmp_path / "run", load_config(recipe).run.folder, []
+    if kills > 1:  # a longer run, or it would end before it has been killed so often
+        whole, settings = tmp_path / "whole", [f"optim.steps={5 * kills}"]
+        train(load_config(recipe, (*settings, f"run.folder={whole}")))
+    # A checkpoint a step, as most attempts live for no more than a few.
+    settings += ["checkpoint.every=1", "run.watchdog_s=120.0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(kills), "--no-python", sys.executable, "-c", KILLED_AGAIN_AND_AGAIN, "train"]
+    command += arguments(recipe, folder, 2, *(part for setting in settings for part in ("--set", setting)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "KILLS": str(kills)}
+    with (tmp_path / "said").open("w") as said:
+        agent = subprocess.Popen([str(part) for part in command], env=environment, stdout=said, stderr=said)
+        try:
+            code = agent.wait(timeout=300 * (kills + 1))
+        finally:
+            agent.terminate()  # which ends its processes, too
+            agent.wait()
+    text = (tmp_path / "said").read_text()
+    assert code == 0, text
+    assert "Traceback" not in text, text
+    assert text.count("exitcode: -9") == kills, text
+    assert_same(curve(folder), curve(whole))
+    found = check_run(folder, whole)
+    assert (found.faults, found.others, found.checkpoints) == ((), found.steps, 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headway.train.check import check_run
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
@@ -73,6 +74,10 @@ def test_a_run_killed_at_random_trains_on_the_samples_of_one_that_was_not(raw, d
     summary = train(load_config(path, (f"run.folder={folder}",)), resume=True)
     assert what_was_trained(folder) == what_was_trained(config.run.folder)
     assert summary.report == whole.report
+    found = check_run(folder, config.run.folder)
+    assert (found.steps, found.others, found.resumes, found.faults) == (STEPS, STEPS, len(kills), ())
+    assert found.redone + found.unwitnessed > 0
+    assert found.checkpoints > 0
 
 
 @pytest.mark.dist

@@ -1,6 +1,8 @@
 """A gradient that is not finite ends the run and names the samples, or its update is left out as if it had not been."""
 
 import json
+import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -52,8 +54,8 @@ def poison(monkeypatch):
     def spoil(*steps):
         original = loop.prepare
 
-        def prepare(config, *, resume):
-            run = original(config, resume=resume)
+        def prepare(config, **given):
+            run = original(config, **given)
             parameter = next(p for name, p in run.model.named_parameters() if name.endswith("norm.weight"))
             calls = []
 
@@ -110,6 +112,37 @@ def test_the_error_names_the_samples_and_leaves_the_last_checkpoint_whole(raw, p
     assert told["packs"][0][0] in str(caught.value)
     assert latest_checkpoint(config.run.folder / "checkpoints").step == 2
     assert all(tensor.isfinite().all() for tensor in weights_after(config, 2).values())
+
+
+def test_a_row_of_left_out_updates_goes_on_where_it_was_and_keeps_the_checkpoint_before_it(raw, poison):
+    """Killed or ended, a run that is lost must not train on for as many steps again, nor delete what was good."""
+    poison(*range(3, 99))
+    raw["optim"] |= {"on_nonfinite": "skip", "nonfinite_limit": 3}
+    raw["checkpoint"] = {"every": 1, "keep": 1}
+    config = parse_config(raw)
+    with pytest.raises(TrainingError, match=r"step 6 has loss .* after 3 updates in a row"):
+        loop.train(config)
+    saved = sorted(path.name for path in (config.run.folder / "checkpoints").iterdir())
+    assert saved == ["step-000002", "step-000005"]
+    poison(*range(1, 99))
+    with pytest.raises(TrainingError, match=r"step 6 has loss .* after 3 updates in a row"):
+        loop.train(config, resume=True)
+
+
+def test_a_run_stopped_before_any_update_was_taken_ends_as_others_do(raw, poison, monkeypatch):
+    poison(*range(1, 99))
+    raw["optim"] |= {"on_nonfinite": "skip", "nonfinite_limit": 5}
+    asked = []
+
+    @contextmanager
+    def stopped():
+        yield lambda: asked.append(1) or (signal.SIGTERM if len(asked) == 2 else 0)
+
+    monkeypatch.setattr(loop, "stop_requests", stopped)
+    summary = loop.train(parse_config(raw))
+    assert (summary.steps, summary.skipped, summary.first_loss, summary.last_loss) == (2, 2, None, None)
+    assert "none: every update was left out" in summary.as_table()
+    assert json.loads((summary.folder / "summary.json").read_text())["first_loss"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
 """Two processes train as one: the same losses as one process that accumulates twice the packs."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, RankLostError
 from headway.train.config import ParallelConfig, load_config, parse_config
 from headway.train.loop import train
 from headway.train.prepare import make_mesh
-from headway.train.ranks import Ranks
+from headway.train.ranks import Ranks, agree_on_meeting
 from headway.train.record import read_metrics
 from processes import TRAIN, run_processes
 
@@ -47,6 +48,45 @@ def test_groups_that_share_packs_are_counted_once():
     ranks = [Ranks(rank, 6, sequence=2) for rank in range(6)]
     assert [each.data_rank for each in ranks] == [0, 0, 1, 1, 2, 2]
     assert {each.num_data_ranks for each in ranks} == {3}
+
+
+def meet(store, size):
+    """The names that processes which start together agree on, each a thread here."""
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: agree_on_meeting(store, rank, size, 60.0), range(size)))
+
+
+def test_ranks_that_were_restarted_agree_on_another_name_than_those_before_them():
+    """torchrun keeps the store, with all that the dead have left there."""
+    store = torch.distributed.HashStore()
+    names = []
+    for size in (3, 3, 2, 4):
+        found = meet(store, size)
+        assert len(set(found)) == 1
+        names.append(found[0])
+        for rank in range(1, size):  # of an attempt in which they died before the first rank heard them
+            store.set(f"headway/here/{rank}", f"dead-{len(names)}-{rank}")
+    assert len(set(names)) == len(names)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    with pytest.raises(RankLostError, match=r"2 of 3 ranks have not come within 0.05 s, the first of them rank 1"):
+        agree_on_meeting(torch.distributed.HashStore(), 0, 3, 0.05)
+
+
+def test_what_the_first_rank_alone_does_is_told_to_all(monkeypatch):
+    first, other = Ranks(0, 2), Ranks(1, 2)
+    told = []
+
+    def refuse():
+        raise ConfigError("the folder is taken")
+
+    monkeypatch.setattr(Ranks, "gather_all", lambda _, value: told.append(value) or [told[0], None])
+    for ranks in (first, other):
+        with pytest.raises(ConfigError, match="the folder is taken"):
+            ranks.by_first(refuse)
+    told.clear()
+    assert [first.by_first(lambda: "resumed"), other.by_first(refuse)] == ["resumed", "resumed"]
 
 
 @pytest.mark.dist

@@ -10,10 +10,14 @@ from headway.models.blocks import blocks
 from headway.models.recompute import checkpointed_but_attention, is_recomputed
 from headway.train.config import parse_config
 from headway.train.prepare import prepare
+from headway.train.run_folder import RunFolder
+from headway.train.watch import Place
 
 
 def prepared(raw, recompute):
-    return prepare(parse_config({**raw, "speed": {"recompute": recompute}}), resume=False)
+    config = parse_config({**raw, "speed": {"recompute": recompute}})
+    with RunFolder(config.run.folder) as folder:
+        return prepare(config, resume=False, place=Place(), folder=folder)
 
 
 def with_folder(raw, name):

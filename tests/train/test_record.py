@@ -5,8 +5,9 @@ import torch
 
 from headway.errors import TrainingError
 from headway.train.progress import evaluation_line, step_line
-from headway.train.record import MetricsLog, read_metrics, write_json
+from headway.train.record import MetricsLog, read_metrics, write_json, write_whole
 from headway.train.recorder import HostCopy
+from refusing_disk import a_full_disk
 
 
 def lines(*steps):
@@ -36,6 +37,52 @@ def test_a_damaged_line_inside_is_an_error_with_its_number(tmp_path):
         MetricsLog(path, last_step=3)
 
 
+def test_a_whole_record_without_its_line_break_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(1, 2)[:-1])
+    with MetricsLog(path, last_step=2) as log:
+        log.write({"step": 3})
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+
+
+def test_losses_are_summed_up_as_they_pass_over_a_resume_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    losses = [4.0, None, 3.0, 2.0, 9.0]
+    for part, last in ((losses, 0), ([1.0], 4)):
+        with MetricsLog(path, last_step=last) as log:
+            for number, loss in enumerate(part, start=last + 1):
+                log.write({"kind": "step", "step": number, "loss": loss})
+    assert (log.losses.steps, log.losses.skipped, log.losses.first, log.losses.last) == (5, 1, 4.0, 1.0)
+    path.unlink()
+    assert (MetricsLog(None, last_step=0).losses.first, MetricsLog(None, last_step=0).losses.last) == (None, None)
+
+
+def test_a_refused_write_is_one_error_that_names_the_file_and_leaves_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, last_step=0)
+    log.write({"step": 1})
+    with (
+        a_full_disk(path.stat().st_size + 5),
+        pytest.raises(TrainingError, match=r"metrics.jsonl cannot be written: .*Make room.*--resume"),
+    ):
+        log.write({"step": 2})
+    log.write({"step": 2})
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+    log.__exit__(None, None, None)
+
+
+def test_records_go_on_in_a_new_file_where_somebody_deleted_theirs(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, last_step=0) as log:
+        log.write({"kind": "step", "step": 1, "loss": 2.0})
+        path.unlink()
+        with pytest.warns(RuntimeWarning, match="was deleted while the run writes to it"):
+            log.write({"kind": "step", "step": 2, "loss": 1.0})
+        log.write({"kind": "step", "step": 3, "loss": 1.0})
+    assert [r["step"] for r in read_metrics(path)] == [2, 3]
+    assert (log.losses.steps, log.losses.first) == (3, 2.0)
+
+
 def test_other_ranks_write_nowhere(tmp_path):
     with MetricsLog(None, last_step=0) as log:
         log.write({"step": 1})
@@ -50,6 +97,15 @@ def test_json_is_written_whole(tmp_path):
     write_json(tmp_path / "a.json", {"x": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_refused_write_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    write_whole(path, "a: 1\n")
+    with a_full_disk(2), pytest.raises(OSError, match="File too large"):
+        write_whole(path, "a: 1\nb: 2\n")
+    assert path.read_text() == "a: 1\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_the_line_of_a_step():

@@ -6,6 +6,8 @@ from headway.train.config import parse_config
 from headway.train.loop import train
 from headway.train.prepare import prepare
 from headway.train.record import read_metrics
+from headway.train.run_folder import RunFolder
+from headway.train.watch import Place
 
 
 def test_a_step_records_how_its_slots_were_routed(raw, mixture, tmp_path):
@@ -15,7 +17,9 @@ def test_a_step_records_how_its_slots_were_routed(raw, mixture, tmp_path):
     (record,) = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if r["kind"] == "step"]
 
     raw["run"]["folder"] = str(tmp_path / "again")
-    run = prepare(parse_config(raw), resume=False)
+    config = parse_config(raw)
+    with RunFolder(config.run.folder) as folder:
+        run = prepare(config, resume=False, place=Place(), folder=folder)
     loads = torch.zeros(2, 8)
 
     def count(layer):

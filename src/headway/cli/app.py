@@ -16,6 +16,7 @@ import headway.quiet
 from headway.cli import (
     audit,
     ceiling,
+    check,
     compare,
     demo,
     devices,
@@ -49,6 +50,7 @@ app.command("compare", short_help="Show one step as every tool would print it.")
 app.command("audit", short_help="Restate a training log of another tool.")(audit.audit)
 app.command("mfu", short_help="Relate step time, tokens/s, MFU, chips, days and cost.")(mfu.mfu)
 app.command("goodput", short_help="Show where a run's wall time went, restarts included.")(goodput.goodput)
+app.command("check", short_help="Prove from a run's records that no sample was lost or repeated.")(check.check)
 app.command("devices", short_help="List the devices whose peak is known, with sources.")(devices.devices)
 app.command("ceiling", short_help="Measure what this device reaches at best.")(ceiling.ceiling)
 app.command("models", short_help="List the models that ship with their costs.")(models.models)

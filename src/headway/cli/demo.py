@@ -53,7 +53,7 @@ def demo(
         from headway.demo.digits import write_digits
         from headway.demo.reader import write_reader
         from headway.train.loop import train
-        from headway.train.record import refuse_existing_run
+        from headway.train.run_folder import refuse_existing_run
 
     if not resume:
         refuse_existing_run(config.run.folder)

@@ -125,7 +125,7 @@ def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: b
     """Shrink a recipe and write what it trains on; a run that goes on has both already."""
     import torch
 
-    from headway.train.record import has_run
+    from headway.train.run_folder import has_run
     from headway.train.scale_down import scale_down, write_small
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

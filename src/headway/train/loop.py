@@ -34,22 +34,19 @@ from headway.train.optim import learning_rate, set_learning_rate
 from headway.train.prepare import Run, prepare, save
 from headway.train.profiling import ProfileWindow
 from headway.train.progress import Progress, evaluation_line
-from headway.train.record import (
-    METRICS,
-    SAMPLES,
-    SUMMARY,
-    MetricsLog,
-    read_metrics,
-    write_json,
-)
+from headway.train.ranks import own_rank
+from headway.train.record import METRICS, RESUMES, SAMPLES, SUMMARY, MetricsLog, write_json
 from headway.train.recorder import Launched, StepRecorder
+from headway.train.run_folder import RunFolder
 from headway.train.share import Flags, agree
 from headway.train.signals import NAMES, stop_requests
-from headway.train.summary import RunSummary, mean_of_last
+from headway.train.summary import RunSummary
 from headway.train.watch import Place, Watchdog, told
 
+_SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
-def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  # noqa: PLR0915 - stays whole
+
+def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
     """Train a model.
 
     Args:
@@ -69,7 +66,17 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     """
     start_ns = clock.now_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
-    run = prepare(config, resume=resume)
+    place, rank = Place(), own_rank()
+    with (
+        Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
+        told(place, lambda error: f"out of memory (rank {rank}) in {place}: {error}. {_SMALLER}"),
+        RunFolder(config.run.folder) as folder,
+    ):
+        return _loop(config, prepare(config, resume=resume, place=place, folder=folder), place, start_ns)
+
+
+def _loop(config: TrainConfig, run: Run, place: Place, start_ns: int) -> RunSummary:  # noqa: PLR0915 - stays whole
+    """Take the steps of a run, write down what they gave, and sum up."""
     trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
     ranks, device = run.ranks, run.device
     optim, saver = config.optim, run.saver
@@ -77,11 +84,14 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
     steps = iter(run.feed)
-    evaluation, stopped_by, place = None, 0, Place(step)
+    evaluation, stopped_by = None, 0
     progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
     window = ProfileWindow(config.run.profile, config.run.folder, rank=ranks.rank, size=ranks.size, device=device)
     log = MetricsLog(
-        config.run.folder / METRICS if ranks.is_first else None, last_step=step, trackers=config.run.trackers
+        config.run.folder / METRICS if ranks.is_first else None,
+        last_step=step,
+        trackers=config.run.trackers,
+        lost=config.run.folder / RESUMES if run.resumes else None,
     )
     writes_samples = ranks.is_first and run.questions is not None
     samples = MetricsLog(config.run.folder / SAMPLES if writes_samples else None, last_step=step)
@@ -89,7 +99,6 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
     goodput = meter.goodput = _open_goodput(run, config.run.folder / GOODPUT, start_ns)
 
     with (
-        Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{ranks.rank}.txt", ranks.rank),
         progress,
         log,
         samples,
@@ -109,6 +118,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             run.feed.names,
             may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
             bad_samples=config.run.folder / f"not-finite-rank-{ranks.rank}.json",
+            before=run.checkpoint.position() if run.checkpoint else {},
         )
         model.train()
 
@@ -134,7 +144,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
                 _note_saved(goodput, checkpoint)
             if whole.flags.has_ended:
                 _leave(run, recorder, "checkpoint")
-                save(run, step - 1)
+                save(run, step - 1, recorder.behind())
                 _note_saved(goodput, saver.wait())
                 raise TrainingError(_data_ended(config, step - 1))
             stopped_by = whole.flags.stop_signal
@@ -163,7 +173,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(Launched(step, lr, whole, batches, compilations), numbers_K)
+            recorder.add(Launched(step, lr, whole, batches, ranks.num_data_ranks, compilations), numbers_K)
             meter.step()
             progress.recompiled(step, compilations.news)
             window.after(step, meter, progress.note)
@@ -177,7 +187,8 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
                 place.at("checkpoint")
                 _leave(run, recorder, "checkpoint")
-                save(run, step)
+                save(run, step, recorder.behind())
+        place.at("checkpoint")
         last = saver.wait()
         _note_saved(goodput, last)
         utilisation = meter.close()
@@ -186,8 +197,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         for warning in utilisation.warnings:
             progress.note(f"warning: {warning}")
 
-    taken = [r for r in read_metrics(config.run.folder / METRICS) if r["kind"] == "step"]
-    losses = [r["loss"] for r in taken if r["loss"] is not None]
+    losses = ranks.gather_all(log.losses)[0]  # of all steps, those before a resume included: the first process has them
     summary = RunSummary(
         folder=config.run.folder,
         checkpoint=last.folder,
@@ -195,14 +205,15 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:  #
         stopped_by=stopped_by,
         steps=step,
         planned_steps=optim.steps,
-        skipped=len(taken) - len(losses),
-        first_loss=losses[0],
-        last_loss=mean_of_last(losses),
+        skipped=losses.skipped,
+        first_loss=losses.first,
+        last_loss=losses.last,
         utilisation=utilisation,
         report=FeedReport.total(ranks.gather(run.feed.report())),
         evaluation=evaluation,
         total_s=(clock.now_ns() - start_ns) / 1e9,
     )
+    place.at("export", watched=False)  # takes as long as the model is large, and nobody waits for it
     if ranks.is_first:
         run.exports.make(last)
         write_json(config.run.folder / SUMMARY, summary.as_json())

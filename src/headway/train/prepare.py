@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +45,9 @@ from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
 from headway.train.optim import Optimizer, WeightAverage, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
-from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, has_run, open_run_folder, write_json
+from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
+from headway.train.run_folder import RunFolder
+from headway.train.watch import Place
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,14 @@ class Run:
         self.processor.save_pretrained(folder)
 
 
-def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
+def prepare(config: TrainConfig, *, resume: bool | None, place: Place, folder: RunFolder) -> Run:
     """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:
         config: everything there is to say.
         resume: whether the run folder holds a run that goes on; None to look.
+        place: told where the set-up stands.
+        folder: the run's; held by the first process from here on.
 
     Raises:
         HeadwayError: as in `train`.
@@ -117,13 +122,12 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     precision = choose_precision(config.run, device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    place.at("joining the other ranks")
     ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     mesh = make_mesh(config.parallel, ranks, device)
-    if resume is None:  # before anything is written there, and the same on all ranks
-        resume = ranks.gather(has_run(config.run.folder))[0]
-    if ranks.is_first:
-        open_run_folder(config, resume=resume)
-    ranks.wait()
+    place.at("opening the run folder")
+    resume = ranks.by_first(lambda: folder.open(config, resume=resume))
+    place.at("checking the newest checkpoint")
     checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
     if checkpoint is not None and checkpoint.step >= config.optim.steps:
         raise ConfigError(
@@ -131,6 +135,7 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
             f"resume. Its last checkpoint is {checkpoint.folder}."
         )
 
+    place.at("building the model")
     # The same seed on every rank gives the same random weights.
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)  # noqa: NPY002 - the global state is what other libraries draw from
@@ -142,6 +147,7 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     encoder = Encoder(processor, rope_index(model))
+    place.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = questions = None
     if config.data.eval is not None:
@@ -160,10 +166,12 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
                 max_new_tokens=config.eval.max_new_tokens,
             )
 
+    place.at("restoring the checkpoint")
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
         feed.load_state_dict(checkpoint.position())
         restore_random_state(checkpoint.random_state(ranks.rank))
+    place.at("set-up")
     saving = config.checkpoint
     # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
     exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep, merge_adapters=config.model.random_init)
@@ -238,13 +246,18 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
-def save(run: Run, step: int) -> None:
+def save(run: Run, step: int, behind: Mapping[str, Any]) -> None:
     """Begin to save everything after a step, all ranks together.
+
+    Args:
+        run: its parts.
+        step: the last one taken.
+        behind: what the run has behind it, for the recorder of a continuation.
 
     Raises:
         CheckpointError: the checkpoint before could not be written, or this one.
     """
-    position = run.feed.merged(run.ranks.gather(run.feed.state_dict()))
+    position = {**run.feed.merged(run.ranks.gather(run.feed.state_dict())), **behind}
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
     run.saver.save(step, Contents(tensors, random_state(), position, asdict(shape), run.write_model))

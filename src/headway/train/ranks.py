@@ -4,14 +4,19 @@ A run that torchrun did not start is one process, and every sum is the number it
 """
 
 import os
+import time
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from headway.count import Workload
+from headway.errors import HeadwayError, RankLostError
 
 T = TypeVar("T")
 
@@ -64,6 +69,24 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def by_first(self, act: Callable[[], T]) -> T:
+        """What something gave that only the first process does, for all of them.
+
+        Raises:
+            HeadwayError: what it raised, on all of them.
+        """
+        outcome: tuple[T | None, HeadwayError | None] | None = None
+        if self.is_first:
+            try:
+                outcome = act(), None
+            except HeadwayError as error:
+                outcome = None, error
+        heard: Any = self.gather_all(outcome)[0]
+        value, refused = heard
+        if refused is not None:
+            raise refused
+        return cast(T, value)
+
     def sum_(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
         if self.size > 1:
@@ -73,6 +96,11 @@ class Ranks:
         """Wait until every process has come here."""
         if self.size > 1:
             dist.barrier()
+
+
+def own_rank() -> int:
+    """This process among all of the run, also before it has joined them."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def join_ranks(device: torch.device, sequence: int = 1, *, watchdog_s: float | None = None) -> Ranks:
@@ -85,8 +113,59 @@ def join_ranks(device: torch.device, sequence: int = 1, *, watchdog_s: float | N
     """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Two backends at once: numbers on the host are exchanged there and never wait for the device.
-        timeout = timedelta(seconds=2.0 * watchdog_s) if watchdog_s is not None else None
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=2.0 * watchdog_s) if watchdog_s is not None else dist.default_pg_timeout
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        name = agree_on_meeting(store, rank, size, timeout.total_seconds())
+        meeting = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # documented, if not declared
+        dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timeout)
     if not dist.is_initialized():
         return Ranks(0, 1)
     return Ranks(dist.get_rank(), dist.get_world_size(), sequence)
+
+
+def agree_on_meeting(store: Any, rank: int, size: int, timeout_s: float) -> str:
+    """Agree on a name that no processes before these have used, for what these exchange through a store.
+
+    torchrun keeps one store for all its restarts. Under the same names, a new process would read the address of one
+    that has died, and wait for it. TORCHELASTIC_RESTART_COUNT does not tell the restarts apart: each machine's torchrun
+    counts its own, from 0 again when the machine comes back, and some restarts not at all.
+
+    So each process says that it is there under a name of its own, and the first one answers those names until all have
+    heard it: what the dead have left is answered too, and nobody hears it.
+
+    Args:
+        store: of torch.distributed, that all of them reach, with anything in it.
+        rank: this process.
+        size: number of processes.
+        timeout_s: how long the others are waited for [s].
+
+    Raises:
+        RankLostError: the first process has not heard of all others in time.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"headway/here/{rank}", own)
+        meeting: str = store.get(f"headway/meeting of/{own}").decode()
+        store.set(f"headway/heard/{meeting}/{rank}", "")
+        return meeting
+    answered: set[str] = set()
+    silent = set(range(1, size))
+    deadline_s = time.monotonic() + timeout_s
+    while silent:
+        for other in sorted(silent):
+            if store.check([f"headway/heard/{own}/{other}"]):
+                silent.discard(other)
+            elif store.check([f"headway/here/{other}"]):
+                name = store.get(f"headway/here/{other}").decode()
+                if name not in answered:
+                    store.set(f"headway/meeting of/{name}", own)
+                    answered.add(name)
+        if silent and time.monotonic() > deadline_s:
+            raise RankLostError(
+                f"{len(silent)} of {size} ranks have not come within {timeout_s:g} s, the first of them rank "
+                f"{min(silent)}. Its own output says why; start again with --resume-if-any."
+            )
+        time.sleep(0.02)
+    return own

@@ -3,6 +3,7 @@
 config.yaml     the configuration as it was resolved
 run.json        versions, device, git commit, peak and convention
 metrics.jsonl   one record per step and per evaluation
+resumes.jsonl   one line per continuation, with what the steps that were lost had trained on
 samples.jsonl   answers in words, if `eval.generate` asks for them
 profile/        traces of the steps that `run.profile` names
 summary.json    the run in one object, written at the end
@@ -10,91 +11,55 @@ checkpoints/    see `checkpoint/`
 export/         model folders made of checkpoints, one for each exported step
 """
 
+import errno
 import json
+import os
 import platform
 import subprocess
-from collections.abc import Sequence
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import torch
-import yaml
 
 import headway
-from headway.errors import ConfigError, TrainingError
+from headway.errors import TrainingError
+from headway.meter.jsonl import LineFile
 from headway.meter.sinks import Sinks
-from headway.train.config import TrainConfig, parse_config
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
-CHECKPOINTS, EXPORTS, SAMPLES = "checkpoints", "export", "samples.jsonl"
-# What may change between a run and its continuation: it does not touch the sequence of losses.
-_FREE_ON_RESUME = (
-    "eval",
-    "checkpoint",
-    "parallel",
-    "plan",
-    "optim.accumulation",  # other processes, the same packs in a step
-    "data.eval",
-    "data.workers",
-    "data.prefetch_bytes",
-    "run.folder",
-    "run.device",
-    "run.log_every",
-    "run.trackers",
-    "run.profile",
-    "run.watchdog_s",
-)
+CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", "export", "samples.jsonl", "resumes.jsonl"
 
 
-def has_run(folder: Path) -> bool:
-    """Whether a folder holds a run that began; one that failed before its first step left nothing worth keeping."""
-    return (folder / METRICS).exists()
-
-
-def refuse_existing_run(folder: Path) -> None:
-    """Refuse to start a run where there is one.
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all, or as it was before, even if the power fails.
 
     Raises:
-        ConfigError: the folder holds a run.
+        OSError: it cannot be written; nothing is left of the attempt.
     """
-    if has_run(folder):
-        raise ConfigError(
-            f"the run folder {folder} already holds a run. Continue it with --resume, start another one elsewhere with "
-            "--set run.folder=FOLDER, or delete the folder."
-        )
-
-
-def open_run_folder(config: TrainConfig, *, resume: bool) -> Path:
-    """Make the folder of a new run, or find that of an interrupted one.
-
-    Raises:
-        ConfigError: the folder holds a run and `resume` is off, or none and it is on, or the configuration has changed
-            since, or the folder cannot be written.
-    """
-    folder = config.run.folder
-    if not resume:
-        refuse_existing_run(folder)
-    elif not has_run(folder):
-        raise ConfigError(f"there is no run to resume in {folder}; start one without --resume, or give its run.folder.")
+    temporary = path.with_name(f".{path.name}.writing")
     try:
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        if resume:
-            _check_unchanged(config, folder)
-        (folder / CONFIG).write_text(yaml.safe_dump(config.as_dict(), sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"the run folder {folder} cannot be written: {error.strerror}. Give another with --set run.folder=FOLDER."
-        ) from error
-    return folder
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def describe_software() -> dict[str, Any]:
@@ -109,36 +74,129 @@ def describe_software() -> dict[str, Any]:
     }
 
 
+@dataclass
+class LossTally:
+    """First and last losses of a run's steps, taken down as the records pass, so that none is read again at the end.
+
+    Attributes:
+        steps: step records seen.
+        skipped: those whose update was left out, which have no loss.
+        first: the first loss [nats per supervised token]; None before it.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    first: float | None = None
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take down a record, if it is one of a step."""
+        if record.get("kind") != "step":
+            return
+        self.steps += 1
+        loss = record.get("loss")
+        if loss is None:
+            self.skipped += 1
+            return
+        self.first = loss if self.first is None else self.first
+        self._recent.append(loss)
+
+    @property
+    def last(self) -> float | None:
+        """Mean of the last tenth of the losses, at most 100 and at least one of them; None without any.
+
+        >>> tally = LossTally()
+        >>> for loss in [9.0] * 18 + [1.0, 3.0]:
+        ...     tally.add({"kind": "step", "loss": loss})
+        >>> tally.last
+        2.0
+        """
+        count = min(100, max(1, (self.steps - self.skipped) // 10))
+        last = list(self._recent)[-count:]
+        return sum(last) / len(last) if last else None
+
+
 class MetricsLog:
-    """metrics.jsonl, one JSON object per line, each flushed as it is written; trackers get the same records.
+    """metrics.jsonl, one JSON object per line, in the system's hands when `write` returns; trackers get the same.
 
     Args:
         path: the file; appended to. None writes nowhere, as on all ranks but the first.
         last_step: records of later steps are cut off, as a continuation from this step will write them again.
         trackers: other places, as for `headway.meter.sinks.open_sink`; unused where there is no file.
+        lost: a file that gets a line about this continuation first, with what the steps that are cut off trained on;
+            None for a run that begins.
+
+    Attributes:
+        losses: of the steps in the file.
 
     Raises:
-        TrainingError: a record before `last_step` cannot be read.
+        TrainingError: a record before `last_step` cannot be read, or the file cannot be written.
         ConfigError: a tracker cannot be opened.
     """
 
-    def __init__(self, path: Path | None, *, last_step: int, trackers: Sequence[str] = ()) -> None:
-        self._file: TextIO | None = None
+    def __init__(
+        self, path: Path | None, *, last_step: int, trackers: Sequence[str] = (), lost: Path | None = None
+    ) -> None:
+        self._path, self.losses = path, LossTally()
+        self._file: FileIO | None = None
         self._trackers = Sinks.open(trackers if path is not None else ())
         if path is None:
             return
-        kept = _records_until(path, last_step) if path.exists() else []
-        temporary = path.with_name(f".{path.name}.writing")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        with _refusals(path):
+            if path.exists():
+                self._go_back(path, last_step, lost)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record."""
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-            self._trackers.write(record)
+        """Append a record.
+
+        Raises:
+            TrainingError: the file cannot be written.
+        """
+        self.losses.add(record)
+        if self._file is None or self._path is None:
+            return
+        with _refusals(self._path):
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                warnings.warn(
+                    f"{self._path} was deleted while the run writes to it: the records so far are lost. Later ones go "
+                    "to a new file of that name.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+            _append(self._file, json.dumps(record).encode() + b"\n")
+        self._trackers.write(record)
+
+    def _go_back(self, path: Path, last_step: int, lost: Path | None) -> None:
+        """Cut off what lies after a step, and what a killed process left unfinished at the end."""
+        kept_bytes, ended = 0, b"\n"
+        redone: list[dict[str, Any]] = []
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                record = _as_record(line)
+                if record is None:
+                    if not file.read(1):
+                        break  # torn by a kill
+                    raise TrainingError(
+                        f"{path}, line {number} is no record of a step. Repair or delete the line, then resume again."
+                    )
+                if redone or record["step"] > last_step:
+                    redone.append({name: record.get(name) for name in ("kind", "step", "packs", "samples_digest")})
+                else:
+                    kept_bytes += len(line)
+                    ended = line[-1:]
+                    self.losses.add(record)
+        if lost is not None:
+            steps = [record for record in redone if record.pop("kind") == "step"]
+            resumes = LineFile(lost)
+            resumes.append({"kind": "resumed", "step": last_step, "lost": steps})
+            resumes.close()
+        os.truncate(path, kept_bytes)
+        if ended != b"\n":  # a kill between a record and its line break
+            with path.open("ab") as file:
+                file.write(b"\n")
 
     def __enter__(self) -> Self:
         return self
@@ -156,53 +214,32 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _records_until(path: Path, last_step: int) -> list[str]:
-    """The lines up to a step; what a killed process left unfinished at the end goes with the rest."""
-    kept: list[str] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise TrainingError(
-                f"{path}, line {number} is no record of a step. Repair or delete the line, then resume again."
-            ) from error
-        if step > last_step:
-            break
-        kept.append(line)
-    return kept
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Say of a refused write which file it was for, and that nothing is lost by it."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{path} cannot be written: {error.strerror or error}. Make room or bring the disk back, then go on with "
+            "--resume: checkpoints that are there are whole, and the steps since the last one are taken again."
+        ) from error
 
 
-def _check_unchanged(config: TrainConfig, folder: Path) -> None:
-    raw = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    before = _flat(parse_config(raw, source=str(folder / CONFIG)).as_dict())
-    now = _flat(config.as_dict())
-    changes = [
-        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not _is_free(name)
-    ]
-    if changes:
-        raise ConfigError(
-            f"the run in {folder} began with other settings: {'; '.join(changes)}. A resumed run repeats exactly what "
-            "an uninterrupted one would have done, so set them back, or start a new run in another run.folder."
-        )
+def _append(file: FileIO, line: bytes) -> None:
+    """Append a line whole or not at all."""
+    written = file.write(line)
+    if written < len(line):
+        os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _is_free(name: str) -> bool:
-    return any(name == free or name.startswith(free + ".") for free in _FREE_ON_RESUME)
-
-
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
-    if items is None:
-        return {prefix: node}
-    flat: dict[str, Any] = {}
-    for key, value in items:
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+def _as_record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+        return record if isinstance(record["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _git_commit() -> str | None:

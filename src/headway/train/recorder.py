@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from headway.meter import Window
 from headway.meter.async_copy import HostCopy
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
+from headway.train.checkpoint.folder import DIGEST, SKIPPED
 from headway.train.record import MetricsLog, write_json
-from headway.train.share import StepShare
+from headway.train.share import DIGESTS, StepShare
 
 
 class Launched(NamedTuple):
@@ -26,6 +27,7 @@ class Launched(NamedTuple):
         lr: its learning rate.
         share: what all ranks computed.
         batches: this rank's packs.
+        num_data_ranks: how many have equally many.
         compilations: of this rank.
     """
 
@@ -33,6 +35,7 @@ class Launched(NamedTuple):
     lr: float
     share: StepShare
     batches: Sequence[Batch]
+    num_data_ranks: int
     compilations: Compilations
 
 
@@ -48,6 +51,7 @@ class StepRecorder:
         sources: names of the sources; where there are several, each has its loss and tokens recorded.
         may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
+        before: what the run has behind it, as `behind` gave it at the checkpoint that it goes on from.
     """
 
     def __init__(
@@ -58,11 +62,14 @@ class StepRecorder:
         *,
         may_skip: int,
         bad_samples: Path,
+        before: Mapping[str, Any],
     ) -> None:
         self._log = log
         self._show = show
         self._sources = sources
-        self._may_skip, self._skipped, self._bad_samples = may_skip, 0, bad_samples
+        self._may_skip, self._bad_samples = may_skip, bad_samples
+        self._skipped = int(before.get(SKIPPED, 0))
+        self._digest = int(before.get(DIGEST, "0"), 16)
         self._launched: deque[tuple[Launched, HostCopy]] = deque()
 
     def add(self, launched: Launched, numbers_K: torch.Tensor) -> None:
@@ -74,6 +81,10 @@ class StepRecorder:
                 and, where the model has experts, the three numbers of a `RouterSummary`; on the device.
         """
         self._launched.append((launched, HostCopy(numbers_K)))
+
+    def behind(self) -> dict[str, Any]:
+        """What a checkpoint is to know of the steps that have been written, besides the place in the data."""
+        return {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}"}
 
     def write(self, windows: Sequence[Window]) -> None:
         """Write the records of steps that all ranks have passed.
@@ -93,6 +104,7 @@ class StepRecorder:
         loss = sum(losses) / max(1, launched.share.num_supervised)
         is_finite = all(map(math.isfinite, (*losses, grad_norm)))
         self._skipped = 0 if is_finite else self._skipped + 1
+        self._digest = (self._digest + launched.share.digest) % DIGESTS
         if self._skipped > self._may_skip:
             raise TrainingError(self._not_finite(launched, loss, grad_norm))
         record = {
@@ -103,6 +115,8 @@ class StepRecorder:
             **({} if is_finite else {"skipped": True}),
             "compiled": launched.compilations.happened,
             "recompiles": round(recompiles),
+            "packs": len(launched.batches) * launched.num_data_ranks,
+            "samples_digest": f"{launched.share.digest:016x}",
         }
         if launched.compilations.guards:
             record["recompile_guards"] = list(launched.compilations.guards)
@@ -117,13 +131,17 @@ class StepRecorder:
         """What to say of a step that ends the run; the samples that this rank had in it go to a file."""
         step, batches = launched.step, launched.batches
         samples = [source for batch in batches for source in batch.sources]
-        write_json(self._bad_samples, {"step": step, "packs": [list(batch.sources) for batch in batches]})
+        try:
+            write_json(self._bad_samples, {"step": step, "packs": [list(batch.sources) for batch in batches]})
+            where = f"all are in {self._bad_samples}"
+        except OSError as error:  # the reason why the run ends is not to be lost to a full disk
+            where = f"{self._bad_samples} with all of them could not be written: {error.strerror}"
         row = f", after {self._may_skip} updates in a row that were left out" if self._may_skip else ""
         return (
             f"step {step} has loss {loss} and gradient norm {grad_norm}{row}: training has diverged or met a sample "
             f"that it cannot digest. The learning rate was {launched.lr:.3g}; lower optim.lr or lengthen "
             f"optim.warmup_steps. This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; "
-            f"all are in {self._bad_samples}. The checkpoints written before are whole."
+            f"{where}. The checkpoints written before are whole."
         )
 
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:

@@ -22,7 +22,7 @@ from headway.plan.mixes import MIXES
 from headway.train.config import TrainConfig, with_overrides
 from headway.train.device import choose_device
 from headway.train.ranks import join_ranks
-from headway.train.record import refuse_existing_run
+from headway.train.run_folder import refuse_existing_run
 
 STEPS = 30
 LR = 3e-3  # small models learn at higher rates

@@ -1,6 +1,7 @@
 """What the ranks tell each other at the start of a step: what each is about to compute."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 from headway.count import Workload
@@ -8,6 +9,8 @@ from headway.data import Batch
 from headway.data.blank import Modalities
 from headway.data.feed import Feed
 from headway.train.ranks import Ranks
+
+DIGESTS = 2**64
 
 
 class Flags(NamedTuple):
@@ -41,6 +44,7 @@ class StepShare(NamedTuple):
         tokens: of each source [tokens], shape (S,).
         supervised: targets of each source [tokens], shape (S,).
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
+        digest: of the samples' origins, `digest_of`.
         modalities: which towers each of the packs needs.
         flags: what may end the run.
     """
@@ -49,6 +53,7 @@ class StepShare(NamedTuple):
     tokens: tuple[int, ...]
     supervised: tuple[int, ...]
     lost: tuple[int, ...]
+    digest: int
     modalities: tuple[Modalities, ...]
     flags: Flags
 
@@ -70,7 +75,7 @@ class StepShare(NamedTuple):
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
         counts = tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens
-        return cls(workload, *counts, tuple(map(Modalities.of, batches)), flags)
+        return cls(workload, *counts, digest_of(batches), tuple(map(Modalities.of, batches)), flags)
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
@@ -82,9 +87,24 @@ class StepShare(NamedTuple):
             tokens,
             supervised,
             lost,
+            sum(share.digest for share in shares) % DIGESTS,
             tuple(Modalities.union(packs) for packs in zip(*(share.modalities for share in shares), strict=True)),
             Flags.total([share.flags for share in shares]),
         )
+
+
+def digest_of(batches: Sequence[Batch]) -> int:
+    """A number that tells which samples some packs hold: another one, if any is lost, repeated, cut or exchanged.
+
+    It is the sum of a hash of each segment's source, file, row and length, modulo 2**64. So the digests of parts add up
+    to that of the whole, and neither the order of the samples nor who computes them changes it.
+    """
+    total = 0
+    for batch in batches:
+        for origin, length in zip(batch.origins, batch.workload.segments.tolist(), strict=True):
+            name = f"{origin.source}\0{origin.file}\0{origin.row}\0{length}".encode(errors="surrogatepass")
+            total += int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
+    return total % DIGESTS
 
 
 def agree(

@@ -1,6 +1,5 @@
 """The end of a run: one object of totals and rates, and its table."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,6 @@ from headway.train.evaluate import Evaluation
 SCHEMA_VERSION = 1
 
 
-def mean_of_last(losses: Sequence[float]) -> float:
-    """Mean of the last tenth of a run's losses, at most 100 and at least one of them.
-
-    >>> mean_of_last([9.0] * 18 + [1.0, 3.0])
-    2.0
-    """
-    last = losses[-min(100, max(1, len(losses) // 10)) :]
-    return sum(last) / len(last)
-
-
 @dataclass(frozen=True)
 class RunSummary:
     """What a run did.
@@ -34,9 +23,9 @@ class RunSummary:
         model: the folder that `from_pretrained` opens, made of the last checkpoint; None if there is to be none.
         steps: optimizer steps taken, those before a resume included [steps].
         planned_steps: optimizer steps that were asked for [steps].
-        first_loss: loss of the run's first step [nats per supervised token].
+        first_loss: of the run's first step whose update was not left out; None without one [nats per supervised token].
         skipped: updates that were left out because their numbers were not finite [steps].
-        last_loss: mean loss of the last tenth of the steps, at most 100 of them [nats per supervised token].
+        last_loss: mean of the last tenth of these steps, at most 100 of them [nats per supervised token].
         utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
         report: samples and packs read, those before a resume included.
         evaluation: the last evaluation, if there was one.
@@ -50,8 +39,8 @@ class RunSummary:
     steps: int
     planned_steps: int
     skipped: int
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     utilisation: Window
     report: FeedReport
     evaluation: Evaluation | None
@@ -91,6 +80,9 @@ class RunSummary:
         use, flops, report = self.utilisation, self.utilisation.flops, self.report
         measured = "" if use.num_steps == self.steps else f", the last {use.num_steps} measured here"
         skipped = f", {format_count(self.skipped)} updates left out" if self.skipped else ""
+        loss = "none: every update was left out"
+        if self.first_loss is not None:
+            loss = f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"
         exact = "not evaluated"
         if self.evaluation:
             exact = (
@@ -100,7 +92,7 @@ class RunSummary:
         return render_pairs(
             [
                 ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}{skipped}"),
-                ("loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"),
+                ("loss", loss),
                 ("exact match", exact),
                 ("tokens", f"{format_count(use.tokens)} real, {format_count(round(use.tokens_per_s))} per second"),
                 ("time in steps", f"{format_duration(use.wall_s)} of {format_duration(self.total_s)} in all"),

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from headway.data import Batch
-from headway.errors import OutOfMemoryError, RankLostError
+from headway.errors import OutOfMemoryError, RankLostError, TrainingError
 
 HUNG = 1  # exit code; any but 0 lets torchrun start the processes again
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")  # as gloo says it
+_TELLING_S = 10.0  # how long a disk or terminal may take with the last words of a hung process [s]
+# As gloo says it, while it works and while it connects.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "connectFullMesh")
 
 
 @dataclass
@@ -34,24 +36,27 @@ class Place:
         step: the step being taken.
         phase: what it is doing: "set-up", "data wait", "exchange", "forward and backward", ...
         batch: the pack that it computes, if it does.
+        is_watched: whether the watchdog limits how long it may last.
         since_s: reading of the monotonic clock when it began [s].
     """
 
     step: int = 0
     phase: str = "set-up"
     batch: Batch | None = None
+    is_watched: bool = True
     since_s: float = field(default_factory=time.monotonic)
 
-    def at(self, phase: str, *, step: int | None = None, batch: Batch | None = None) -> None:
+    def at(self, phase: str, *, step: int | None = None, batch: Batch | None = None, watched: bool = True) -> None:
         """Note what comes next.
 
         Args:
             phase: what is about to be done.
             step: the step that it belongs to; the one before, if not given.
             batch: the pack that is computed.
+            watched: whether the watchdog limits how long it may last.
         """
         self.step = self.step if step is None else step
-        self.phase, self.batch, self.since_s = phase, batch, time.monotonic()
+        self.phase, self.batch, self.is_watched, self.since_s = phase, batch, watched, time.monotonic()
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}"
@@ -59,6 +64,8 @@ class Place:
 
 class Watchdog:
     """Ends this process if it makes no progress: stack traces of all threads go to a file, and the exit code is not 0.
+
+    A disk that is full, gone or hangs itself does not keep it from that; the traces then go to stderr.
 
     Args:
         place: where the process stands.
@@ -84,8 +91,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         assert self._limit_s is not None
-        while not self._over.wait(min(1.0, self._limit_s / 4)):
-            stood_s = time.monotonic() - self._place.since_s
+        look_s = min(1.0, self._limit_s / 4)
+        looked_s, since_s, stood_s = time.monotonic(), self._place.since_s, 0.0
+        while not self._over.wait(look_s):
+            now_s = time.monotonic()
+            # A process that was suspended meanwhile (Ctrl-Z, Slurm) is not charged for the pause: it did not hang.
+            stood_s += min(now_s - looked_s, 2 * look_s)
+            looked_s = now_s
+            if self._place.since_s != since_s or not self._place.is_watched:
+                since_s, stood_s = self._place.since_s, 0.0
             if stood_s > self._limit_s:
                 self._end(stood_s)
 
@@ -93,20 +107,46 @@ class Watchdog:
         text = (
             f"rank {self._rank} has made no progress for {stood_s:.0f} s (run.watchdog_s is {self._limit_s:g}) in "
             f"{self._place}. Where all ranks wait in an exchange, the one that left no such file, or stands somewhere "
-            f"else, is the cause. The stack traces of its threads are in {self._path}."
+            "else, is the cause."
         )
+        try:
+            kept = _in_time(lambda: self._write_traces(text))
+            _in_time(lambda: self._say(text, kept=kept))
+        finally:
+            os._exit(HUNG)  # the main thread cannot be reached: it hangs
+
+    def _write_traces(self, text: str) -> None:
         with self._path.open("w", encoding="utf-8") as file:
             file.write(text + "\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        sys.stderr.write(f"Error: {text}\n")
+
+    def _say(self, text: str, *, kept: bool) -> None:
+        where = f"are in {self._path}" if kept else f"follow, as {self._path} could not be written"
+        sys.stderr.write(f"Error: {text} The stack traces of its threads {where}.\n")
         sys.stderr.flush()
-        os._exit(HUNG)  # the main thread cannot be reached: it hangs
+        if not kept:
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+
+
+def _in_time(tell: Callable[[], None]) -> bool:
+    """Tell something from a thread of its own, which may hang; whether it was told, and soon enough."""
+    told = threading.Event()
+
+    def try_to() -> None:
+        with suppress(OSError, ValueError):
+            tell()
+            told.set()
+
+    teller = threading.Thread(target=try_to, name="watchdog's last words", daemon=True)
+    teller.start()
+    teller.join(_TELLING_S)
+    return told.is_set()
 
 
 @contextmanager
 def told(place: Place, explain_memory: Callable[[BaseException], str]) -> Iterator[None]:
-    """Turn errors of the memory and of the processes' connection into ones that say where, and what to do.
+    """Turn errors of memory, files and the processes' connection into ones that say where, and what to do.
 
     Args:
         place: where the process stands.
@@ -115,9 +155,17 @@ def told(place: Place, explain_memory: Callable[[BaseException], str]) -> Iterat
     Raises:
         OutOfMemoryError: there was no memory left.
         RankLostError: another process ended.
+        TrainingError: a file could not be read or written, as on a full disk.
     """
     try:
         yield
+    except (ConnectionError, TimeoutError):
+        raise
+    except OSError as error:
+        raise TrainingError(
+            f"{error.filename or 'a file'} could not be read or written in {place}: {error.strerror or error}. Make "
+            "room or bring the disk back, then go on with --resume-if-any; checkpoints that are there are whole."
+        ) from error
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise OutOfMemoryError(explain_memory(error)) from error
     except RuntimeError as error:

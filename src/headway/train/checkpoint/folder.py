@@ -19,6 +19,7 @@ import torch
 from headway.errors import CheckpointError
 
 MANIFEST, POSITION, MODEL, INDEX = "manifest.json", "position.json", "model", ".metadata"
+SKIPPED, DIGEST = "skipped_in_a_row", "samples_digest"  # what position.json has besides the place in the data
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
@@ -94,14 +95,18 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
+def clear_unfinished(root: Path) -> None:
+    """Clear away what a killed process was writing or deleting; only who owns the run folder may."""
+    for unfinished in root.glob(".step-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def latest_checkpoint(root: Path) -> Checkpoint | None:
-    """The newest checkpoint of a run, its manifest read; None where there is none. Unfinished writes are cleared away.
+    """The newest checkpoint of a run, its manifest read; None where there is none.
 
     Raises:
         CheckpointError: the newest has no readable manifest; the message names the newest good one.
     """
-    for unfinished in root.glob(".step-*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
     folders = step_folders(root)
     if not folders:
         return None
@@ -199,14 +204,28 @@ def seal(temporary: Path, facts: dict[str, Any], files: dict[str, Entry]) -> Non
 
 
 def publish(temporary: Path, folder: Path, keep: int) -> None:
-    """Give a sealed checkpoint its name, then delete the oldest beyond `keep`."""
+    """Give a sealed checkpoint its name, then delete the oldest beyond `keep`.
+
+    The newest one before a row of left-out updates stays too: a run whose model is lost is to leave one to go back to.
+    """
     root = folder.parent
     if folder.exists():  # left by a run that was resumed from before it
         remove(folder)
     temporary.rename(folder)
     sync(root)
-    for old in step_folders(root)[:-keep]:
-        remove(old)
+    folders = step_folders(root)
+    sound = next((path for path in reversed(folders) if not _skipped_in_a_row(path)), None)
+    for old in folders[:-keep]:
+        if old != sound:
+            remove(old)
+
+
+def _skipped_in_a_row(folder: Path) -> int:
+    """Updates just before a checkpoint that were left out; at least one where it cannot be read."""
+    try:
+        return int(open_checkpoint(folder).position().get(SKIPPED, 0))
+    except (CheckpointError, OSError, ValueError):
+        return 1
 
 
 def step_folders(root: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from headway.errors import CheckpointError
-from headway.train.checkpoint.folder import Checkpoint, latest_checkpoint, with_way_out
+from headway.train.checkpoint.folder import Checkpoint, clear_unfinished, latest_checkpoint, with_way_out
 from headway.train.checkpoint.state import (
     OPTIMIZER,
     WEIGHTS,
@@ -42,9 +42,9 @@ def find_checkpoint(root: Path, ranks: Ranks) -> Checkpoint | None:
     Raises:
         CheckpointError: the newest is damaged; the message names the newest good one. The same on all processes.
     """
-    checkpoint = ranks.gather_all(_outcome(lambda: latest_checkpoint(root)) if ranks.is_first else None)[0]
-    if isinstance(checkpoint, CheckpointError):
-        raise checkpoint
+    if ranks.is_first:
+        clear_unfinished(root)
+    checkpoint = ranks.by_first(lambda: latest_checkpoint(root))
     if checkpoint is None:
         return None
     for damage in ranks.gather_all(_outcome(lambda: checkpoint.check(ranks.rank, ranks.size))):

@@ -27,6 +27,7 @@ from headway.train.checkpoint.folder import (
     INDEX,
     MODEL,
     POSITION,
+    SKIPPED,
     Checkpoint,
     Entry,
     begin,
@@ -51,7 +52,7 @@ class Contents:
     Attributes:
         tensors: `training_tensors`, the live ones.
         random: `random_state` of this process.
-        position: the place in the data, of all processes together.
+        position: the place in the data, of all processes together, and what the run has behind it.
         mesh: how the processes share the work, by axis [processes].
         write_model: writes config and processor to a folder.
     """
@@ -190,7 +191,7 @@ class CheckpointSaver:
             ) from error
         checkpoint = open_checkpoint(folder)
         export = self._export
-        if export is not None:
+        if export is not None and not contents.position.get(SKIPPED):  # else the weights are those of one before
             self._agree(lambda: export(checkpoint) if self._ranks.is_first else None)
         return checkpoint
 

@@ -1,0 +1,197 @@
+"""The folder of a run: who may write to it, and whether a run there can go on with the settings given."""
+
+import fcntl
+import os
+import socket
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import yaml
+
+from headway.errors import ConfigError
+from headway.train.config import TrainConfig, parse_config
+from headway.train.record import CHECKPOINTS, CONFIG, METRICS, write_whole
+
+LOCK = ".lock"
+# What may change between a run and its continuation: it does not touch the sequence of losses.
+_FREE_ON_RESUME = (
+    "eval",
+    "checkpoint",
+    "parallel",
+    "plan",
+    "optim.accumulation",  # other processes, the same packs in a step
+    "data.eval",
+    "data.workers",
+    "data.prefetch_bytes",
+    "run.folder",
+    "run.device",
+    "run.log_every",
+    "run.trackers",
+    "run.profile",
+    "run.watchdog_s",
+)
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a folder holds a run that began; one that failed before its first step left nothing worth keeping."""
+    return (folder / METRICS).exists()
+
+
+def refuse_existing_run(folder: Path) -> None:
+    """Refuse to start a run where there is one.
+
+    Raises:
+        ConfigError: the folder holds a run.
+    """
+    if has_run(folder):
+        raise ConfigError(
+            f"the run folder {folder} already holds a run. Continue it with --resume, start another one elsewhere with "
+            "--set run.folder=FOLDER, or delete the folder."
+        )
+
+
+class RunFolder:
+    """A run's folder, which one process owns from before its first write until it closes it, or ends however it may.
+
+    Args:
+        path: of the folder, which need not be there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: BinaryIO | None = None
+
+    def open(self, config: TrainConfig, *, resume: bool | None) -> bool:
+        """Take the folder: make that of a new run, or find that of an interrupted one.
+
+        Args:
+            config: of the run.
+            resume: whether the folder holds a run that goes on; None to look.
+
+        Returns:
+            Whether it does.
+
+        Raises:
+            ConfigError: the folder holds a run and `resume` is off, or none and it is on, or another process owns it,
+                or the configuration has changed since, or the folder cannot be written.
+        """
+        self._check(resume)  # before there is a folder with nothing but a lock
+        try:
+            return self._open(config, resume)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"the run folder {self.path} cannot be written: {error.strerror or error}. Make room, or give another "
+                "with --set run.folder=FOLDER."
+            ) from error
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, config: TrainConfig, resume: bool | None) -> bool:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take()
+        self._check(resume)  # another process may have begun and ended a run since
+        goes_on = has_run(self.path)
+        if goes_on:
+            _check_unchanged(config, self.path)
+        (self.path / CHECKPOINTS).mkdir(exist_ok=True)
+        write_whole(self.path / CONFIG, yaml.safe_dump(config.as_dict(), sort_keys=False))
+        return goes_on
+
+    def _check(self, resume: bool | None) -> None:
+        if resume is False:
+            refuse_existing_run(self.path)
+        elif resume and not has_run(self.path):
+            raise ConfigError(
+                f"there is no run to resume in {self.path}; start one without --resume, or give its run.folder."
+            )
+
+    def _take(self) -> None:
+        self._lock = (self.path / LOCK).open("ab+", buffering=0)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.seek(0)
+            owner = self._lock.read(200).decode(errors="replace").strip()
+            self.close()
+            raise ConfigError(
+                f"the run folder {self.path} belongs to a process that is still running"
+                f"{f' ({owner})' if owner else ''}. Nothing was changed there. Wait until it has ended, or end it, "
+                "or give another folder with --set run.folder=FOLDER."
+            ) from error
+        except OSError as error:
+            warnings.warn(
+                f"{self.path} lies on a file system without locks ({error.strerror}): a second process that writes to "
+                "it would not be noticed.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        with suppress(OSError):  # who owns it is told in errors only; a full disk is met by the next write
+            self._lock.truncate(0)
+            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def _check_unchanged(config: TrainConfig, folder: Path) -> None:
+    """Check that a run goes on with the settings that it began with, as far as they decide its losses.
+
+    Raises:
+        ConfigError: they have changed, or it is not known any more what they were.
+    """
+    path = folder / CONFIG
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise _unknown_settings(path) from error
+    if not isinstance(raw, dict):  # as one cut short by a full disk
+        raise _unknown_settings(path)
+    before = _flat(parse_config(raw, source=str(path)).as_dict())
+    now = _flat(config.as_dict())
+    changes = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not _is_free(name)
+    ]
+    if changes:
+        raise ConfigError(
+            f"the run in {folder} began with other settings: {'; '.join(changes)}. A resumed run repeats exactly what "
+            "an uninterrupted one would have done, so set them back, or start a new run in another run.folder."
+        )
+
+
+def _unknown_settings(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is gone or damaged, so nothing says which settings the run began with; weights and records are not "
+        f"touched by that. If those given now are the same, put them there with `cp CONFIG {path}` and resume again."
+    )
+
+
+def _is_free(name: str) -> bool:
+    return any(name == free or name.startswith(free + ".") for free in _FREE_ON_RESUME)
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if items is None:
+        return {prefix: node}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -1,0 +1,99 @@
+"""A run folder has one owner, from before the first write, and its configuration is there whole or as it was."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.errors import ConfigError
+from headway.train import loop
+from headway.train.record import METRICS
+from headway.train.run_folder import RunFolder
+from refusing_disk import a_full_disk
+
+
+def begin(config):
+    """A folder in which a run has taken its first step."""
+    with RunFolder(config.run.folder) as folder:
+        assert not folder.open(config, resume=None)
+        (folder.path / METRICS).write_text('{"kind": "step", "step": 1}\n')
+
+
+def go_on(config):
+    """Take the folder of an interrupted run, and let go of it."""
+    with RunFolder(config.run.folder) as folder:
+        return folder.open(config, resume=True)
+
+
+def contents(folder):
+    """All that is in a folder, but for the lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+
+
+def test_the_second_of_two_processes_is_refused_before_it_changes_anything(config):
+    begin(config)
+    unfinished = config.run.folder / "checkpoints/.step-000008.writing"  # of the first one, in flight
+    unfinished.mkdir()
+    with RunFolder(config.run.folder) as first:
+        assert first.open(config, resume=True)
+        before = contents(config.run.folder)
+        with pytest.raises(ConfigError, match=r"belongs to a process that is still running \(process \d+ on .+\)"):
+            loop.train(config, resume=None)
+        assert contents(config.run.folder) == before
+        assert unfinished.is_dir()
+    assert go_on(config), "its owner has closed it"
+
+
+def test_a_killed_owner_leaves_the_folder_free(config):
+    begin(config)
+    program = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), 2); print(1, flush=True); input()"
+    lock = config.run.folder / ".lock"
+    owner = subprocess.Popen([sys.executable, "-c", program, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdout.read(1) == b"1"
+    with pytest.raises(ConfigError, match="still running"):
+        go_on(config)
+    owner.kill()
+    owner.communicate()
+    assert go_on(config)
+
+
+def test_a_folder_without_a_run_is_not_made_for_one_that_is_to_go_on(config):
+    with pytest.raises(ConfigError, match="there is no run to resume"):
+        go_on(config)
+    assert not config.run.folder.exists()
+
+
+def test_a_refused_write_at_resume_leaves_the_configuration_as_it_was(config):
+    begin(config)
+    before = contents(config.run.folder)
+    with a_full_disk(0), pytest.raises(ConfigError, match=r"cannot be written: File too large\. Make room"):
+        go_on(config)
+    assert contents(config.run.folder) == before
+    assert go_on(config)
+
+
+@pytest.mark.parametrize("damaged", [None, "", "\0\0", "model: [1"])
+def test_a_lost_configuration_says_how_to_put_it_back(config, damaged):
+    begin(config)
+    path = config.run.folder / "config.yaml"
+    whole = path.read_text()
+    path.unlink()
+    if damaged is not None:
+        path.write_text(damaged)
+    with pytest.raises(ConfigError, match=r"config.yaml is gone or damaged.*cp CONFIG .*config.yaml"):
+        go_on(config)
+    path.write_text(whole)
+    assert go_on(config)
+
+
+def test_a_full_disk_at_the_start_is_one_paragraph(config, monkeypatch):
+    """Whichever file of the set-up it meets."""
+
+    def full(path, _content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("headway.train.prepare.write_json", full)
+    with pytest.raises(loop.TrainingError, match=r"run.json could not be .*No space left on device\. Make room"):
+        loop.train(config)
+    assert not Path(config.run.folder / METRICS).exists()
