@@ -141,7 +141,12 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
-    encoder = Encoder(processor, rope_index(model))
+    encoder = Encoder(
+        processor,
+        rope_index(model),
+        num_embeddings=model.get_input_embeddings().weight.shape[0],
+        max_characters=config.data.max_characters,
+    )
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = questions = None
     if config.data.eval is not None:
