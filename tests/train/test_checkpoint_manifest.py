@@ -76,3 +76,10 @@ def test_what_is_no_state_of_random_generators_is_told(checkpoint):
     for state in ({}, {"python": (3, (1,), None)}, random_state() | {"torch": torch.zeros(3, dtype=torch.uint8)}):
         with pytest.raises(CheckpointError, match="random generators cannot be restored"):
             restore_random_state(state)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
+def test_a_position_that_is_none_is_told(content, checkpoint):
+    (checkpoint.folder / "position.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"position\.json cannot be read"):
+        checkpoint.position()

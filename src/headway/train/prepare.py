@@ -144,7 +144,7 @@ def prepare(config: TrainConfig, *, resume: bool | None) -> Run:
     encoder = Encoder(
         processor,
         rope_index(model),
-        num_embeddings=model.get_input_embeddings().weight.shape[0],
+        num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
         max_characters=config.data.max_characters,
     )
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")

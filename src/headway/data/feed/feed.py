@@ -228,7 +228,7 @@ class Feed(ABC):
         Raises:
             CheckpointError: the state was saved with other data or settings, or is damaged.
         """
-        if not isinstance(state, dict) or not {"settings", "position", "report"} <= state.keys():
+        if not {"settings", "position", "report"} <= state.keys():
             raise CheckpointError("The saved data position is damaged. Resume from another checkpoint.")
         ours, saved = _plain(self._settings()), state["settings"]
         if saved != ours:

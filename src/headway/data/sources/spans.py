@@ -113,6 +113,7 @@ class SpanReader(Reader):
 
     def _cached(self, path: Path) -> NDArray[np.int64] | None:
         """The table of rows in the cache; None where there is none, or one that is damaged and is to be made again."""
+        table: NDArray[np.int64]
         try:
             size = self.file.size if self._is_plain else Path(self._plain_file.url).stat().st_size
             if path.stat().st_size > _MAPPED_BYTES:

@@ -64,8 +64,10 @@ class Checkpoint:
             CheckpointError: it cannot be read.
         """
         try:
-            position: dict[str, Any] = json.loads((self.folder / POSITION).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            position = json.loads((self.folder / POSITION).read_text(encoding="utf-8"))
+            if not isinstance(position, dict):
+                raise TypeError("no JSON object")
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"the checkpoint {self.folder} is damaged: {POSITION} cannot be read.") from error
         return position
 
