@@ -22,6 +22,7 @@ PAGES = [
     "mfu-tracker.md",
     "packing.md",
     "recipes.md",
+    "security.md",
     "sequence-parallel.md",
     "tracing.md",
     "trackers.md",

@@ -362,6 +362,12 @@ def test_a_port_beyond_the_last_is_an_error():
         open_sink("prometheus:127.0.0.1:70000")
 
 
+def test_prometheus_listens_on_this_machine_alone_unless_told():
+    for spec, address in (("prometheus:0", "127.0.0.1"), ("prometheus:0.0.0.0:0", "0.0.0.0")):
+        with open_sink(spec) as sink:
+            assert sink._server.server_address[0] == address
+
+
 def test_two_names_that_are_one_to_prometheus_cost_that_sink_and_no_other(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Sinks.open([path, "prometheus:127.0.0.1:0"]) as sinks:

@@ -182,3 +182,24 @@ def test_dtype_and_device_are_those_asked_for():
     model = load_model(config, random_init=True, dtype=torch.bfloat16, device="meta")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_pickle_beside_other_weights_is_not_tried(folder):
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nmkdir\n(Vran\ntR.")
+    with pytest.raises(CheckpointError, match=r"has no weights \(model\.safetensors.*it holds .*pytorch_model\.bin"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_of_weights_names_files_of_its_folder_alone(name, folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(CheckpointError, match="which is no file of its folder"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "AutoModel", "__name__", "Nothing"])
+def test_a_processor_class_is_a_processor_of_transformers(kind, tmp_path):
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": kind}))
+    with pytest.raises(CheckpointError, match="holds no tokenizer or processor that can be opened"):
+        load_processor(tmp_path)

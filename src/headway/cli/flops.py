@@ -76,7 +76,7 @@ def flops(
         )
     if past is not None and not forward_only:
         raise UsageError(
-            f"--past {past} names tokens whose keys and values are cached, which no gradient reaches: it needs "
+            f"--past {past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it needs "
             "--forward-only. Leave it out to count a training step."
         )
     workload = build_workload(segments, images, videos, slots, sources, audio, past)

@@ -11,7 +11,7 @@ import typer
 from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption
 from headway.errors import UsageError
-from headway.report import format_count, format_share, render_pairs
+from headway.report import format_count, format_share, printable, render_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +57,9 @@ def index(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure anew, as after images were replaced under the same names.")
     ] = False,
+    max_characters: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Longest text [characters]; as data.max_characters of the run.")
+    ] = 5_000_000,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens, patches and grids of every sample, exactly, without decoding pixels.
@@ -81,7 +84,7 @@ def index(
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
     sources = [open_source(path, **options) for path in data]  # a typo is told before anything is measured
-    encoder = Encoder(load_processor(model))
+    encoder = Encoder(load_processor(model), max_characters=max_characters)
     counts = SampleCounts()
     indices = {}
     for path, source in zip(data, sources, strict=True):
@@ -122,7 +125,7 @@ def progress_bar(name: str) -> "Iterator[Progress]":
         disable=not console.is_terminal,
         transient=True,
     )
-    task = bar.add_task(name, total=None, bad=0)
+    task = bar.add_task(printable(name), total=None, bad=0)
     with nullcontext() if bar.disable else bar:  # rich 13 ends a bar off a terminal with an empty line
         yield lambda measured, rows, bad: bar.update(task, completed=measured, total=rows, bad=bad)
 

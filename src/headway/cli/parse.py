@@ -9,6 +9,8 @@ from typing import NamedTuple
 from headway.errors import UsageError, WorkloadError
 
 _MAX_ITEMS = 10_000_000
+_MAX_DIGITS = 18  # what any number of 64 bits has room for
+_MAX_RANK = 2**16  # as model.lora.rank
 _SEGMENT = re.compile(r"([0-9]+)(?:\*([0-9]+))?")
 _EXAMPLES = {
     "--segments": "--segments 4096*3,512",
@@ -50,7 +52,7 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
                 f"{option} {text!r}: {item!r} is not a length. Give whole numbers of {unit} separated by commas, L*N "
                 f"for N of length L, for example {_EXAMPLES[option]}."
             )
-        length, repeat = int(match[1]), int(match[2] or 1)
+        length, repeat = (_whole(option, digits) for digits in (match[1], match[2] or "1"))
         if length < 1 and option != "--past":
             raise WorkloadError(
                 f"{option} {text!r}: a length of {length} {unit} computes nothing; lengths are 1 or more, for example "
@@ -81,7 +83,8 @@ def parse_grids(option: str, text: str) -> list[tuple[int, int, int]]:
                 f"{option} {text!r}: {item!r} is not a grid. Give TxHxW in patches before merging, separated by "
                 f"commas, TxHxW*N for N of them, for example {_EXAMPLES[option]}."
             )
-        grid, repeat = (int(match[1]), int(match[2]), int(match[3])), int(match[4] or 1)
+        *sides, repeat = (_whole(option, digits) for digits in (match[1], match[2], match[3], match[4] or "1"))
+        grid = (sides[0], sides[1], sides[2])
         if min(grid) < 1:
             raise WorkloadError(
                 f"{option} {text!r}: the grid {item!r} holds no patch; T, H and W are 1 or more, for example "
@@ -95,19 +98,33 @@ def parse_lora(text: str) -> Lora:
     """Read RANK or RANK:TARGET,TARGET,...
 
     Raises:
-        UsageError: the rank is not a whole number of 1 or more, or a target is empty.
+        UsageError: the rank is not a whole number of 1 to 65536, or a target is empty.
 
     >>> parse_lora("16:q_proj,v_proj")
     Lora(rank=16, targets=['q_proj', 'v_proj'])
     """
     rank_text, colon, targets_text = text.partition(":")
     targets = [target.strip() for target in targets_text.split(",")] if colon else None
-    if not rank_text.isascii() or not rank_text.isdigit() or int(rank_text) < 1 or (targets and not all(targets)):
+    if not rank_text.isascii() or not rank_text.isdigit() or not _is_rank(rank_text) or (targets and not all(targets)):
         raise UsageError(
-            f"--lora {text!r} is not RANK or RANK:TARGETS. The rank is 1 or more, the targets are names of linear "
-            "layers separated by commas, for example --lora 16 or --lora 16:q_proj,v_proj."
+            f"--lora {text[:80]!r} is not RANK or RANK:TARGETS. The rank is 1 to {_MAX_RANK}, the targets are names of "
+            "linear layers separated by commas, for example --lora 16 or --lora 16:q_proj,v_proj."
         )
     return Lora(int(rank_text), targets)
+
+
+def _is_rank(digits: str) -> bool:
+    return len(digits) <= _MAX_DIGITS and 1 <= int(digits) <= _MAX_RANK
+
+
+def _whole(option: str, digits: str) -> int:
+    """A whole number that 64 bits hold."""
+    if len(digits.lstrip("0")) > _MAX_DIGITS:
+        raise WorkloadError(
+            f"{option} holds a number of {len(digits)} digits; at most {_MAX_DIGITS} are read, for example "
+            f"{_EXAMPLES[option]}."
+        )
+    return int(digits.lstrip("0") or "0")
 
 
 def _items(option: str, text: str) -> list[str]:

@@ -61,7 +61,7 @@ def resolve_architecture(name: str, cost_model: "CostModel") -> "Architecture":
     if path.exists():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnknownModelError(f"{path} is not JSON: {error}. Give a model's config.json.") from error
     else:
         from headway.models.load import load_config

@@ -21,7 +21,7 @@ from headway.data.encoded import IGNORED, EncodedSample
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
 from headway.data.media.lengths import Grid, Lengths
 from headway.data.media.opened import MediaReader, OpenedMedia
-from headway.data.media.placeholders import Tokeniser, Tokens
+from headway.data.media.placeholders import MAX_CHARACTERS, Tokeniser, Tokens
 from headway.data.samples import Chat, Document, Sample
 from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
@@ -29,7 +29,7 @@ from headway.models.patch_layout import Scale
 
 __all__ = ["IGNORED", "EncodedSample", "Encoder"]
 
-_VERSION = 1  # of what encoding does with a sample; raised when the same settings come to mean other tokens
+_VERSION = 2  # of what encoding does with a sample; raised when the same settings come to mean other tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ class Encoder:
         processor: the model's processor, or its tokenizer if it reads text alone.
         rope_index: the model's own rule for M-RoPE positions (`headway.models.rope_index(model)`); None where positions
             are plain indices.
+        num_embeddings: rows of the model's embedding, which no id may reach; None where that is not known [tokens].
         max_image_pixels: larger images are refused, before they are decoded [pixels].
+        max_characters: longer texts are refused, before they are tokenised [characters].
 
     Raises:
         ConfigError: the limit cannot take effect.
@@ -58,12 +60,15 @@ class Encoder:
         processor: Processor,
         rope_index: RopeIndex | None = None,
         *,
+        num_embeddings: int | None = None,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
+        max_characters: int = MAX_CHARACTERS,
     ) -> None:
         self.processor: Any = processor
         self.rope_index = rope_index
         self.max_image_pixels = check_limit(max_image_pixels)
-        self.tokeniser = Tokeniser(processor)
+        self.max_characters = max_characters
+        self.tokeniser = Tokeniser(processor, num_embeddings, max_characters)
         self.tokenizer: Any = self.tokeniser.tokenizer
         multimodal = not isinstance(processor, PreTrainedTokenizerBase)
         self.media = MediaReader(processor, self.max_image_pixels)
@@ -81,7 +86,8 @@ class Encoder:
         token.
 
         Raises:
-            DataError: nothing to learn, damaged media or media the model cannot read, or a chat template that renders
+            DataError: nothing to learn, a text that is too long, tokens that the model does not know, damaged media or
+                media the model cannot read, or a chat template that renders
                 earlier turns differently once later ones follow; the message names file and place.
         """
         with self._planned(sample) as planned:
@@ -135,6 +141,7 @@ class Encoder:
             "template": self.template.sources,
             "tokenizer": _tokenizer_settings(self.tokenizer),
             "max_image_pixels": self.max_image_pixels,
+            "max_characters": self.max_characters,
         }
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -7,6 +7,7 @@ from typing import Any
 import fsspec
 
 from headway.errors import DataError
+from headway.report import printable
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -196,7 +197,7 @@ class SampleError(DataError):
         self.origin, self.reason = origin, reason
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.reason}"
+        return printable(f"{self.origin}: {self.reason}")
 
 
 def read_samples(path: str | Path) -> list[Sample]:

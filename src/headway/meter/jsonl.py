@@ -125,6 +125,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _as_object(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:  # of the text or of its encoding
+    except (ValueError, RecursionError):  # of the text or its encoding; of lists nested too deeply
         return None
     return found if isinstance(found, dict) else None

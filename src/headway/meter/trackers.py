@@ -258,14 +258,15 @@ class PrometheusSink(Sink):
 
     Args:
         port: to listen on; 0 takes a free one, which `port` then tells.
-        host: address to listen on; every one of this machine by default.
+        host: address to listen on; this machine alone hears it by default. "0.0.0.0" is every address of the machine:
+            who reaches one reads the records, without a password.
         rank: rank of this process among those that train.
 
     Raises:
         ConfigError: prometheus_client is not installed, or the port is taken.
     """
 
-    def __init__(self, port: int, host: str = "0.0.0.0", *, rank: int = 0) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1", *, rank: int = 0) -> None:
         self._rank = str(rank)
         self._last: dict[str, tuple[dict[str, int | float], dict[str, str]]] = {}  # numbers and texts by kind
         with _opening("Prometheus"):
@@ -288,8 +289,8 @@ class PrometheusSink(Sink):
         """Open from "PORT" or "HOST:PORT"."""
         host, _, port = place.rpartition(":")
         if not port.isdecimal():
-            raise ConfigError(f"prometheus:{place} names no port; give prometheus:9400 or prometheus:127.0.0.1:9400.")
-        return cls(int(port), host or "0.0.0.0", rank=rank)
+            raise ConfigError(f"prometheus:{place} names no port; give prometheus:9400 or prometheus:0.0.0.0:9400.")
+        return cls(int(port), host or "127.0.0.1", rank=rank)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Let this record be the one that is fetched from now on.

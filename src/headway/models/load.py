@@ -35,7 +35,11 @@ Processor = ProcessorMixin | PreTrainedTokenizerBase
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
-_WEIGHT_INDEX = "model.safetensors.index.json"
+_WEIGHT_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_NO_CODE = {"trust_remote_code": False}
+"""Given to whatever opens a folder: if unset, transformers asks, and takes a yes from standard input."""
+# What transformers raises on malformed files.
+_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def load_config(name_or_path: str | Path) -> PreTrainedConfig:
@@ -46,7 +50,7 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
 
     Raises:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
-        CheckpointError: the folder is there but holds no readable config.json.
+        CheckpointError: the folder is there but holds no readable config.json, or needs code of its own.
     """
     path = Path(name_or_path)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -59,8 +63,9 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     if not path.exists():
         _check_hub_name(str(name_or_path))
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(name_or_path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # what it raises on a malformed file
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(name_or_path), **_NO_CODE)
+    except _MALFORMED as error:
+        _refuse_code(str(name_or_path), error)
         if path.exists():
             raise CheckpointError(
                 f"The configuration in {path} cannot be read: {_first_line(error)} Fix the file, or save it anew with "
@@ -98,7 +103,9 @@ def load_model(
     model_class = _model_class(config)
     if random_init:
         with torch.device("meta"):
-            model: PreTrainedModel = model_class.from_config(config, dtype=dtype, attn_implementation="eager")
+            model: PreTrainedModel = model_class.from_config(
+                config, dtype=dtype, attn_implementation="eager", **_NO_CODE
+            )
         if torch.device(device).type != "meta":
             draw_weights(model, device)
     else:
@@ -125,7 +132,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
 
     Raises:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
-        CheckpointError: the folder holds no tokenizer, or its files cannot be read.
+        CheckpointError: the folder holds no tokenizer, its files cannot be read, or need code of its own.
     """
     path = Path(name_or_path)
     name = str(path.parent if path.is_file() else name_or_path)
@@ -134,10 +141,14 @@ def load_processor(name_or_path: str | Path) -> Processor:
     try:
         class_name = _processor_class_name(name)
         if class_name is None:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **_NO_CODE)
             return tokenizer
-        return _processor(getattr(transformers, class_name), name)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        processor_class = getattr(transformers, class_name)
+        if not (isinstance(processor_class, type) and issubclass(processor_class, ProcessorMixin)):
+            raise ValueError(f"transformers has no processor called {class_name!r}")
+        return _processor(processor_class, name)
+    except _MALFORMED as error:
+        _refuse_code(name, error)
         if Path(name).exists():
             raise CheckpointError(
                 f"The folder {name} holds no tokenizer or processor that can be opened: {_first_line(error)} It holds "
@@ -176,8 +187,13 @@ def check_weights(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"The weight index {index} cannot be read: {error}. Save the model anew.") from error
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise CheckpointError(
+                f"The weight index {index} names {outside[0]!r}, which is no file of its folder. Save the model anew."
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
@@ -186,10 +202,11 @@ def check_weights(folder: Path) -> list[Path]:
             )
         files = [folder / name for name in names]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = [folder / _WEIGHTS] if (folder / _WEIGHTS).is_file() else []
     if not files:
         raise CheckpointError(
-            f"The model folder {folder} has no weights (*.safetensors); it holds {_listing(folder)}. If the model "
+            f"The model folder {folder} has no weights ({_WEIGHTS}, or {_WEIGHT_INDEX} and "
+            f"what it names); it holds {_listing(folder)}. If the model "
             "should start from random weights, ask for a random initialisation."
         )
     for file in files:
@@ -207,7 +224,13 @@ def check_weights(folder: Path) -> list[Path]:
 def _with_weights(model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with weights_of(name) as missing:
         model, info = model_class.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation="eager", output_loading_info=True
+            name,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            use_safetensors=True,
+            **_NO_CODE,
         )
         missing.update(info["missing_keys"])
     loaded: PreTrainedModel = model
@@ -274,14 +297,14 @@ def _processor(processor_class: Any, name: str) -> ProcessorMixin:
         kept = [attribute for attribute in attributes if attribute != "video_processor"]
         reduced = {"get_attributes": staticmethod(lambda: list(kept)), "__module__": processor_class.__module__}
         reduced_class: Any = type(processor_class.__name__, (processor_class,), reduced)
-        opened = reduced_class.from_pretrained(name)
+        opened = reduced_class.from_pretrained(name, **_NO_CODE)
         opened.__class__ = processor_class
         opened.video_processor = video_processor(name, processor_class.__name__)
     else:
-        opened = processor_class.from_pretrained(name)
+        opened = processor_class.from_pretrained(name, **_NO_CODE)
     if "image_processor" in attributes and is_torchvision_available():
         images: Any = AutoImageProcessor
-        opened.image_processor = images.from_pretrained(name, backend="pil")
+        opened.image_processor = images.from_pretrained(name, backend="pil", **_NO_CODE)
     processor: ProcessorMixin = opened
     return processor
 
@@ -294,6 +317,16 @@ def _check_hub_name(name: str) -> None:
             f"There is no model folder or config.json at {name!r}. Check the path, or give a name on the Hugging Face "
             "Hub such as Qwen/Qwen3-VL-2B-Instruct."
         )
+
+
+def _refuse_code(name: str, error: Exception) -> None:
+    """Say so where transformers cannot open something without running code that comes with it."""
+    if isinstance(error, ValueError) and "trust_remote_code=True" in str(error):
+        raise CheckpointError(
+            f"The model {name} cannot be opened without running Python code that comes with it (its files name it "
+            "under auto_map), and Headway runs none: it could do anything. Give a model of a type that the installed "
+            f"transformers {transformers.__version__} has code for, or convert this one to such a type."
+        ) from error
 
 
 def _unreachable(name: str, error: Exception) -> UnknownModelError:

@@ -1,6 +1,14 @@
 """Numbers made readable: formatters with units, and plain-text tables that survive a pipe."""
 
-from headway.report.format import format_bytes, format_count, format_duration, format_flops, format_rate, format_share
+from headway.report.format import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_flops,
+    format_rate,
+    format_share,
+    printable,
+)
 from headway.report.table import Column, render_pairs, render_table
 
 __all__ = [
@@ -11,6 +19,7 @@ __all__ = [
     "format_flops",
     "format_rate",
     "format_share",
+    "printable",
     "render_pairs",
     "render_table",
 ]

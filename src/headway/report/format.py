@@ -1,7 +1,28 @@
 """One formatter per kind of number. Inside the library values stay plain: FLOP, seconds, bytes, fractions."""
 
+import re
+
+# Control characters but tab and line feed, marks that turn the order of letters round, line separators, and halves of
+# surrogate pairs, which is what Python makes of file names that are not UTF-8.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DECIMAL_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _BINARY_PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def printable(text: str) -> str:
+    r"""Show the characters that a terminal would obey, or that hide what a text says, by their numbers.
+
+    Names of files and values of rows are other people's: they could clear the screen, or show `gpj.exe` as `exe.jpg`.
+
+    >>> print(printable("a\x1b[31mb.png"))
+    a\x1b[31mb.png
+    """
+    return _UNPRINTABLE.sub(_by_number, text)
+
+
+def _by_number(found: re.Match[str]) -> str:
+    number = ord(found.group())
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
 
 def format_flops(flops: float) -> str:

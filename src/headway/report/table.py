@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from headway.report.format import printable
+
 _GAP = "  "
 
 
@@ -38,7 +40,8 @@ def render_table(
     all      19
     """
     headings = [column.heading for column in columns]
-    body = [list(row) for row in rows] + ([list(footer)] if footer is not None else [])
+    rows = [[printable(cell) for cell in row] for row in rows]
+    body = rows + ([list(footer)] if footer is not None else [])
     for row in body:
         assert len(row) == len(columns), f"a row has {len(row)} cells for {len(columns)} columns: {row}"
     widths = [max(len(cells[i]) for cells in [headings, *body]) for i in range(len(columns))]
@@ -58,7 +61,7 @@ def render_pairs(pairs: Sequence[tuple[str, str]]) -> str:
     tokens  12,800
     """
     width = max((len(name) for name, _ in pairs), default=0)
-    return "\n".join(f"{name:<{width}}{_GAP}{value}".rstrip() for name, value in pairs)
+    return "\n".join(f"{name:<{width}}{_GAP}{printable(value)}".rstrip() for name, value in pairs)
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:

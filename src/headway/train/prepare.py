@@ -146,7 +146,12 @@ def prepare(config: TrainConfig, *, resume: bool | None, place: Place, folder: R
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
-    encoder = Encoder(processor, rope_index(model))
+    encoder = Encoder(
+        processor,
+        rope_index(model),
+        num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
+        max_characters=config.data.max_characters,
+    )
     place.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = questions = None

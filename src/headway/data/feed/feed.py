@@ -226,9 +226,11 @@ class Feed(ABC):
         """Go to a saved place of all ranks; the first of them takes their counts over.
 
         Raises:
-            CheckpointError: the state was saved with other data or settings.
+            CheckpointError: the state was saved with other data or settings, or is damaged.
         """
-        ours, saved = _plain(self._settings()), state.get("settings")
+        if not {"settings", "position", "report"} <= state.keys():
+            raise CheckpointError("The saved data position is damaged. Resume from another checkpoint.")
+        ours, saved = _plain(self._settings()), state["settings"]
         if saved != ours:
             saved = saved if isinstance(saved, dict) else {}
             differing = [
@@ -239,8 +241,13 @@ class Feed(ABC):
                 "same ones, or start a new run from the checkpoint's weights."
             )
         self.close()
-        self._go_to(state["position"])
-        report = FeedReport.from_dict(state["report"])
+        try:
+            self._go_to(state["position"])
+            report = FeedReport.from_dict(state["report"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(
+                f"The saved data position is damaged ({error!r}). Resume from another checkpoint."
+            ) from error
         self._report = report if self.share.rank == 0 else FeedReport(planned=report.planned)
 
     def _hand_out(self, made: Made) -> None:

@@ -94,7 +94,7 @@ class PackMaker:
         """Make a pack; one of which nothing is left is a pack of padding.
 
         Raises:
-            DataError: a sample cannot be used and `skips` is off, or it is not the one that was planned with.
+            DataError: a sample cannot be used and `skips` is off; one that is not what was planned with cannot either.
         """
         return self.make((piece, partial(self._load, piece)) for piece in pieces)
 
@@ -108,12 +108,13 @@ class PackMaker:
         for piece, read in pieces:
             try:
                 whole = self._encode(read())
+                part = _planned_part(whole, piece)
             except SampleError as error:
                 if not self.skips:
                     raise
                 skipped.append(Skipped(error, piece.stop - piece.start))
                 continue
-            encoded.append(part_of(whole, piece.start, piece.stop))
+            encoded.append(part)
             whole_tokens.append(whole.tokens)
             used.append(piece)
         return Made(self.collator(encoded), tuple(used), tuple(whole_tokens), tuple(skipped))
@@ -130,6 +131,13 @@ class PackMaker:
             return self.encoder.encode(sample)
         except DataError as error:
             raise sample_error(error, sample.origin) from error
+
+
+def _planned_part(whole: EncodedSample, piece: Piece) -> EncodedSample:
+    try:
+        return part_of(whole, piece.start, piece.stop)
+    except DataError as error:
+        raise sample_error(error, whole.origin) from error
 
 
 def part_of(whole: EncodedSample, start: int, stop: int) -> EncodedSample:
@@ -155,6 +163,7 @@ def part_of(whole: EncodedSample, start: int, stop: int) -> EncodedSample:
     if cut is None:
         raise DataError(
             f"{whole.where}: the sample has {whole.tokens} tokens, and tokens {start} to {stop} of it were planned, "
-            "which cannot be cut out of it. It changed since it was indexed; index the dataset again."
+            "which cannot be cut out of it. It changed since it was indexed, as where an image was replaced under "
+            "the same name; measure it anew with `headway index DATA --model MODEL --refresh`."
         )
     return cut

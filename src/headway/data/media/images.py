@@ -23,6 +23,12 @@ _DAMAGE = (
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError, AttributeError,
     struct.error, zlib.error, Pillow.DecompressionBombError, Warning,
 )  # fmt: skip
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""Formats that are read, by Pillow's names; no other is even tried, whatever a file is called.
+
+For some, such as EPS, Pillow starts another program, and most of the rest is rare and little tested.
+"""
+
 # Formats whose header gives the decoded size and, but for late PNG chunks, the orientation.
 _TELLING_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
@@ -146,11 +152,13 @@ def decode_all(pictures: Sequence[Picture]) -> list[Pillow.Image]:
 
 
 def _opened(file: BinaryIO, max_pixels: int) -> Pillow.Image:
+    Pillow.init()
+    formats = [name for name in FORMATS if name in Pillow.OPEN]  # AVIF is in some builds of Pillow only
     if max_pixels <= (Pillow.MAX_IMAGE_PIXELS or max_pixels):
-        return Pillow.open(file)
+        return Pillow.open(file, formats=formats)
     with warnings.catch_warnings():  # a limit above Pillow's own was asked for
         warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
-        return Pillow.open(file)
+        return Pillow.open(file, formats=formats)
 
 
 def _as_rgb(image: Pillow.Image) -> Pillow.Image:

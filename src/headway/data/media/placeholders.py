@@ -16,6 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from headway.data.chat import Span
 from headway.errors import DataError
 
+MAX_CHARACTERS = 5_000_000
+"""Default bound on a text [characters]: tokenizers take up to 400 bytes of memory for each, 2 GB for so many."""
+
 KINDS = ("image", "video", "audio")
 """Kinds of placeholders; a token of the n-th has type n, counted from 1, as in transformers' `mm_token_type_ids`."""
 
@@ -49,11 +52,16 @@ class Tokeniser:
 
     Args:
         processor: the model's processor or tokenizer.
+        num_embeddings: rows of the model's embedding, which no id may reach; None where that is not known [tokens].
+        max_characters: longer texts are refused before they are tokenised [characters].
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, num_embeddings: int | None = None, max_characters: int = MAX_CHARACTERS) -> None:
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         plain = isinstance(processor, PreTrainedTokenizerBase)
+        known = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
+        self._num_ids = known if num_embeddings is None else min(known, num_embeddings)
+        self._max_characters = max_characters
         self._adds_special = not plain  # a text-only chat template writes them itself
         words = {kind: None if plain else getattr(processor, f"{kind}_token", None) for kind in KINDS}
         self.words: dict[str, str] = {kind: str(word) for kind, word in words.items() if word is not None}
@@ -73,17 +81,19 @@ class Tokeniser:
             where: the sample's place, for messages.
 
         Raises:
-            DataError: the text holds other placeholders than the chat has media.
+            DataError: the text holds other placeholders than the chat has media, is too long, or has tokens that
+                the model does not know.
         """
         expanded, ends, shifts, counts = self._expand(text, written, where)
         adds = self._adds_special and not text.startswith(self.tokenizer.bos_token or "\0")
-        out = self._encode(expanded, adds)
+        out = self._encode(expanded, adds, where)
         starts = np.fromiter((start for start, _ in out["offset_mapping"]), np.int64, len(out["input_ids"]))
         supervised = np.zeros(len(starts), np.bool_)
         for span in spans:
             first, last = (place + shifts[bisect_right(ends, place)] for place in span)
             supervised |= (starts >= first) & (starts < last)
-        return self._repeated(np.asarray(out["input_ids"], np.int64), supervised, counts)
+        ids = self._known(out["input_ids"], where)
+        return self._repeated(ids, supervised, counts)
 
     def document(self, content: str | Sequence[int], where: str) -> Tokens:
         """Tokenise running text, every token of it supervised.
@@ -91,17 +101,16 @@ class Tokeniser:
         The tokenizer's own beginning is kept, and its end-of-text token closes the document. Ids are taken as they are.
 
         Raises:
-            DataError: the document holds placeholders of images, videos or sounds, or negative ids.
+            DataError: the document holds placeholders of images, videos or sounds, is too long, or has ids that the
+                model does not know.
         """
         if isinstance(content, str):
-            ids = np.asarray(self._encode(content, True)["input_ids"], np.int64)
+            ids = self._known(self._encode(content, True, where)["input_ids"], where)
             end = self.tokenizer.eos_token_id
             if end is not None and (not len(ids) or ids[-1] != end):
                 ids = np.append(ids, end)
         else:
-            ids = np.asarray(content, np.int64)
-        if len(ids) and ids.min() < 0:
-            raise DataError(f"{where}: the document holds the token id {ids.min()}; ids are 0 or more.")
+            ids = self._known(content, where)
         tokens = self._repeated(ids, np.ones(len(ids), np.bool_), None)
         if tokens.media_end:
             raise DataError(
@@ -110,7 +119,27 @@ class Tokeniser:
             )
         return tokens
 
-    def _encode(self, text: str, adds_special: bool) -> Any:
+    def _known(self, ids: Sequence[int], where: str) -> NDArray[np.int64]:
+        """Ids as an array, each of which the model has an embedding for.
+
+        Raises:
+            DataError: one has none.
+        """
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < self._num_ids:
+                shown = token if abs(token) < 2**63 else "of more than 64 bits"
+                raise DataError(
+                    f"{where}: it holds the token id {shown}, but the ids of this model run from 0 to "
+                    f"{self._num_ids - 1}. The ids are another tokenizer's, or damaged."
+                )
+        return np.asarray(ids, np.int64)
+
+    def _encode(self, text: str, adds_special: bool, where: str) -> Any:
+        if len(text) > self._max_characters:
+            raise DataError(
+                f"{where}: its text has {len(text):,} characters, more than the limit of {self._max_characters:,}: "
+                "tokenising takes up to 400 bytes of memory for each. Split the text, or raise max_characters."
+            )
         return self.tokenizer(
             text,
             add_special_tokens=adds_special,

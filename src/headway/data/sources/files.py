@@ -72,7 +72,7 @@ class File:
         """Open for reading from start to end, decompressed.
 
         Raises:
-            DataError: the file changed since it was found.
+            DataError: the file changed since it was found, or while it was read to its end.
             OSError: it cannot be opened. What reading raises then is in `DAMAGE`.
         """
         with ExitStack() as stack:
@@ -87,6 +87,8 @@ class File:
                 # Arrow's reader knows several frames in a file and tells a truncated one; zstandard's knows neither.
                 raw = stack.enter_context(io.BufferedReader(cast(Any, pa.CompressedInputStream(raw, "zstd"))))
             yield raw
+            if self.is_local:
+                self.check(Path(self.url).stat())
 
     def check(self, status: os.stat_result) -> None:
         """Compare a local file with what was found.
@@ -160,7 +162,9 @@ def read_span(file: File, start: int, stop: int) -> bytes:
         DataError: the file changed since it was found, or ends before `stop`.
         OSError: it cannot be read.
     """
-    data = os.pread(_handle(file).number, stop - start, start)
+    handle = _handle(file)
+    data = os.pread(handle.number, stop - start, start)
+    handle.check()  # afterwards, so that what was read is what was there when the rows were counted
     if len(data) < stop - start:
         raise DataError(
             f"The file {file.url} ends at byte {start + len(data)}, but a row reaches to byte {stop}. It was cut while "
@@ -173,8 +177,13 @@ class _Handle:
     """An open file that is closed once nobody reads it."""
 
     def __init__(self, file: File) -> None:
+        self._file = file
         self.number = os.open(file.url, os.O_RDONLY)
-        file.check(os.fstat(self.number))
+        self.check()
+
+    def check(self) -> None:
+        """Make sure that the file is as it was found; a run reads it for days."""
+        self._file.check(os.fstat(self.number))
 
     def __del__(self) -> None:
         if hasattr(self, "number"):

@@ -73,7 +73,8 @@ class _Buffer:
     """A window of a JSON file, moved forward as it is read."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._decoder = stream, json.JSONDecoder(strict=False)
+        # Only where values end matters here; as floats, numbers of any number of digits are read.
+        self._stream, self._decoder = stream, json.JSONDecoder(strict=False, parse_int=float)
         self._text, self._place, self._gone = "", 0, 0  # the window, a place in it, bytes before it
 
     def _more(self, num_bytes: int = _CHUNK_BYTES) -> bool:
@@ -109,6 +110,10 @@ class _Buffer:
                 if not self._more(chunk):
                     raise EOFError(f"not valid JSON: {error.msg} at byte {self._gone + error.pos}") from error
                 chunk *= 2  # what is tried again grows with what is read
+            except RecursionError as error:  # where it ends cannot be told, nor what comes after it be read
+                raise EOFError(
+                    f"not usable JSON: lists nested too deeply from byte {self._gone + self._place}"
+                ) from error
         start = self._gone + self._place
         element = self._text[self._place : self._place + length].encode("latin-1")
         self._place += length
@@ -127,6 +132,8 @@ def parse_object(content: bytes, rule: str) -> dict[str, Any]:
         raise DataError(f"not valid JSON ({error.msg} at column {error.colno}). {rule}") from error
     except RecursionError as error:
         raise DataError(f"not usable JSON: its lists are nested too deeply. {rule}") from error
+    except ValueError as error:  # Python's bound on the digits of an integer
+        raise DataError(f"not usable JSON: a number in it has too many digits to be read. {rule}") from error
     if b"\\ud" in content.lower() and not _is_encodable(value):
         raise DataError(
             "it holds half of a surrogate pair (\\\\ud800 to \\\\udfff), which is no character. Write it again."

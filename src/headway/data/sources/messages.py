@@ -106,7 +106,7 @@ def json_value(value: Any, what: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of too many digits
         raise DataError(f"{what} is a string but not JSON ({error}): {shortened(value)}.") from error
 
 

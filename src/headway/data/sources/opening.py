@@ -157,6 +157,6 @@ def _content(file: File) -> dict[str, Any]:
     try:
         with file.opened() as stream:
             content: dict[str, Any] = json.load(stream)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file.url} cannot be read: {error}. Save the dataset again.") from error
     return content

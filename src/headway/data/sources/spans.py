@@ -15,6 +15,8 @@ from headway.data.sources.reader import EMPTY, Raw, Reader, after, lasting, unti
 from headway.errors import DataError
 
 _DAMAGED = -1  # as the end of a row: the row stands for what cannot be read
+# What NumPy raises on a file that is missing, cut short or something else.
+_NO_TABLE = (OSError, ValueError, EOFError, TypeError, KeyError, SyntaxError, OverflowError, MemoryError)
 _MAPPED_BYTES = 2**20  # larger tables are mapped, so that processes share them
 
 
@@ -97,12 +99,37 @@ class SpanReader(Reader):
         """First byte, one past the last and number of every row, shape (rows, 3)."""
         if not hasattr(self, "_table"):
             path = self._table_file()
-            if not path.exists():
+            table = self._cached(path)
+            if table is None:
                 self._scan(path)
-            self._table: NDArray[np.int64] = np.load(
-                path, mmap_mode="r" if path.stat().st_size > _MAPPED_BYTES else None
-            )
+                table = self._cached(path)
+            if table is None:
+                raise DataError(
+                    f"The places of the rows of {self.file.url} cannot be read from {path}, where they were just "
+                    "written. Look after the disk of the cache, or name another folder in HEADWAY_CACHE."
+                )
+            self._table: NDArray[np.int64] = table
         return self._table
+
+    def _cached(self, path: Path) -> NDArray[np.int64] | None:
+        """The table of rows in the cache; None where there is none, or one that is damaged and is to be made again."""
+        table: NDArray[np.int64]
+        try:
+            size = self.file.size if self._is_plain else Path(self._plain_file.url).stat().st_size
+            if path.stat().st_size > _MAPPED_BYTES:
+                table = np.lib.format.open_memmap(path, mode="r")
+            else:
+                with path.open("rb") as file:
+                    table = np.lib.format.read_array(file, allow_pickle=False)
+        except _NO_TABLE:
+            return None
+        assert size is not None  # a local file's is known
+        if table.dtype != np.int64 or table.shape[1:] != (3,) or not len(table):
+            return None
+        starts, stops = table[:, 0], table[:, 1]
+        sound = (starts >= 0) & (starts <= stops) & (stops <= size)
+        told = stops[-1] == _DAMAGED and self._damage_file().is_file()
+        return table if sound[:-1].all() and (sound[-1] or told) else None
 
     def _scan(self, path: Path) -> None:
         """Find the rows in one pass; write the table last, so that what it needs is there once it is."""

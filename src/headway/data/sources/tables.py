@@ -78,9 +78,15 @@ class TableReader(Reader):
     def _from_copy(self) -> tuple[list[pa.RecordBatch], str]:
         path = cached_path(self.file, f"{type(self).__name__} rows 1").with_suffix(".arrow")
         told = path.with_suffix(".damage")
-        if not path.exists():
+        batches = _copied(path, told)
+        if batches is None:
             write_cached(path, lambda copy: self._copy(copy, told))
-        batches = list(pa.ipc.open_stream(pa.memory_map(str(path)))) if path.stat().st_size else []
+            batches = _copied(path, told)
+        if batches is None:
+            raise DataError(
+                f"The copy of {self.file.url} cannot be read from {path}, where it was just written. Look after the "
+                "disk of the cache, or name another folder in HEADWAY_CACHE."
+            )
         return batches, told.read_text("utf-8") if told.exists() else ""
 
     def _copy(self, copy: BinaryIO, told: Path) -> None:
@@ -99,6 +105,16 @@ class TableReader(Reader):
 
     def _tell(self, told: Path, damage: str) -> None:
         write_cached(told, lambda file: file.write(damage.encode()))
+
+
+def _copied(path: Path, told: Path) -> list[pa.RecordBatch] | None:
+    """The rows of a copy in the cache; None where there is none, or one that is damaged and is to be made again."""
+    try:
+        if path.stat().st_size:
+            return list(pa.ipc.open_stream(pa.memory_map(str(path))))
+    except (OSError, pa.ArrowException):
+        return None
+    return [] if told.is_file() else None
 
 
 class Arrow(TableReader):

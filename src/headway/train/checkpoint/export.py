@@ -27,7 +27,14 @@ from headway.models.lora import (
     base_name,
     merged,
 )
-from headway.train.checkpoint.folder import MANIFEST, Checkpoint, latest_checkpoint, open_checkpoint, step_folders
+from headway.train.checkpoint.folder import (
+    MANIFEST,
+    MODEL,
+    Checkpoint,
+    latest_checkpoint,
+    open_checkpoint,
+    step_folders,
+)
 from headway.train.checkpoint.restore import check_architecture, read_tensors, saved_tensors
 from headway.train.checkpoint.state import AVERAGE, WEIGHTS
 
@@ -91,10 +98,11 @@ def export(
 
     Raises:
         UsageError: the folder exists, there is no moving average, or there are no adapters to merge.
-        CheckpointError: the checkpoint cannot be read, or the disk refuses.
+        CheckpointError: the checkpoint cannot be read or holds a link, or the disk refuses.
     """
     if folder.exists():
         raise UsageError(f"{folder} exists already; give another folder, or delete it first.")
+    checkpoint.refuse_links()
     saved = saved_tensors(checkpoint.folder)
     if average and not any(name.startswith(AVERAGE) for name in saved):
         raise UsageError(
@@ -115,7 +123,7 @@ def export(
         temporary.mkdir(parents=True)
         kind = dtype or next(t.dtype for name, t in saved.items() if name.startswith(WEIGHTS) and t.is_floating_point())
         files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if adapts and not merge_adapters else WHOLE)
-        _write_described(checkpoint.model_folder, temporary, plain, kind, adapters=adapts and not merge_adapters)
+        _write_described(checkpoint, temporary, plain, kind, adapters=adapts and not merge_adapters)
         for part in _parts(checkpoint, saved, model, average=average):
             cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in part.items()}
             if not adapts:
@@ -174,14 +182,15 @@ def _parts(
         yield {name: read[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
 
 
-def _write_described(source: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters: bool) -> None:
+def _write_described(
+    checkpoint: Checkpoint, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters: bool
+) -> None:
     """Config, generation config and processor, the first with the class and dtype of what lies beside it."""
     left_out = {"config.json", "generation_config.json"} if adapters else {"config.json", ADAPTER_CONFIG}
-    for path in source.iterdir():
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name)
-        elif path.name not in left_out:
-            shutil.copyfile(path, folder / path.name)
+    for name in (name.removeprefix(f"{MODEL}/") for name in checkpoint.files if name.startswith(f"{MODEL}/")):
+        if name not in left_out:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint.model_folder / name, folder / name)
     if not adapters:
         model.config.architectures = [type(model).__name__]
         model.config.dtype = dtype

@@ -7,6 +7,7 @@ or absent. Its `manifest.json`, written last, lists every file with its size and
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ from headway.errors import CheckpointError
 MANIFEST, POSITION, MODEL, INDEX = "manifest.json", "position.json", "model", ".metadata"
 SKIPPED, DIGEST = "skipped_in_a_row", "samples_digest"  # what position.json has besides the place in the data
 SCHEMA_VERSION = 2
-_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_STEP_FOLDER = re.compile(r"step-(\d{6,18})")
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Entry(NamedTuple):
@@ -57,22 +59,40 @@ class Checkpoint:
         return self.folder / MODEL
 
     def position(self) -> dict[str, Any]:
-        """The place in the data, of all processes together."""
-        position: dict[str, Any] = json.loads((self.folder / POSITION).read_text(encoding="utf-8"))
+        """The place in the data, of all processes together.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            position = json.loads((self.folder / POSITION).read_text(encoding="utf-8"))
+            if not isinstance(position, dict):
+                raise TypeError("no JSON object")
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"the checkpoint {self.folder} is damaged: {POSITION} cannot be read.") from error
         return position
 
     def random_state(self, rank: int) -> dict[str, Any]:
-        """The random generators of a process; those of another one where fewer wrote the checkpoint."""
+        """The random generators of a process; those of another one where fewer wrote the checkpoint.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
         path = self.folder / rank_file(rank % self.world_size)
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"the checkpoint {self.folder} is damaged: {path.name} cannot be read.") from error
         return state
 
     def check(self, rank: int = 0, world_size: int = 1) -> None:
         """Check this process's share of the files against the manifest: all processes together check every file.
 
         Raises:
-            CheckpointError: a file is missing, cut short or changed.
+            CheckpointError: a file is missing, cut short or changed, or there is a link among them.
         """
+        if rank == 0:
+            self.refuse_links()
         for name, entry in list(self.files.items())[rank::world_size]:
             path = self.folder / name
             if not path.is_file():
@@ -83,6 +103,19 @@ class Checkpoint:
                 )
             if _sha256(path) != entry.sha256:
                 raise CheckpointError(f"the checkpoint {self.folder} is damaged: the contents of {name} have changed.")
+
+    def refuse_links(self) -> None:
+        """Refuse links, which could lead anywhere.
+
+        Raises:
+            CheckpointError: the folder holds one.
+        """
+        for path in self.folder.rglob("*"):
+            if path.is_symlink():
+                raise CheckpointError(
+                    f"the checkpoint {self.folder} holds a link, {path.relative_to(self.folder)}, and headway writes "
+                    "none. Put the file itself in its place."
+                )
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -134,7 +167,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint's manifest; `check` then compares the files with it.
 
     Raises:
-        CheckpointError: no manifest, one that cannot be read, or one of another version.
+        CheckpointError: no manifest, one that cannot be read or makes no sense, or one of another version.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -144,20 +177,52 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 f"the checkpoint {folder} has version {version}; this headway reads {SCHEMA_VERSION}. "
                 + ("Its folder is a model folder: start a new run with model.path set to it." if version == 1 else "")
             )
-        return Checkpoint(
+        checkpoint = Checkpoint(
             folder,
-            int(manifest["step"]),
-            int(manifest["world_size"]),
+            manifest["step"],
+            manifest["world_size"],
             dict(manifest["mesh"]),
             str(manifest["architecture"]),
-            {str(name): Entry(**entry) for name, entry in manifest["files"].items()},
+            {name: Entry(**entry) for name, entry in manifest["files"].items()},
         )
+        nonsense = _nonsense(checkpoint)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"the checkpoint {folder} is half written or copied in part: it has no {MANIFEST}."
         ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint {folder} is damaged: its {MANIFEST} cannot be read.") from error
+    if nonsense:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: its {MANIFEST} {nonsense}.")
+    return checkpoint
+
+
+def _nonsense(checkpoint: Checkpoint) -> str:
+    """What of a manifest cannot be true of any checkpoint; nothing checks the manifest itself."""
+    step, world_size, files = checkpoint.step, checkpoint.world_size, checkpoint.files
+    if not _is_count(step, 0):
+        return f"gives the step {step!r}"
+    named = _STEP_FOLDER.fullmatch(checkpoint.folder.name)
+    if named and int(named[1]) != step:
+        return f"gives the step {step}, and the folder's name another"
+    if not _is_count(world_size, 1) or not all(_is_count(size, 1) for size in checkpoint.mesh.values()):
+        return f"gives {world_size!r} processes as {checkpoint.mesh}"
+    for name, entry in files.items():
+        if not _is_inside(name) or not _is_count(entry.bytes, 0) or not _SHA256.fullmatch(str(entry.sha256)):
+            return f"lists {name!r} with {entry.bytes!r} bytes and the checksum {entry.sha256!r}"
+    if world_size > len(files):
+        return f"lists {len(files)} files of {world_size} processes"
+    missing = [name for name in (INDEX, POSITION, *map(rank_file, range(world_size))) if name not in files]
+    return f"does not list {missing[0]}" if missing else ""
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 2**63  # True is no count
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of a file in the folder, as `entries` writes them."""
+    return bool(name) and not {"", ".", ".."} & set(name.split("/")) and "\\" not in name and "\0" not in name
 
 
 def refuse_half_written(folder: Path) -> None:

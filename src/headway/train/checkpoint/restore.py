@@ -8,17 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from headway.errors import CheckpointError
 from headway.train.checkpoint.folder import Checkpoint, clear_unfinished, latest_checkpoint, with_way_out
+from headway.train.checkpoint.index import SafeReader, read_index
 from headway.train.checkpoint.state import (
     OPTIMIZER,
     WEIGHTS,
     Average,
-    architecture,
     make_optimizer_state,
     model_tensors,
     training_tensors,
@@ -95,9 +94,9 @@ def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], 
         CheckpointError: it has others; the message names the first that differ.
     """
     ours = {WEIGHTS + name: tensor.shape for name, tensor in model_tensors(model)}
-    if architecture(ours) == checkpoint.architecture:
-        return
     theirs = {name: shape for name, shape in saved.items() if name.startswith(WEIGHTS)}
+    if theirs == ours:  # the manifest's digest of them is only what somebody wrote there
+        return
     differing = [
         f"{name.removeprefix(WEIGHTS)} is {_shape(theirs.get(name))} there and {_shape(ours.get(name))} here"
         for name in sorted(ours.keys() | theirs.keys())
@@ -111,8 +110,12 @@ def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], 
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in a checkpoint by name, with its whole shape and dtype and without its numbers (on "meta")."""
-    listed = FileSystemReader(folder).read_metadata().state_dict_metadata
+    """Every tensor in a checkpoint by name, with its whole shape and dtype and without its numbers (on "meta").
+
+    Raises:
+        CheckpointError: its index of tensors is none.
+    """
+    listed = read_index(folder).state_dict_metadata
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in listed.items()
@@ -131,9 +134,11 @@ def read_tensors(folder: Path, targets: dict[str, torch.Tensor]) -> None:
     state: dict[str, Any] = dict(targets)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
-        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+        load(state, storage_reader=SafeReader(folder), no_dist=True)
     except CheckpointException as error:
         _, (inner, _) = sorted(error.failures.items())[0]
+        if isinstance(inner, CheckpointError):
+            raise inner from error
         raise CheckpointError(
             f"the checkpoint {folder} cannot be read: {inner}. It lacks what this configuration keeps; set optim back "
             "as it was, or start a new run from its exported weights."

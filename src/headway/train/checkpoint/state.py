@@ -180,11 +180,20 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put every random generator back to where `random_state` found it."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    inner = {**state["numpy"]["state"], "key": np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)}
-    np.random.set_state({**state["numpy"], "state": inner})  # noqa: NPY002 - as in random_state
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    """Put every random generator back to where `random_state` found it.
+
+    Raises:
+        CheckpointError: this is no state of theirs.
+    """
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        inner = {**state["numpy"]["state"], "key": np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)}
+        np.random.set_state({**state["numpy"], "state": inner})  # noqa: NPY002 - as in random_state
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's random generators cannot be restored: {error!r}. Resume from another one."
+        ) from error

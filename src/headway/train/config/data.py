@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from headway.train.config.sections import Positive, Section, Share, changed
+from headway.train.config.sections import Positive, Section, Share, Slots, changed
 
 
 class SourceConfig(Section):
@@ -20,7 +20,10 @@ class SourceConfig(Section):
     root: Path | None = Field(default=None, description="Folder that media paths start from and may not leave")
     allow_remote: bool = Field(default=False, description="Whether rows may name media by URL")
     epochs: Share | None = Field(
-        default=None, description="Passes over it; without it, the last stage goes on until optim.steps [passes]"
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="Passes over it; without it, the last stage goes on until optim.steps [passes]",
     )
     limit: Positive | None = Field(default=None, description="Only so many of its samples [samples]")
 
@@ -77,7 +80,10 @@ class BadSamplesConfig(Section):
         default="error", description="'error' ends the run; 'skip' goes on without them and lists them"
     )
     limit: int | None = Field(
-        default=1000, ge=0, description="Most that are skipped before the run ends; null for any number [samples]"
+        default=1000,
+        ge=0,
+        le=10**12,
+        description="Most that are skipped before the run ends; null for any number [samples]",
     )
     fraction: float | None = Field(
         default=0.05, ge=0.0, le=1.0, description="Largest share of those read that is skipped; null for any"
@@ -94,12 +100,14 @@ class StreamConfig(Section):
     """How data that are not indexed are read and packed as they come."""
 
     lanes: Positive = Field(
-        default=16, description="Parts that are read side by side; a multiple of the number of ranks [lanes]"
+        default=16, le=2**20, description="Parts that are read side by side; a multiple of the number of ranks [lanes]"
     )
     shuffle: Positive = Field(
-        default=128, description="Samples that wait in each lane to be drawn at random; 1 keeps the order [samples]"
+        default=128,
+        le=2**24,
+        description="Samples that wait in each lane to be drawn at random; 1 keeps the order [samples]",
     )
-    open_packs: Positive = Field(default=8, description="Packs that are open at a time in each lane [packs]")
+    open_packs: Positive = Field(default=8, le=2**16, description="Packs that are open at a time in each lane [packs]")
 
 
 class DataConfig(Section):
@@ -107,9 +115,9 @@ class DataConfig(Section):
 
     train: tuple[Stage, ...] = Field(min_length=1, description="Stages of training data, played in order")
     eval: Path | None = Field(default=None, description="Held-out samples, for eval.every and eval.at_end")
-    tokens_per_pack: Positive = Field(description="Token budget of a pack, one micro-batch [tokens]")
-    patches_per_pack: Positive | None = Field(default=None, description="Vision patch budget of a pack [patches]")
-    samples_per_pack: Positive | None = Field(default=None, description="Most samples in a pack [samples]")
+    tokens_per_pack: Slots = Field(description="Token budget of a pack, one micro-batch [tokens]")
+    patches_per_pack: Slots | None = Field(default=None, description="Vision patch budget of a pack [patches]")
+    samples_per_pack: Slots | None = Field(default=None, description="Most samples in a pack [samples]")
     strategy: Literal["balanced", "best_fit", "first_fit", "next_fit", "none"] = Field(
         default="balanced", description="How samples are dealt into packs"
     )
@@ -120,21 +128,29 @@ class DataConfig(Section):
         default="error", description="What becomes of samples longer than a pack; only text is cut"
     )
     bad: BadSamplesConfig = BadSamplesConfig()
-    bucket_tokens: Positive | None = Field(
+    bucket_tokens: Slots | None = Field(
         default=None, description="Packs are padded to a multiple of this, for compilation; null for none [tokens]"
     )
-    bucket_patches: Positive | None = Field(
+    bucket_patches: Slots | None = Field(
         default=None, description="Patch buffers are padded to a multiple of this; null for none [patches]"
     )
-    seed: int = Field(default=0, ge=0, description="Seed of the order in which samples are read")
+    max_characters: Positive = Field(
+        default=5_000_000,
+        description="Longest text of a sample, as its chat template renders it; a longer one cannot be used, since "
+        "tokenising takes up to 400 bytes of memory per character [characters]",
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order in which samples are read")
     stream: StreamConfig | None = Field(
         default=None, description="Read without an index, as for data without end or too far away; null to index"
     )
     workers: int = Field(
-        default=4, ge=0, description="Processes that load and encode, per rank; 0 for a thread of the trainer's own"
+        default=4,
+        ge=0,
+        le=1024,
+        description="Processes that load and encode, per rank; 0 for a thread of the trainer's own",
     )
     prefetch_bytes: int = Field(
-        default=2**30, ge=0, description="Packs made ahead, by their estimated size, per rank [bytes]"
+        default=2**30, ge=0, le=2**50, description="Packs made ahead, by their estimated size, per rank [bytes]"
     )
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from headway.train.config.sections import Fraction, Positive, Section, Share
 class LoraConfig(Section):
     """Low-rank adapters: small matrices that learn beside frozen weights."""
 
-    rank: Positive = Field(description="Inner dimension of the adapters")
+    rank: Positive = Field(le=2**16, description="Inner dimension of the adapters")
     alpha: Share | None = Field(
         default=None, description="Adapters' outputs are scaled by alpha / rank; null for rank, a scale of 1"
     )

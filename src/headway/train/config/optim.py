@@ -47,7 +47,7 @@ class MuonConfig(Section):
 
     momentum: Fraction = Field(default=0.95, description="Decay rate of Muon's momentum, below 1")
     nesterov: bool = Field(default=True, description="Nesterov's momentum")
-    iterations: Positive = Field(default=5, description="Newton-Schulz iterations, each three matrix products")
+    iterations: Positive = Field(default=5, le=100, description="Newton-Schulz iterations, each three matrix products")
     scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
         description="Step size of a matrix of A x B: 0.2 sqrt(max(A, B)) lr, as large as AdamW's so that its lr and "
@@ -132,7 +132,7 @@ class OptimConfig(Section):
     )
     ema: EmaConfig | None = Field(default=None, description="Moving average of the weights; null for none")
     clip: float | None = Field(default=1.0, gt=0.0, description="Largest global gradient norm; null for no clipping")
-    accumulation: Positive = Field(default=1, description="Packs per optimizer step and rank [packs]")
+    accumulation: Positive = Field(default=1, le=2**20, description="Packs per optimizer step and rank [packs]")
 
     @property
     def decay_steps(self) -> int:

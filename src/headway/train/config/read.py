@@ -43,6 +43,8 @@ def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {_beyond(error)}.") from error
     if not isinstance(raw, dict):
         sections = ", ".join(TrainConfig.model_fields)
         raise ConfigError(f"{path} holds no configuration; it must be a YAML mapping with the sections {sections}.")
@@ -94,6 +96,13 @@ def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> T
         raise ConfigError(f"{source}: {mistakes}{end} `headway train --help` says how settings are given.") from error
 
 
+def _beyond(error: Exception) -> str:
+    """What is wrong with YAML that is none of YAML's own mistakes."""
+    if isinstance(error, RecursionError):
+        return "its lists or mappings are nested too deeply"
+    return f"a value in it is out of range ({error})"
+
+
 def _assign(raw: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
@@ -103,6 +112,8 @@ def _assign(raw: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override!r}: the value {text!r} is not YAML; quote it if it is a string.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {dotted}: the value cannot be read: {_beyond(error)}.") from error
     node: Any = raw
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1

@@ -30,7 +30,9 @@ class RunConfig(Section):
     """Where the run happens and what it leaves behind."""
 
     folder: Path = Field(description="Run folder: config, versions, metrics.jsonl and checkpoints")
-    seed: int = Field(default=0, ge=0, description="Seed of weights and of everything random besides the data order")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="Seed of weights and of everything random besides the data order"
+    )
     device: str = Field(default="auto", description="'cpu', 'cuda', 'cuda:1', or 'auto' for CUDA where there is one")
     dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params", "float8"] = Field(
         default="auto",
@@ -38,7 +40,9 @@ class RunConfig(Section):
         "bfloat16-autocast with the blocks' linear layers in float8, on CUDA 8.9 or newer; auto is bfloat16-autocast "
         "on CUDA and float32 on CPU",
     )
-    threads: Positive | None = Field(default=None, description="CPU threads of PyTorch; null for its choice [threads]")
+    threads: Positive | None = Field(
+        default=None, le=4096, description="CPU threads of PyTorch; null for its choice [threads]"
+    )
     log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")
     trackers: tuple[str, ...] = Field(
         default=(),
@@ -49,6 +53,7 @@ class RunConfig(Section):
     watchdog_s: float | None = Field(
         default=1800.0,
         gt=0.0,
+        le=1e8,
         description="A rank without progress for so long writes where it stands and ends; null for no watch [s]",
     )
 

@@ -1,18 +1,39 @@
 """What every section of the configuration is made of."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=10**12)]
+Slots = Annotated[int, Field(ge=1, le=2**28)]
+"""Tokens, patches or samples of a pack: what one device computes at a time; kernels count slots in 32 bits."""
 Share = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """A part of the configuration; unknown keys are refused."""
+    """A part of the configuration; unknown keys are refused, and so are infinities, and true where a number belongs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _value_is_what_it_seems(cls, value: Any, info: ValidationInfo) -> Any:
+        listed = value if isinstance(value, list | tuple) else (value,)
+        inside = value.values() if isinstance(value, dict) else listed
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if any(type(each) is bool for each in inside) and _takes_numbers(annotation):
+            raise ValueError("true and false are no numbers")
+        if any(isinstance(each, str) and "\0" in each for each in listed):
+            raise ValueError("no text of the configuration may hold the character NUL")
+        return value
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    """Whether a setting is a number, or holds numbers."""
+    return annotation in (int, float) or any(_takes_numbers(kind) for kind in get_args(annotation))
 
 
 def changed(section: Section) -> set[str]:

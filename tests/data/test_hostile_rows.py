@@ -1,0 +1,174 @@
+"""Rows that are wrong in ways nobody means: refused as bad rows, with their places, and subject to the policy."""
+
+import gzip
+import json
+import os
+import stat
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from headway.data import Encoder
+from headway.data.collate import Collator
+from headway.data.feed.make import PackMaker, Piece
+from headway.data.media.images import Picture
+from headway.data.samples import Document, Media, Origin, SampleError
+from headway.data.sources import open_source
+from headway.errors import DataError
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\nshowpage\n"
+
+
+def test_postscript_is_not_handed_to_ghostscript_whatever_its_name(tmp_path, monkeypatch):
+    gs = tmp_path / "gs"
+    gs.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    gs.chmod(gs.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # what an earlier search for it found
+    (tmp_path / "x.png").write_bytes(POSTSCRIPT)
+    for media in (Media(str(tmp_path / "x.png")), Media(data=POSTSCRIPT)):
+        with pytest.raises(DataError, match=r"line 1: the image .* cannot identify image file"):
+            Picture(media, "line 1").decode()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+def test_a_number_of_thousands_of_digits_is_one_bad_row(form, tmp_path):
+    rows = ['{"text": "one"}', '{"text": "two", "id": ' + "7" * 5000 + "}", '{"text": "three"}']
+    file = tmp_path / f"data.{form}"
+    file.write_text("\n".join(rows) if form == "jsonl" else f"[{', '.join(rows)}]")
+    found = [sample for _, sample in open_source(file).shards[0].rows()]
+    assert [getattr(sample, "content", None) for sample in found] == ["one", None, "three"]
+    assert "a number in it has too many digits" in str(found[1])
+
+
+def test_lists_nested_too_deeply_end_an_array_with_a_bad_row(tmp_path):
+    (tmp_path / "data.json").write_text('[{"text": "one"}, ' + "[" * 100_000 + "]" * 100_000 + "]")
+    found = [sample for _, sample in open_source(tmp_path / "data.json").shards[0].rows()]
+    assert [type(sample) for sample in found] == [Document, SampleError]
+    assert "nested too deeply" in str(found[1])
+
+
+def _document(*ids):
+    return Document(ids, Origin("data", "data.jsonl", 2, "line 3"))
+
+
+@pytest.mark.parametrize("work", ["measure", "encode"])
+def test_a_token_that_the_model_does_not_know_is_a_bad_row(work, processor):
+    known = max(processor.tokenizer.get_vocab().values()) + 1
+    text = processor.tokenizer
+    assert getattr(Encoder(text), work)(_document(1, known - 1))
+    for token in (known, 999_999, 2**70, -1):
+        with pytest.raises(DataError, match=r"line 3: it holds the token id .* run from 0 to"):
+            getattr(Encoder(text), work)(_document(1, token))
+    with pytest.raises(DataError, match=f"token id {known - 1}, but the ids of this model run from 0 to {known - 2}"):
+        getattr(Encoder(text, num_embeddings=known - 1), work)(_document(1, known - 1))
+
+
+def test_a_text_beyond_the_limit_is_a_bad_row_and_changes_what_is_indexed(processor):
+    text = processor.tokenizer
+    short, limited = Document("word " * 10, Origin("a", "a", 0, "line 1")), Encoder(text, max_characters=49)
+    assert Encoder(text, max_characters=50).measure(short)
+    with pytest.raises(DataError, match="line 1: its text has 50 characters, more than the limit of 49"):
+        limited.measure(short)
+    assert limited.fingerprint() != Encoder(text).fingerprint()
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_sample_that_changed_since_it_was_indexed_is_subject_to_the_policy(skips, tmp_path, text_encoder):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "Which digits do you see?"}))
+    collator = Collator(geometry=None, pixel_scale=None, position_rows=1)
+    make = PackMaker((open_source(tmp_path / "data.jsonl"),), text_encoder, collator, skips)
+    planned = [Piece(0, 0, 0, 1000)]
+    if skips:
+        made = make(planned)
+        assert [str(each.error.origin) for each in made.skipped] == [f"{tmp_path}/data.jsonl, line 1"]
+        assert made.pieces == ()
+    else:
+        with pytest.raises(SampleError, match="--refresh"):
+            make(planned)
+
+
+def test_a_file_rewritten_in_place_during_a_run_is_an_error(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "one"}\n{"text": "two"}\n')
+    source = open_source(file)
+    assert source[0].content == "one"
+    with file.open("r+") as opened:
+        opened.write('{"text": "won"}\n')
+    os.utime(file, ns=(1, 1))  # whatever the clock's grain
+    with pytest.raises(DataError, match="changed while it was in use"):
+        source[0]
+
+
+def test_a_file_that_grows_while_it_is_read_is_an_error(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "one"}\n')
+    rows = open_source(file).shards[0].rows()
+    next(rows)
+    with file.open("a") as opened:
+        opened.write('{"text": "two"}\n')
+    with pytest.raises(DataError, match="changed while it was in use"):
+        list(rows)
+
+
+def _is_cut(path):
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _is_linked(path):
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _is_cut,
+        _is_linked,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"garbage"),
+        lambda path: path.write_bytes(b"PK\x03\x04 no archive"),
+        lambda path: np.save(path, np.array([{}], object), allow_pickle=True),
+        lambda path: np.save(path, np.zeros(5, np.int64)),
+        lambda path: np.save(path, np.zeros((0, 3), np.int64)),
+        lambda path: np.save(path, np.array([[0, 10**9, 1], [0, 5, 2]])),
+        lambda path: np.save(path, np.array([[9, 5, 1], [0, 5, 2]])),
+        lambda path: np.save(path, np.array([[0, -1, 0], [0, 5, 2]])),
+        lambda path: np.save(path, np.array([[0, 5, 0], [0, -1, 2]])),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_damaged_table_of_rows_in_the_cache_is_made_again(damage, packed, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    content = b'{"text": "one"}\n{"text": "two"}\n'
+    file = tmp_path / ("data.jsonl.gz" if packed else "data.jsonl")
+    file.write_bytes(gzip.compress(content) if packed else content)
+    assert len(open_source(file)) == 2
+    (table,) = (tmp_path / "cache/rows").glob("*.npy")
+    damage(table)
+    again = open_source(file)
+    assert [again[row].content for row in range(len(again))] == ["one", "two"]
+    assert not table.is_symlink()
+
+
+def test_a_copy_that_is_gone_from_the_cache_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n'))
+    assert len(open_source(tmp_path / "data.jsonl.gz")) == 1
+    next((tmp_path / "cache/rows").glob("*.bytes")).unlink()
+    assert open_source(tmp_path / "data.jsonl.gz")[0].content == "one"
+
+
+@pytest.mark.parametrize(
+    "damage", [_is_cut, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"junk")]
+)
+def test_a_damaged_copy_of_a_table_in_the_cache_is_made_again(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "data.parquet")
+    assert len(open_source(tmp_path / "data.parquet")) == 2
+    damage(next((tmp_path / "cache/rows").glob("*.arrow")))
+    again = open_source(tmp_path / "data.parquet")
+    assert [again[row].content for row in range(len(again))] == ["one", "two"]
