@@ -49,7 +49,7 @@ def test_line_numbers_count_blank_lines(write):
         (json.dumps(chat(("user", [{"type": "image", "image": "no.png"}]))), "the image 'no.png' does not exist"),
         (json.dumps(chat(("user", [{"type": "image", "image": "../a.png"}]))), "leaves the dataset's folder"),
         (json.dumps(chat(("user", [{"type": "image", "image": "x/../../a.png"}]))), "leaves the dataset's folder"),
-        (json.dumps(chat(("user", [{"type": "image", "image": "/etc/passwd"}]))), "leaves the dataset's folder"),
+        (json.dumps(chat(("user", [{"type": "image", "image": "/etc/passwd"}]))), "'/etc/passwd' is absolute"),
         (json.dumps(chat(("user", [{"type": "image", "image": ""}]))), "leaves the dataset's folder"),
     ],
 )

@@ -131,6 +131,14 @@ def test_the_pages_snippets_become_recipes(name, write):
     parse_config(imported.recipe)
 
 
+def test_without_packing_nothing_is_filtered_and_an_overlong_sample_is_an_error(write):
+    batches = {**WHOLE["dataset_config"], "packing": False, "packing_strategy": None}
+    settings = flat(import_config(write({**WHOLE, "dataset_config": batches}), {}).recipe)
+    assert settings["data.overlong"] == "error"
+    limited = flat(import_config(write({**WHOLE, "dataset_config": {**batches, "max_length": 4096}}), {}).recipe)
+    assert limited["data.overlong"] == "drop"
+
+
 def test_a_whole_file_is_translated_key_by_key(write):
     imported = import_config(write(WHOLE), {})
     assert flat(imported.recipe) == {

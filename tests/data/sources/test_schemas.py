@@ -114,6 +114,24 @@ def test_turns_as_a_list_for_each_key(read):
     assert read({"messages": columns}).messages == (user("Hi"), assistant("Ho"))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "video_url", "video_url": {"url": "c.mp4", "video_start": 1.0, "video_end": 3.0}},
+        {"type": "video", "video": "c.mp4", "video_start": 1.0, "nframes": None},
+    ],
+)
+def test_a_piece_of_a_video_is_not_read_as_the_whole(read, part):
+    with pytest.raises(DataError, match=r'"video_start" is 1\.0, but media are read whole'):
+        read({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Yes."}]})
+
+
+def test_a_size_that_an_image_asks_for_is_not_overlooked(read):
+    part = {"type": "image", "image": "a.png", "max_pixels": 50176}
+    with pytest.raises(DataError, match='"max_pixels" is 50176'):
+        read({"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Yes."}]})
+
+
 def test_parts_without_media_take_those_of_the_columns(read, at):
     parts = [{"type": "image"}, {"type": "text", "text": "and <image>"}, {"type": "image"}]
     chat = read({"messages": [said("user", parts)], "images": ["b.png", {"bytes": b"raw", "path": None}]})

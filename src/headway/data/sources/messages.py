@@ -25,6 +25,11 @@ SPEAKERS = {
 """ShareGPT's speakers and the roles that they have here."""
 
 _MEANINGFUL = ("function_call", "reasoning_content", "reasoning", "thinking", "refusal", "audio")
+# What Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
+_CUTS = (
+    "video_start", "video_end", "nframes", "fps", "min_frames", "max_frames",
+    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width",
+)  # fmt: skip
 _MARKER = re.compile(r"<(image|video|audio)>")
 
 
@@ -194,6 +199,7 @@ def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tup
         if not isinstance(part.get("text"), str):
             raise DataError(f'{where}: a part of type "text" needs a string "text", got {shortened(part.get("text"))}.')
         return split_markers(part["text"], markers, media)
+    _refuse_cuts(part, where)
     try:
         if part["type"] == "input_audio":
             return (_input_audio(part["input_audio"], media),)
@@ -201,6 +207,18 @@ def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tup
         return (media.next(kind) if value is None else media.named(kind, value),)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
+
+
+def _refuse_cuts(part: dict[str, Any], where: str) -> None:
+    """Refuse what asks for a piece of the media, or for another size: all of it is read, in the folder's own sizes."""
+    inner = part.get(part["type"])
+    given = {**part, **(inner if isinstance(inner, dict) else {})}
+    cut = next((key for key in _CUTS if given.get(key) is not None), None)
+    if cut is not None:
+        raise DataError(
+            f'{where}: "{cut}" is {shortened(given[cut])}, but media are read whole, in the sizes of the model\'s '
+            "folder. Cut the file beforehand, or remove the key."
+        )
 
 
 def _input_audio(value: Any, media: RowMedia) -> Part:

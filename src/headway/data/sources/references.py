@@ -200,7 +200,12 @@ def below(root: str, kind: str, name: str) -> str:
         DataError: it leaves the root, by its words or by a link; or nothing is there (looked for on this machine only).
     """
     inside = posixpath.normpath(name) if name else ".."
-    if posixpath.isabs(inside) or inside == ".." or inside.startswith("../") or "\\" in name or "\0" in name:
+    if posixpath.isabs(inside):
+        raise DataError(
+            f"the {kind} path {name!r} is absolute. Paths are relative to the dataset's root, {root}, and stay below "
+            "it; write it without what leads there, or open the dataset with another root."
+        )
+    if inside == ".." or inside.startswith("../") or "\\" in name or "\0" in name:
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root}. Paths are relative to the dataset's root "
             "(the file's own folder, if no other is given), with forward slashes, and stay below it; move the file "

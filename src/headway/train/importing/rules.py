@@ -35,8 +35,11 @@ def packing_strategy(value: Any, context: Context) -> Outcome:
     return Outcome("translated", reason if names[value] == "next_fit" else "", {"data.strategy": names[value]})
 
 
-def overlong(value: Any, _: Context) -> Outcome:
-    """Samples longer than a pack."""
+def overlong(value: Any, context: Context) -> Outcome:
+    """Samples longer than a pack; without packs and without a longest sample, there it filters nothing."""
+    if value and not context.get("dataset_config.packing") and not context.get("dataset_config.max_length"):
+        reason = "filters nothing without packing; here a sample longer than data.tokens_per_pack is an error"
+        return Outcome("translated", reason, {"data.overlong": "error"})
     if value:
         return Outcome("translated", settings={"data.overlong": "drop"})
     return Outcome("refused", "a sample longer than a pack cannot be trained on whole; drop, truncate or split it")
