@@ -32,7 +32,7 @@ def test_paths_below_the_root_are_read(root, name):
     ["../secret.png", "in/../../secret.png", "..", "", "/etc/passwd", "{root}/in/a.png", "..\\secret.png", "a\0.png"],
 )
 def test_paths_that_leave_the_root_are_refused(root, name):
-    with pytest.raises(DataError, match="leaves the dataset's folder|is absolute"):
+    with pytest.raises(DataError, match=r"leaves the dataset's folder|is absolute"):
         named(root, name.format(root=root))
 
 
