@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from headway.count.tracing import scores
 from headway.count.tracing.classify import inside
@@ -244,8 +243,10 @@ class Recorder:
 
     def _note(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
         """Note what an operation of forward reads, multiplies and chooses."""
-        for arg in tree_leaves(args):
-            self.parameters_read |= arg.sources if isinstance(arg, Phantom) else 0
+        for arg in args:
+            for tensor in arg if isinstance(arg, list | tuple) else (arg,):
+                if isinstance(tensor, Phantom):
+                    self.parameters_read |= tensor.sources
         if packet in ELEMENTWISE:
             self._multiply(args, out)
         if packet in _CHOICES:
