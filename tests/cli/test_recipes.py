@@ -192,7 +192,6 @@ def scaled_down(name, folder, *settings, processes=1):
 # One of each kind of data and model; the others differ from these in their length or in how processes share them.
 KINDS = (
     "qwen2.5-7b-text-81920",
-    "qwen2.5-vl-7b-video-51200",
     "qwen3-vl-30b-a3b-vqa-8192-exp1",  # without packing
 )
 MORE = [pytest.param(name, marks=pytest.mark.long) for name in PAGES if name not in KINDS]

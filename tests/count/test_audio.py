@@ -30,7 +30,13 @@ def test_clips_in_a_text_count_what_pytorch_dispatches(family):
     assert differences(real(family), 2) == []  # three clips: forward and backward, module by module
 
 
-@pytest.mark.parametrize("family", SPEECH_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("qwen2_audio", "granite_speech") else pytest.param(name, marks=pytest.mark.long)
+        for name in SPEECH_FAMILIES
+    ],
+)
 @pytest.mark.slow
 def test_a_frozen_text_still_sends_gradients_to_what_hears(family):
     model = real(family)

@@ -106,7 +106,9 @@ def test_each_difference_has_the_reason_that_the_code_gives(family):
     assert sum(line.ledger[0] for line in lines) > 0
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "the encoder trained"])
+@pytest.mark.parametrize(
+    "frozen", [False, pytest.param(True, marks=pytest.mark.long)], ids=["all trained", "the encoder trained"]
+)
 @pytest.mark.parametrize("family", SPEECH)
 def test_speech_that_an_encoder_reads_counts_what_pytorch_dispatches(family, frozen):
     name, options = SPEECH[family]
@@ -121,7 +123,9 @@ def test_speech_that_an_encoder_reads_counts_what_pytorch_dispatches(family, fro
     assert {line.op for line in lines if line.explanation} <= {"attention", "convolution", "-"}
 
 
-@pytest.mark.parametrize("family", ["LongT5", "LED", "PegasusX"])
+@pytest.mark.parametrize(
+    "family", ["LED", *(pytest.param(name, marks=pytest.mark.long) for name in ("LongT5", "PegasusX"))]
+)
 @pytest.mark.slow
 def test_frozen_layers_have_the_same_reasons(family):
     model, workload = real(family)
@@ -130,7 +134,13 @@ def test_frozen_layers_have_the_same_reasons(family):
     assert unexplained(model, workload) == set()
 
 
-@pytest.mark.parametrize("family", ["SwitchTransformers", "NllbMoe", "LongT5", "LED", "PegasusX", "ProphetNet"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("SwitchTransformers", "NllbMoe", "PegasusX"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("LongT5", "LED", "ProphetNet")),
+    ],
+)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.slow
 def test_no_reason_covers_a_ledger_that_is_wrong(family, phase, monkeypatch):

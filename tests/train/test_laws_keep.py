@@ -291,6 +291,7 @@ class Agents:
                 agent.kill()
 
 
+@pytest.mark.long
 def test_a_killed_machine_comes_back_and_the_run_goes_on_with_the_same_losses(recipe, alone, tmp_path):
     folder = tmp_path / "run"
     agents = Agents(tmp_path, arguments(recipe, folder, 2))
