@@ -19,7 +19,7 @@ pytestmark = [
     ),
 ]
 # what `headway train` adds of its own
-OF_THE_ENGINE = {"loss", "lr", "grad_norm", "compiled", "recompiles"}
+OF_THE_ENGINE = {"loss", "lr", "grad_norm", "compiled", "recompiles", "packs", "samples_digest"}
 
 
 def in_a_plain_loop(_folder):
