@@ -24,6 +24,7 @@ steps = st.builds(Workload, st.lists(st.integers(1, 3000), min_size=1, max_size=
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_rank_of_every_layout_traces_the_plain_models_ledger(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shared = {**os.environ, "PYTHONPATH": str(SOURCE)}

@@ -26,6 +26,7 @@ def test_the_recipe_in_the_repository_is_the_one_in_the_package():
 
 @pytest.mark.own_peak
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_and_the_recipe_are_one_path(tmp_path):
     few = ["--set", "checkpoint.every=2", "--set", "eval.every=2", "--set", "eval.max_samples=20"]
     few += ["--set", "optim.warmup_steps=1", "--set", "optim.steps=3", "--set", "run.threads=1"]

@@ -185,7 +185,11 @@ def test_giving_up_on_a_function_is_named_even_in_the_warm_up():
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recompute", "num_graphs"), [("none", 1), ("every:2", 2), ("full,-attention", 1), ("every:2,-attention", 2)]
+    ("recompute", "num_graphs"),
+    [
+        ("every:2,-attention", 2),
+        *(pytest.param(*row, marks=pytest.mark.long) for row in (("none", 1), ("every:2", 2), ("full,-attention", 1))),
+    ],
 )
 def test_sharded_blocks_compile_the_same(recompute, num_graphs):
     ended = run_processes([sys.executable, Path(__file__), recompute, "aot_eager"], 2)
