@@ -1,7 +1,7 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
 # make check  set up, then lint, types and fast tests (a few minutes)
 # make test   set up, then the test suite (half an hour on two cores)
-# make test-long  set up, then what `make test` leaves out: laws over more cases, and ten times as many examples of properties
+# make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (ten minutes)
 # make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (five minutes)
 # make format rewrite the sources as ruff formats them
@@ -26,7 +26,7 @@ test: $(SETUP)
 	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"
 
 test-long: $(SETUP)
-	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m long
+	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "slow or dist or long"
 	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
 
 lint: $(SETUP)

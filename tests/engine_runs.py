@@ -20,7 +20,8 @@ from headway.train.loop import train
 from tiny_models import PATCH, VISION_FAMILIES, tiny_config
 from whole_pipeline import write_sources
 
-PACKS_PER_STEP, STEPS = 4, 8
+IS_LONG = os.environ.get("HEADWAY_TEST_PROFILE") == "long"  # as `make test-long` sets it
+PACKS_PER_STEP, STEPS = 4, 20 if IS_LONG else 8
 _TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 _TOKENS |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 

@@ -11,8 +11,10 @@ from processes import run_processes
 from tiny_models import tiny_config
 
 PROCESS = Path(__file__).with_name("sharded_process.py")
-FAMILIES = ("gpt2", "qwen3_tied", "gpt_oss_sinks", "qwen2_5_vl", "qwen3_vl_moe")
-COUNTS = (3, pytest.param(2, marks=pytest.mark.long))  # 3 cut nothing into equal parts
+FEW = ("gpt2", "qwen3_tied", "gpt_oss_sinks", "qwen2_5_vl", "qwen3_vl_moe")
+FAMILIES = (*FEW, "qwen3", "qwen3_moe", "qwen3_vl")
+# 3 cut nothing into equal parts
+COUNTS = [(3, FEW), *(pytest.param(count, FAMILIES, marks=pytest.mark.long) for count in (2, 3))]
 
 
 def run(count, check, *arguments):
@@ -21,19 +23,19 @@ def run(count, check, *arguments):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("count", COUNTS)
-def test_random_weights_are_those_of_one_process(count):
-    run(count, "drawn", *FAMILIES)
+@pytest.mark.parametrize(("count", "families"), COUNTS, ids=["3, few", "2", "3"])
+def test_random_weights_are_those_of_one_process(count, families):
+    run(count, "drawn", *families)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("count", COUNTS)
-def test_saved_weights_are_read_in_slices(count, tmp_path):
-    for family in FAMILIES:
+@pytest.mark.parametrize(("count", "families"), COUNTS, ids=["3, few", "2", "3"])
+def test_saved_weights_are_read_in_slices(count, families, tmp_path):
+    for family in families:
         model = load_model(tiny_config(family), random_init=True)
         model.save_pretrained(tmp_path / family, max_shard_size="60KB")
-    run(count, "read", *(tmp_path / family for family in FAMILIES))
+    run(count, "read", *(tmp_path / family for family in families))
 
 
 @pytest.mark.dist
