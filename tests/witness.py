@@ -128,11 +128,10 @@ def expect(model: nn.Module, cost: CostModel, family: str, rows: int = 1) -> tup
         the routing.
     """
     assert cost.unknown == ()
-    trained = sum(1 << i for i, p in enumerate(cost.parameters) if p.trainable)
     forward, backward, experts = Counter(), Counter(), 0
     for row in cost.rows:
         units = drivers.parse(row.driver)(workload(family, rows))
-        needed = [g for g in row.gradients if g.needs & trained]
+        needed = [g for g in row.gradients if g.runs(cost.trained)]
         if row.op == "attention":
             per_score, squares = eager_attention(model, row.module, rows)
             assert row.forward == per_score
@@ -210,9 +209,8 @@ def check_recompute(plain: nn.Module, checkpointed: nn.Module, cost: CostModel, 
         count_backward(count_forward(model, inputs(model, family))[0].sum()) for model in (plain, checkpointed)
     )
     assert not before - after
-    trained = sum(1 << i for i, p in enumerate(cost.parameters) if p.trainable)
     extra = 0
-    for i in run_again(cost.rows, trained, choice, cost.name):
+    for i in run_again(cost.rows, cost.trained, choice, cost.name):
         row = cost.rows[i]
         if row.op == "attention":
             per_score, squares = eager_attention(plain, row.module)

@@ -99,6 +99,14 @@ def test_convolutions_over_time_and_frequency_leave_an_eighth_of_the_frames():
     assert rows["layers.1.self_attn"].driver == "audio_pairs:full/8"
 
 
+def test_convolutions_over_whole_pieces_are_billed_for_the_frames_that_a_clip_has():
+    cost = trace(real("qwen2_5_omni_thinker"))
+    rows = {row.module.rpartition("audio_tower.")[2]: row for row in cost.rows}
+    # pieces of 20 frames, of which transformers fills the last one up: 3 frames of 16 bands, then every second of 24
+    assert (rows["conv1"].driver, rows["conv1"].forward) == ("audio/1:1:20", 2 * 3 * 16 * 24)
+    assert (rows["conv2"].driver, rows["conv2"].forward) == ("audio/2:1:20", 2 * 3 * 24 * 24)
+
+
 def test_clips_add_up():
     cost = trace(real("granite_speech"))
     text = cost.count(Workload([400])).forward

@@ -162,6 +162,24 @@ def test_what_cannot_take_effect_is_refused(call, error, message):
         call()
 
 
+def test_a_gradient_of_an_input_does_not_depend_on_what_is_trained(tmp_path):
+    model = load_cost_model("qwen3-0.6b")
+    step = Workload([7, 3])
+    asked = model.with_input_gradients()
+    assert asked.count(step) == model.count(step)  # the embeddings, below everything, are trained
+    frozen = asked.freeze(["language"]).count(step)
+    assert (frozen.dgrad, frozen.wgrad) == (model.count(step).dgrad, 0)
+    assert asked.lora(4).count(step).dgrad > model.lora(4).count(step).dgrad  # of the first layer's projections
+    storage.save(asked, tmp_path / "model.json")
+    assert storage.load(tmp_path / "model.json") == asked.with_input_gradients() == asked
+
+
+@pytest.mark.parametrize("asked", [["pixel_values"], ["inputs_embeds", "pixel_values"]])
+def test_a_gradient_of_an_input_that_was_not_traced_is_refused(asked):
+    with pytest.raises(WorkloadError, match="pixel_values requires a gradient, and what that costs is not known"):
+        load_cost_model("qwen3-vl-2b").with_input_gradients(asked)
+
+
 @given(st.sets(st.integers(0, 200)))
 def test_parameter_sets_survive_as_ranges(members):
     bits = sum(1 << i for i in members)

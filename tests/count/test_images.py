@@ -44,6 +44,13 @@ def test_a_frozen_tower_counts_what_pytorch_dispatches(family):
 
 # transformers 5.17 calls its own layers by an old name
 @pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning")
+def test_a_layer_whose_result_nobody_reads_runs_forward_alone():
+    rows = [row for row in trace(real("llava")).rows if row.component.startswith("vision.")]
+    last = max(row.block for row in rows)
+    assert all(row.forward and not row.gradients for row in rows if row.block == last)
+    assert all(row.gradients for row in rows if row.block != last)
+
+
 def test_mllamas_padding_patches_are_hidden_from_each_other_alone():
     # 4 tiles of 4 x 4 patches and a class token, padded to a multiple of 8: 4 x 24 positions, 4 x 7 of them padding;
     # the model's mask is the outer product of what is padding, so it hides 28 x 28 of the 96 x 96 scores of an image

@@ -62,6 +62,67 @@ def test_a_forward_laid_over_a_model_leaves_its_ledger_alone(lay_over):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Monitor:
+    def __init__(self):
+        self.seen = []
+
+    def note(self, _module, _args, _output):
+        self.seen.append(1)
+
+    def __call__(self, _module, _args):
+        self.seen.append(1)
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("what watches a model is not copied")
+
+
+def test_hooks_that_watch_a_model_do_not_run_in_its_trace():
+    model = tiny()
+    plain, monitor = trace(model), Monitor()
+    for module in model.modules():
+        module.register_forward_hook(monitor.note)
+        module.register_forward_pre_hook(monitor)
+        module.register_forward_pre_hook(functools.partial(Monitor.__call__, monitor))
+        module.register_forward_hook(lambda *_: monitor.seen.append(1))
+        if isinstance(module, nn.Linear):
+            module.register_full_backward_hook(lambda *_: monitor.seen.append(1))
+    assert trace(model) == plain
+    assert not monitor.seen
+    model(torch.tensor([[3, 4]])).logits.sum().backward()
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    run = [module for module in model.modules() if not isinstance(module, nn.ModuleList)]
+    assert len(monitor.seen) == 4 * len(run) + len(linear)  # the model itself keeps them all
+
+
+class Hooked(nn.Module):
+    """Multiplies by a weight in a hook of its own, and by one that somebody laid on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.first.register_forward_hook(self.more)
+
+    def more(self, _module, _args, output):
+        return self.second(output)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_hooks_that_are_part_of_a_model_run_in_its_trace():
+    model = Hooked()
+    spectral = torch.nn.utils.spectral_norm(nn.Linear(8, 8, bias=False))
+
+    def turned(_module, _args, output):
+        return output @ torch.ones(8, 8)
+
+    model.second.register_forward_hook(turned)
+    x = torch.zeros(5, 8)
+    assert [row.module for row in trace(model, inputs=(x,)).rows] == ["first", "second", ""]
+    model.first = spectral  # whose hook makes its weight
+    assert "first" in [row.module for row in trace(model, inputs=(x,)).rows]
+
+
 class Elsewhere(nn.Module):
     """Runs a model that is none of its modules."""
 

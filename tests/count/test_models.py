@@ -56,7 +56,7 @@ def retraced(name, tmp_path):
     fresh = trace_preset(name)
     storage.save(fresh, tmp_path / "fresh.json")
     old = load_cost_model(name)
-    return (fresh.rows, fresh.parameters), (old.rows, old.parameters)
+    return tuple((model.rows, model.parameters, model.source["embeddings"]) for model in (fresh, old))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2.5-0.5b", "qwen3-vl-2b"])

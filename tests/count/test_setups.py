@@ -18,6 +18,7 @@ from headway.count import CostModel, FlopCount, Workload, drivers, trace
 from headway.errors import TraceError
 from tiny_models import tiny_config
 from witness import (
+    LENGTH,
     build,
     check,
     check_recompute,
@@ -38,12 +39,11 @@ STEP = workload(FAMILY, ROWS)
 
 def beyond_the_mask(model: nn.Module, cost: CostModel, *, backward: bool) -> int:
     """Count what eager attention runs beyond the pairs that the mask allows."""
-    trained = sum(1 << i for i, p in enumerate(cost.parameters) if p.trainable)
     extra = 0
     for row in cost.rows:
         if row.op == "attention":
             hidden = sum(eager_attention(model, row.module, ROWS)[1]) - drivers.parse(row.driver)(STEP)
-            needed = sum(g.flops for g in row.gradients if g.needs & trained)
+            needed = sum(g.flops for g in row.gradients if g.runs(cost.trained))
             extra += hidden * (row.forward + (needed if backward else 0))
     return extra
 
@@ -94,6 +94,33 @@ def test_a_frozen_vision_tower():
     model = build("qwen3_vl")
     model.model.visual.requires_grad_(False)
     check(model, "qwen3_vl")
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        *((name, "frozen") for name in ("qwen3", "gemma3_sliding", "mixtral", "gpt2")),
+        (FAMILY, "trained"),
+        (FAMILY, "adapted"),
+    ],
+)
+def test_a_language_model_behind_something_that_is_trained(family, how):
+    """LLaVA's first stage: `inputs_embeds` require a gradient, whatever of the model itself does."""
+    model = build(family).requires_grad_(how == "trained")
+    if how == "adapted":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")).get_base_model()
+    batch = inputs(model, family)
+    batch["inputs_embeds"] = torch.randn(1, LENGTH, model.config.hidden_size, requires_grad=True)
+    del batch["input_ids"]
+    cost = trace(model)
+    forward, backward, experts = expect(model, cost.with_input_gradients(), family)
+    logits, seen = count_forward(model, batch)
+    seen_backward = count_backward(logits.sum())
+    assert seen == forward
+    assert not backward - seen_backward
+    assert sum((seen_backward - backward).elements()) == experts
+    more = expect(model, cost, family)[1]
+    assert (backward == more) == (how == "trained")  # whose embeddings lie below everything too
 
 
 # the method has two names: the old one is all that transformers 5.17 has, the new one the only one without a warning

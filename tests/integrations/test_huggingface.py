@@ -126,6 +126,24 @@ def test_a_resumed_run_measures_its_own_steps_and_logs_under_the_steps_of_the_wh
     assert sum(log["headway/tokens"] for log in logged.values()) == run.tokens
 
 
+class Forgets(TrainerCallback):
+    """Has the model compiled anew in each step."""
+
+    def on_step_begin(self, *_args, **_):
+        torch.compiler.reset()
+
+
+# dynamo looks at the gradient of whatever it traces, and hides the warning only where warnings are no errors
+@pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.slow
+def test_a_run_in_which_every_step_compiled_says_so(tmp_path):
+    callback = HeadwayCallback(peak=PEAK)
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    with pytest.warns(UserWarning, match="of 3 steps, all were warm-up or compiled something"):
+        train(tmp_path, [callback, Forgets()], max_steps=3, eval_strategy="no", save_strategy="no", **compiled)
+    assert callback.run is None
+
+
 class Slow(TrainerCallback):
     """An evaluation that takes very long, by the clock that the meter reads."""
 

@@ -103,6 +103,26 @@ def test_manual_optimization_ends_a_step_with_the_batch_that_stepped(tmp_path, o
     assert (monitor.run.num_steps, monitor.run.tokens) == (4, sum(LENGTHS))
 
 
+def test_a_frozen_language_model_behind_a_trained_projector(tmp_path):
+    class FirstStage(lightning.pytorch.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.language, self.projector = tiny().requires_grad_(False), nn.Linear(6, 32)
+
+        def training_step(self, batch, _index):
+            seen = nn.functional.one_hot(batch["input_ids"] % 6, 6).float()
+            return self.language(inputs_embeds=self.projector(seen)).logits.mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.projector.parameters(), lr=0.01)
+
+    monitor = HeadwayMonitor("language", peak=PEAK)
+    fit(tmp_path, monitor, lightning_module=FirstStage(), validate=False)
+    count = trace(tiny()).count(Workload(LENGTHS))
+    assert monitor.run.flops.forward == count.forward
+    assert (monitor.run.flops.dgrad, monitor.run.flops.wgrad) == (count.dgrad, 0)  # as if its embeddings were trained
+
+
 def test_loggers_get_each_window_beside_the_loss(tmp_path):
     windows = []
     monitor = HeadwayMonitor(peak=PEAK, names=("mfu", "tokens"), on_window=windows.append)

@@ -33,6 +33,19 @@ def test_every_name_takes_the_same_arguments(name):
     assert theirs.parameters.keys() - {"flops", "hfu_flops"} <= ours.parameters.keys()
 
 
+def test_a_spec_of_its_own_is_taken():
+    theirs = mfu_tracker.gpu.GPUSpec("their card", (9, 0), 132, 1.8e9, 3.35e12, {"bf16": 989e12}, 3.35)
+    assert headway.compute_mfu(989e12, 2.0, dtype="bf16", spec=theirs) == pytest.approx(0.5)
+    assert headway.compute_mbu(3.35e12, 4.0, spec=theirs) == pytest.approx(0.25)
+    with headway.track(1e9, 1e6, dtype="bf16", spec=theirs) as result:
+        pass
+    assert result.mfu == pytest.approx(1e9 / result.elapsed_sec / 989e12)
+    with pytest.raises(headway.errors.UnknownDeviceError, match="their card, given as spec, has no peak for 'fp4'"):
+        headway.compute_mfu(1.0, 1.0, dtype="fp4", spec=theirs)
+    with pytest.raises(UsageError, match="spec='H100' is no GPUSpec"):
+        headway.compute_mfu(1.0, 1.0, spec="H100")
+
+
 @pytest.mark.parametrize("name", ["GPUSpec", "UtilizationResult"])
 def test_results_have_the_attributes_that_the_page_reads(name):
     read = {

@@ -93,6 +93,54 @@ def test_what_is_frozen_is_not_billed():
         assert result.flops == witness.get_total_flops() == profile_flops(layers, (x,))
 
 
+def bce(logits, target):
+    return nn.functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
+
+
+def test_a_gradient_that_an_input_asks_for_is_billed():
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    for frozen in (False, True):
+        layers.requires_grad_(not frozen)
+        for asked in (False, True):
+            if frozen and not asked:
+                continue
+            x = torch.randn(2, 3, 8, 8, requires_grad=asked)
+            with track(layers, spec=SPEC) as result, FlopCounterMode(display=False) as witness:
+                layers(x).sum().backward()
+            assert result.flops == witness.get_total_flops() == profile_flops(layers, (x,))
+
+
+def test_both_steps_of_an_adversarial_training():
+    generator, critic = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)), nn.Linear(16, 1)
+    z, real = torch.randn(5, 8), torch.randn(5, 16)
+    both = profile_flops(generator, (z,)) + profile_flops(critic, (real,))
+    with track(both, spec=SPEC) as result, FlopCounterMode(display=False) as witness:
+        bce(critic(generator(z)), 1.0).backward()
+    assert result.flops == witness.get_total_flops()
+    with track(both, spec=SPEC) as result, FlopCounterMode(display=False) as witness:
+        (bce(critic(generator(z).detach()), 0.0) + bce(critic(real), 1.0)).backward()
+    assert result.flops == witness.get_total_flops()
+
+
+def test_a_frozen_language_model_behind_a_projector():
+    model = gpt2().requires_grad_(False)
+    projector = nn.Linear(6, 32)
+    embeds = projector(torch.randn(2, 7, 6))
+    with track(model, spec=SPEC) as result:
+        model(inputs_embeds=embeds).logits.sum().backward()
+    attention = 2 * 4 * 32 * 2 * 28  # two layers, 4 FLOPs a feature and pair; its backward is of activations alone
+    assert result.flops == 2 * forward_flops([7, 7]) + attention  # the gradient of every activation, and of no weight
+    with track(model, spec=SPEC) as detached:
+        model(inputs_embeds=embeds.detach())
+    with track(model, spec=SPEC) as evaluated, torch.no_grad():
+        model(inputs_embeds=embeds)
+    assert detached.flops == evaluated.flops == forward_flops([7, 7])
+    meter = Meter(model, peak=Peak("test", 1e15, "fp32", "made up for a test"), log_every=1)
+    meter.count({"inputs_embeds": embeds})
+    meter.count({"inputs_embeds": embeds.detach()})
+    assert meter.step().flops.total == 3 * forward_flops([7, 7]) + attention
+
+
 def test_a_model_that_is_changed_in_place_is_traced_again_when_it_is_profiled():
     model, batch = gpt2(), batch_of(LENGTHS)
     assert profile_flops(model, kwargs=batch) == step_flops(LENGTHS)

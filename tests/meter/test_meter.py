@@ -250,14 +250,17 @@ from headway.meter import Goodput, Meter
 from headway.meter.jsonl import read_jsonl
 from headway.meter.moved import traffic_of
 
-rank, port, path, dies = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "dies"
+rank, port, path, fate, num_steps, log_every = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), int(sys.argv[6])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-meter = Meter(storage.load(Path(path)), peak=Peak("test", 1e9, "fp32", "test"), log_every=2, timeout_s=5)
-for step in range(4):
+meter = Meter(storage.load(Path(path)), peak=Peak("test", 1e9, "fp32", "test"), log_every=log_every, timeout_s=5)
+for step in range(num_steps):
     meter.count(Workload([10 * (rank + 1)]))
-    if dies and rank == 1 and step == 2:
+    if fate == "dies" and rank == 1 and step == 2:
         import os
         os._exit(3)
+    if fate == "compiles" and step == (1, num_steps - 1)[rank]:
+        import torch
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         window = meter.step()
@@ -265,10 +268,11 @@ for step in range(4):
         print("warning", warning.message)
     if window is not None:
         print("window", window.step, window.world_size, window.flops.total, window.rank_flops, f"{window.balance:.3f}")
+        print("steps", window.num_steps, window.num_left_out, window.left_out_s > 0)
 """
 
 
-def run_two(tmp_path, *, dies):
+def run_two(tmp_path, fate, num_steps=4, log_every=2):
     from headway.count import storage
 
     path = tmp_path / "model.json"
@@ -279,9 +283,12 @@ def run_two(tmp_path, *, dies):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(script)]
-    fate = "dies" if dies else "lives"
     processes = [
-        subprocess.Popen([*command, str(rank), str(port), str(path), fate], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(path), fate, str(num_steps), str(log_every)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     return [process.communicate(timeout=60)[0] for process in processes], [process.returncode for process in processes]
@@ -290,18 +297,35 @@ def run_two(tmp_path, *, dies):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_add_up_to_the_flop(tmp_path):
-    outputs, codes = run_two(tmp_path, dies=False)
+    outputs, codes = run_two(tmp_path, "lives")
     assert codes == [0, 0]
     # per window of two steps: 20 tokens on the first rank, 40 on the second
     line = f"2 {60 * PER_TOKEN} ({20 * PER_TOKEN}, {40 * PER_TOKEN}) 0.750"
     for output in outputs:
-        assert output.splitlines() == [f"window 2 {line}", f"window 4 {line}"]
+        assert output.splitlines() == [f"window 2 {line}", "steps 2 0 False", f"window 4 {line}", "steps 2 0 False"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_steps", "log_every"), [(4, 2), (300, 300)])
+def test_a_step_in_which_any_rank_compiles_is_left_out_on_all(tmp_path, num_steps, log_every):
+    """The first rank compiles in the second step, the other in the last; each waits for the other in a collective."""
+    outputs, codes = run_two(tmp_path, "compiles", num_steps, log_every)
+    assert codes == [0, 0]
+    windows = num_steps // log_every
+    counted, left_out = log_every - 2 // windows, 2 // windows
+    for output in outputs:
+        lines = output.splitlines()
+        assert lines[1::2] == [f"steps {counted} {left_out} True"] * windows
+        flops = [10 * rank * counted * PER_TOKEN for rank in (1, 2)]
+        end = f"2 {sum(flops)} ({flops[0]}, {flops[1]}) 0.750"
+        assert lines[::2] == [f"window {log_every * (n + 1)} {end}" for n in range(windows)]
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_rank_that_dies_does_not_hang_the_log(tmp_path):
-    outputs, codes = run_two(tmp_path, dies=True)
+    outputs, codes = run_two(tmp_path, "dies")
     assert codes == [0, 3]
     assert "rank 0 of 2 could not add its numbers up" in outputs[0]
     assert f"window 4 1 {20 * PER_TOKEN}" in outputs[0]

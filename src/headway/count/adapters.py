@@ -1,4 +1,4 @@
-"""Low-rank adapters on a stored cost model: which linear modules take one, and what the adapters cost."""
+"""What training puts around a stored cost model: low-rank adapters on its linear modules, something in front of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import fnmatch
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headway.count.cost_model import CostModel, Gradient, Parameter, Row
-from headway.errors import CostModelError, UsageError
+from headway.count.cost_model import ALWAYS, CostModel, Gradient, Parameter, Row
+from headway.errors import CostModelError, UsageError, WorkloadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,3 +78,27 @@ def with_adapters(model: CostModel, rank: int, modules: set[str]) -> CostModel:
         rows.append(replace(beside, recomputed=again))
         rows.append(replace(beside, module=f"{row.module}.lora_B", forward=up, gradients=grads_b))
     return replace(model, rows=tuple(rows), parameters=tuple(parameters))
+
+
+def reaching(model: CostModel, inputs: tuple[str, ...]) -> CostModel:
+    """Bill the gradients on the way to inputs that require one; see `CostModel.with_input_gradients`."""
+    traced = set(filter(None, model.source.get("input_gradients", "").split(", ")))
+    missing = [name for name in inputs if name not in traced]
+    if not missing:
+        return model
+    embeddings = [i for i, p in enumerate(model.parameters) if p.name == model.source.get("embeddings")]
+    is_known = embeddings and "source" not in model.towers
+    if unknown := [name for name in missing if name != "inputs_embeds" or not is_known]:
+        raise WorkloadError(
+            f"{', '.join(unknown)} requires a gradient, and what that costs is not known of {model.name}. Trace it "
+            "with such inputs: trace(model, inputs=...) with arguments that require a gradient; or detach() them if "
+            "nothing in front of the model is trained."
+        )
+    below = 1 << embeddings[0]  # what the embeddings flow into, `inputs_embeds` flows into
+
+    def reached(gradient: Gradient) -> Gradient:
+        flows = gradient.phase == "dgrad" and gradient.runs(below)
+        return replace(gradient, needs=ALWAYS) if flows else gradient
+
+    rows = tuple(replace(row, gradients=tuple(map(reached, row.gradients))) for row in model.rows)
+    return replace(model, rows=rows, source=model.source | {"input_gradients": ", ".join(sorted(traced | {*inputs}))})

@@ -27,6 +27,8 @@ By = Literal["component", "module"]
 
 SINGLE_FRAMES = {"frames": "1"}
 """In the source of a ledger that was traced on single frames: of a clip it knows nothing."""
+ALWAYS = -1
+"""`Gradient.needs` of a gradient that flows on to an input of the model: it is computed whatever is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,20 @@ class Gradient:
     Attributes:
         phase: `dgrad` for the gradient of an activation, `wgrad` for that of a weight.
         flops: FLOPs per unit of the row's driver.
-        needs: bit i set when training parameter i makes autograd compute it.
+        needs: bit i set when training parameter i makes autograd compute it; or `ALWAYS`.
     """
 
     phase: Literal["dgrad", "wgrad"]
     flops: int
     needs: int
+
+    def runs(self, trained: int) -> bool:
+        """Whether autograd computes it.
+
+        Args:
+            trained: bit i set when parameter i is trained.
+        """
+        return self.needs == ALWAYS or bool(self.needs & trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +164,16 @@ class CostModel:
         return max(groups, default=1)
 
     @cached_property
-    def _trained(self) -> int:
+    def trained(self) -> int:
+        """Bit i set when parameter i is trained, as `Gradient.runs` takes it."""
         return sum(1 << i for i, p in enumerate(self.parameters) if p.trainable)
 
     @cached_property
     def _tables(self) -> dict[tuple[By, str, bool], _Coefficients]:
+        return {}
+
+    @cached_property
+    def _reaching(self) -> dict[tuple[str, ...], CostModel]:
         return {}
 
     @cached_property
@@ -270,14 +285,14 @@ class CostModel:
     def _coefficients(
         self, by: By, recompute: str, forward_only: bool, first: int = 0, end: int | None = None
     ) -> _Coefficients:
-        again = run_again(self.rows, self._trained, recompute, self.name) if not forward_only else set()
+        again = run_again(self.rows, self.trained, recompute, self.name) if not forward_only else set()
         sums: dict[tuple[str, str], list[int]] = {}
         for i, row in enumerate(self.rows[first:end], first):
             name = row.component if by == "component" else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.module)
             entry = sums.setdefault((name, row.driver), [0, 0, 0, 0])
             entry[0] += row.forward
             for gradient in row.gradients if not forward_only else ():
-                if gradient.needs & self._trained:
+                if gradient.runs(self.trained):
                     entry[1 if gradient.phase == "dgrad" else 2] += gradient.flops
             if i in again:
                 entry[3] += row.forward
@@ -320,6 +335,25 @@ class CostModel:
                 f"a glob over parameter names such as {self.parameters[0].name!r}."
             )
         return hits
+
+    def with_input_gradients(self, inputs: Iterable[str] = ("inputs_embeds",)) -> CostModel:
+        """Return this model with gradients of its inputs, which something that is trained in front of it asks for.
+
+        A frozen language model behind a trained projector computes the gradient of every activation down to
+        `inputs_embeds`, although it has no trained parameter itself.
+
+        Args:
+            inputs: names of the forward's arguments that require a gradient.
+
+        Raises:
+            WorkloadError: the cost model does not tell what one of them costs.
+        """
+        from headway.count.adapters import reaching
+
+        inputs = tuple(inputs)
+        if inputs not in self._reaching:
+            self._reaching[inputs] = reaching(self, inputs)
+        return self._reaching[inputs]
 
     def lora(self, rank: int, targets: Sequence[str] | None = None) -> CostModel:
         """Return this model with low-rank adapters on its linear modules and everything else frozen.

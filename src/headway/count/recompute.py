@@ -152,7 +152,7 @@ def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[
     terms = parse(choice)
     if not terms:
         return set()
-    lives = [any(g.needs & trained for g in row.gradients) for row in rows]
+    lives = [any(g.runs(trained) for g in row.gradients) for row in rows]
     live_blocks = {row.block for row, live in zip(rows, lives, strict=True) if live and row.block}
     live_parts = {(row.block, row.component) for row, live in zip(rows, lives, strict=True) if live}
     chosen: set[int] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from headway.count.cost_model import CostModel, Gradient, Parameter, Row
+from headway.count.cost_model import ALWAYS, CostModel, Gradient, Parameter, Row
 from headway.errors import CostModelError
 
 if TYPE_CHECKING:
@@ -16,11 +16,13 @@ VERSION = 1
 
 
 def to_ranges(bits: int) -> str:
-    """Write a set of bit positions as ranges.
+    """Write a set of bit positions as ranges; a star for `ALWAYS`.
 
     >>> to_ranges(0b1011101)
     '0,2-4,6'
     """
+    if bits == ALWAYS:
+        return "*"
     parts: list[str] = []
     position = 0
     while bits:
@@ -40,6 +42,8 @@ def from_ranges(text: str) -> int:
     >>> bin(from_ranges("0,2-4,6"))
     '0b1011101'
     """
+    if text == "*":
+        return ALWAYS
     bits = 0
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")

@@ -94,6 +94,9 @@ def unknown(name: str) -> UnknownDeviceError:
     spoken = {text.lower(): text for device in all_devices() for text in (*device.aliases, *device.names)}
     nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), spoken, n=3, cutoff=0.6)]
     hint = f" Names that look alike are other devices: {', '.join(nearest)}." if nearest else ""
+    called = [d.names[0] for d in all_devices() if name.lower() in {alias.lower() for alias in d.aliases}]
+    if called:  # good enough from a person, not from a driver
+        hint = f" It is what people call {' or '.join(called)}; what is needed here is the name that a driver reports."
     return UnknownDeviceError(
         f"The peak of {name!r} is not known, and a guess would make every MFU wrong.{hint} `headway devices` lists the "
         f"known ones. Add the device, or state its peak: {way_out('of one device in the dtype of the step')}."

@@ -89,6 +89,41 @@ class GPUSpec:
         return self.bytes_per_s / 1e12
 
 
+@dataclass(frozen=True)
+class _StatedSpec(GPUSpec):
+    """Reads another package's object that has mfu-tracker's `peak_tflops(dtype)` and `peak_memory_bandwidth_tbs`."""
+
+    given: Any = None
+
+    def peak(self, dtype: str | torch.dtype = "fp16") -> Peak:
+        label = dtype if isinstance(dtype, str) else dtype_label(dtype, torch.device("cpu"))
+        try:
+            flops_per_s = 1e12 * float(self.given.peak_tflops(label))
+        except (ValueError, KeyError) as error:
+            raise UnknownDeviceError(f"{self.name}, given as spec, has no peak for {label!r}: {error}") from error
+        return Peak(self.name, flops_per_s, label, f"stated by a {type(self.given).__name__}", "override")
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 1e12 * float(self.given.peak_memory_bandwidth_tbs)
+
+
+def as_spec(given: Any) -> GPUSpec:
+    """Take a `GPUSpec`, or an object that answers as mfu-tracker's does.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(given, GPUSpec):
+        return given
+    if not callable(getattr(given, "peak_tflops", None)) or not hasattr(given, "peak_memory_bandwidth_tbs"):
+        raise UsageError(
+            f"spec={given!r} is no GPUSpec: give headway.get_gpu_spec(), headway.GPUSpec(name, stated_flops_per_s=...) "
+            "or an object with peak_tflops(dtype) [TFLOP/s] and peak_memory_bandwidth_tbs [TB/s]."
+        )
+    return _StatedSpec(str(getattr(given, "name", type(given).__name__)), given=given)
+
+
 def get_gpu_spec(device: torch.device | str | None = None) -> GPUSpec:
     """Find what a device can do.
 
@@ -147,7 +182,7 @@ def compute_mfu(
         dtype: as for `GPUSpec.peak`.
         num_gpus: devices that shared the FLOPs.
         device: as for `get_gpu_spec`.
-        spec: of one device; looked up when None.
+        spec: of one device, a `GPUSpec` or mfu-tracker's; looked up when None.
 
     Returns:
         MFU, a fraction.
@@ -161,7 +196,7 @@ def compute_mfu(
     """
     check_number(flop_count, "flop_count", "FLOPs")
     _check_time(elapsed_sec, num_gpus)
-    spec = spec if spec is not None else get_gpu_spec(device)
+    spec = get_gpu_spec(device) if spec is None else as_spec(spec)
     return flop_count / elapsed_sec / (spec.peak(dtype).flops_per_s * num_gpus)
 
 
@@ -180,7 +215,7 @@ def compute_mbu(
         elapsed_sec: the time it took [s].
         num_gpus: devices that shared the bytes.
         device: as for `get_gpu_spec`.
-        spec: of one device; looked up when None.
+        spec: of one device, a `GPUSpec` or mfu-tracker's; looked up when None.
 
     Returns:
         MBU, a fraction.
@@ -191,7 +226,7 @@ def compute_mbu(
     """
     check_number(param_bytes, "param_bytes", "bytes")
     _check_time(elapsed_sec, num_gpus)
-    spec = spec if spec is not None else get_gpu_spec(device)
+    spec = get_gpu_spec(device) if spec is None else as_spec(spec)
     return param_bytes / elapsed_sec / (spec.bytes_per_s * num_gpus)
 
 

@@ -16,7 +16,7 @@ from headway.errors import HeadwayError, UsageError, WorkloadError
 from headway.integrations.setups import Setup, SetupReader, param_bytes
 from headway.meter import clock
 from headway.meter.async_copy import on_host
-from headway.meter.batches import needed, workload_of
+from headway.meter.batches import asked_gradients, needed, workload_of
 from headway.meter.surroundings import device_of
 
 if TYPE_CHECKING:
@@ -35,11 +35,13 @@ class Call:
         given: its workload; its arguments, where they are read later; or what is wrong with them. None where it is not
             to be counted.
         dtype: of autocast while it ran; None without.
+        input_gradients: names of its arguments that require a gradient, where the model takes tokens.
     """
 
     ledger: Ledger
     given: Any
     dtype: torch.dtype | None = None
+    input_gradients: tuple[str, ...] = ()
 
     def arrived(self) -> Call:
         """Wait until what is read later has come from the device."""
@@ -141,8 +143,9 @@ class Ledger:
         try:
             _refuse_past(given)
             model = next(reversed(self._traces.values()))  # whoever watches has had it traced
+            asked = asked_gradients(given) if torch.is_grad_enabled() else ()
             copied, late = on_host(given, needed(model))
-            return Call(self, copied if late else workload_of(copied, model), dtype)
+            return Call(self, copied if late else workload_of(copied, model), dtype, asked)
         except HeadwayError as error:  # a loop is not broken by being watched
             return Call(self, error, dtype)
 
@@ -166,7 +169,7 @@ class Ledger:
         if isinstance(call.given, HeadwayError):
             raise call.given
         again = "none" if forward_only else setup.recompute() if recompute is None else recompute
-        model = self.cost_model(call.given, setup)
+        model = self.cost_model(call.given, setup).with_input_gradients(call.input_gradients)
         if not self.takes_tokens:
             return model.count(_ONE, recompute=again, forward_only=forward_only), Workload()
         workload = call.given if isinstance(call.given, Workload) else workload_of(call.given, model)
@@ -186,16 +189,17 @@ def _names(model: nn.Module) -> list[str]:
 def _shapes(value: Any) -> Any:
     """Reduce arguments to what their cost depends on: shapes of tensors, and whatever else is no tensor."""
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.is_floating_point())
+        return (tuple(value.shape), value.is_floating_point(), value.requires_grad)
     if isinstance(value, dict):
         return tuple((name, _shapes(part)) for name, part in value.items())
     return tuple(map(_shapes, value)) if isinstance(value, tuple | list) else repr(value)
 
 
 def _without_data(value: Any) -> Any:
-    """Keep of floats their shape alone, so that no activation stays alive; masks are told by their values."""
+    """Keep of floats their shape, so that no activation stays alive, and whether they require a gradient."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to("meta") if value.is_floating_point() else value.detach()
+        floats = value.is_floating_point()
+        return value.detach().to("meta").requires_grad_(value.requires_grad) if floats else value.detach()
     if isinstance(value, dict):
         return {name: _without_data(part) for name, part in value.items()}
     return type(value)(map(_without_data, value)) if type(value) in (tuple, list) else value

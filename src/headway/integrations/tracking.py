@@ -14,7 +14,7 @@ from torch import nn
 from headway.count import CostModel
 from headway.errors import UsageError
 from headway.integrations.blocks import Block, ListedBlock, StatedBlock, WatchedBlock
-from headway.integrations.gpu_spec import GPUSpec, check_devices, check_number, default_device, get_gpu_spec
+from headway.integrations.gpu_spec import GPUSpec, as_spec, check_devices, check_number, default_device, get_gpu_spec
 from headway.integrations.profiling import ProfiledFlops
 from headway.integrations.results import Clock, UtilizationResult
 from headway.integrations.watching import ledger_of
@@ -54,7 +54,7 @@ class track:  # noqa: N801 - it is called as a function is, like contextlib's cl
         num_gpus: devices that share the FLOPs of the block. What a profile or a model counts is this process's, so
             it is 1 under DDP and FSDP.
         device: that runs the block; the model's, or the accelerator at hand, when None.
-        spec: what one device can do; looked up when None.
+        spec: what one device can do, a `GPUSpec` or mfu-tracker's; looked up when None.
         batch: a `Workload`, or a forward's arguments by name, to count instead of watching forwards.
         recompute: activation checkpointing, as for `CostModel.count`; read off the model when None.
         backward_factor: the backward with its recomputation over the forward, stated by hand for HFU alone; 2 means no
@@ -101,7 +101,7 @@ class track:  # noqa: N801 - it is called as a function is, like contextlib's cl
         if own.spec is not None and (num_gpus != 1 or any(x is not None for x in (dtype, spec, device))):
             raise UsageError("a Meter has its own peak: leave dtype, spec, device and num_gpus out.")
         self._device = torch.device(device) if device is not None else own.device or default_device()
-        self._spec = spec or own.spec or get_gpu_spec(self._device)
+        self._spec = as_spec(spec) if spec is not None else own.spec or get_gpu_spec(self._device)
         self._dtype = dtype if dtype is not None else own.dtype
         if isinstance(self._dtype, str):
             self._spec.peak(self._dtype)  # an unknown one is an error before the block runs, not after

@@ -36,6 +36,11 @@ def needed(cost_model: CostModel) -> tuple[str, ...]:
     return (*_READ, "labels") if "source" in cost_model.towers else _READ
 
 
+def asked_gradients(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name the arguments of a forward that require a gradient: something in front of the model is trained."""
+    return tuple(name for name, value in batch.items() if getattr(value, "requires_grad", False))
+
+
 def workload_of(batch: Mapping[str, Any], cost_model: CostModel | None = None) -> Workload:
     """Build the workload of one forward from its arguments, as transformers names them.
 

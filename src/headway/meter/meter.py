@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 from headway.count import CostModel, Workload
 from headway.errors import RankLostError, UsageError
 from headway.meter.async_copy import on_host
-from headway.meter.batches import needed, workload_of
+from headway.meter.batches import asked_gradients, needed, workload_of
 from headway.meter.busy import ForwardTimer
-from headway.meter.pending import PendingSteps, Step
+from headway.meter.pending import Billed, PendingSteps, Step
 from headway.meter.sinks import Sinks
 from headway.meter.step_clock import StepClock
 from headway.meter.surroundings import (
@@ -43,8 +43,8 @@ class Meter(StepClock):
     device's clock, the wait for its data included; what is not training (`away`, and compiling) is left out. Between
     steps nothing waits for the device: batches on an accelerator are copied aside and read when they have come, times
     are read off events once they have passed. Only where training stops or goes on (`leave`, `back`, `close`) is the
-    device waited for, so that its lag is charged to the steps and not to what comes next. Ranks exchange one short list
-    on the host whenever a window is logged, and nothing in between.
+    device waited for, so that its lag is charged to the steps and not to what comes next. Ranks exchange two short
+    lists on the host whenever a window is logged, and nothing in between.
 
     Give `log_to` for records of the windows in files and trackers, and `goodput` for where every second went.
 
@@ -57,7 +57,8 @@ class Meter(StepClock):
         optimizer: of the loop, or several: then windows tell their MBU, for which the model is traced once more.
         memory_bytes_per_s: memory bandwidth of one device [B/s]; looked up when None.
         log_every: steps between two windows.
-        num_warmup_steps: first steps to leave out. Steps in which torch.compile compiles are left out as well.
+        num_warmup_steps: first steps to leave out. Steps in which torch.compile compiles, on any rank, are left out as
+            well.
         recompute: activation checkpointing of this loop: "none", "full" or a pattern of block names.
         ceiling: a measured peak, to see the MFU against it as well.
         on_window: called with each window that is complete, on every rank.
@@ -144,10 +145,11 @@ class Meter(StepClock):
         )
         self._arrived: list[list[list[int]]] = []  # of each rank, steps that not all ranks have passed yet
         self._num_merged = 0
+        self._left_out: list[int] = []  # steps since the last log
         self._whole: Window | None = None
         self._has_warned = False
         self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
-        self._batches: list[tuple[Any, bool, int]] = []
+        self._batches: list[tuple[Any, Billed]] = []
         self._pending = PendingSteps(self._models, recompute, self._last)
 
     def start(self) -> None:
@@ -161,27 +163,42 @@ class Meter(StepClock):
         if self._log_to and (self._together is None or self._together.rank == 0):
             self._sinks = Sinks.open(self._log_to)
         super().start()
-        self._pending = PendingSteps(self._models, self.recompute, self._last, self._traffic, self.goodput)
+        several = self._together is not None and self._together.size > 1
+        self._pending = PendingSteps(
+            self._models, self.recompute, self._last, self._traffic, self.goodput, keeps_steps=several
+        )
 
-    def count(self, batch: Any, *, forward_only: bool = False, cost_model: CostModel | None = None) -> None:
+    def count(
+        self,
+        batch: Any,
+        *,
+        forward_only: bool = False,
+        cost_model: CostModel | None = None,
+        input_gradients: Sequence[str] | None = None,
+    ) -> None:
         """Add what one forward of a step computes, and its backward.
 
         Args:
             batch: a `Workload`, or the forward's arguments by name (see `workload_of`).
             forward_only: it has no backward, as that of a reference model. Its tokens are then not counted again.
             cost_model: one of `others` where it is not the trained model's; its tokens are not counted again either.
+            input_gradients: names of the arguments that require a gradient, since something in front of the model is
+                trained (see `CostModel.with_input_gradients`); those of the batch's tensors that do when None.
 
         Raises:
             UsageError: the cost model is not one of `others`.
-            WorkloadError: the batch does not say what it computes.
+            WorkloadError: the batch does not say what it computes, or the cost model what an input's gradient costs.
         """
         self.start()
         which = 0 if cost_model is None else self._place_of(cost_model)
-        if isinstance(batch, Workload):
-            self._batches.append((batch, forward_only, which))
-            return
-        copied, late = on_host(batch, self._needed)
-        self._batches.append((copied if late else workload_of(copied, self._models[which]), forward_only, which))
+        known = isinstance(batch, Workload)
+        if input_gradients is None:
+            input_gradients = () if known else asked_gradients(batch)
+        billed = Billed(which, forward_only, () if forward_only else tuple(input_gradients))
+        if billed.input_gradients:
+            self._models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
+        copied, late = (batch, True) if known else on_host(batch, self._needed)
+        self._batches.append((copied if late else workload_of(copied, self._models[which]), billed))
 
     def _place_of(self, cost_model: CostModel) -> int:
         for place, known in enumerate(self._models):
@@ -210,7 +227,8 @@ class Meter(StepClock):
         self.num_steps += 1
         left_out = time.compiled or self.num_steps <= self.num_warmup_steps
         forwards = [] if self._forwards is None else self._forwards.take()
-        self._pending.add(Step(time, forwards, skipped, left_out, self._batches, extra))
+        self._left_out += [self.num_steps] if left_out else []
+        self._pending.add(Step(self.num_steps, time, forwards, skipped, left_out, self._batches, extra))
         self._energy.step(left_out=left_out and self._exchanges)
         self._batches = []
         if not self._exchanges:
@@ -228,20 +246,27 @@ class Meter(StepClock):
         """
         if self._together is None:
             return None
-        sums = self._pending.take()
-        self._energy.add_to(sums)
-        mine = [largest_memory(self.device), *sums.numbers()]
+        mine: list[int] = []
         try:
+            self._pending.leave_out(self._together.all_steps(self._left_out))
+            mine = self._take()
             every = self._together.exchange(mine)
         except RankLostError as error:
             warnings.warn(str(error), stacklevel=2)
-            every = [mine]
+            every = [mine or self._take()]
             self._tally.only(self._together.rank)
         ranks = [self._pending.sums(numbers) for _, *numbers in every]
         memory = max(memory for memory, *_ in every)
         window = self._tally.window(ranks, memory, self._step, self._pending.extra)
         self._warn(window)
         return self._tell(window)
+
+    def _take(self) -> list[int]:
+        """Take this rank's numbers since the last log."""
+        self._left_out = []
+        sums = self._pending.take()
+        self._energy.add_to(sums)
+        return [largest_memory(self.device), *sums.numbers()]
 
     def finished(self) -> list[list[int]]:
         """Take the steps that this rank's device has passed since the last call, as numbers for the other ranks.

@@ -11,7 +11,7 @@ from headway.meter.batches import workload_of
 from headway.meter.sums import NS, Sums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from headway.count import CostModel
     from headway.meter.busy import Span
@@ -23,24 +23,46 @@ if TYPE_CHECKING:
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
 
+@dataclass(frozen=True, slots=True)
+class Billed:
+    """How a batch is billed.
+
+    Attributes:
+        model: which of the models computed it; 0 is the one that is trained.
+        forward_only: it has no backward.
+        input_gradients: names of its arguments that require a gradient.
+    """
+
+    model: int = 0
+    forward_only: bool = False
+    input_gradients: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a batch of training."""
+        return not self.model and not self.forward_only
+
+
 @dataclass(slots=True)
 class Step:
     """One step as it was noted down.
 
     Attributes:
+        number: of the meter's steps, from 1.
         time: when it ended, and what was in between.
         forwards: of the model, each with its waits for other ranks.
         skipped: its update was left out.
-        left_out: warm-up, or it compiled something.
-        batches: what was computed, whether without a backward, and by which of the models.
+        left_out: warm-up, or some rank compiled something in it.
+        batches: what was computed, and how it is billed.
         extra: the loop's own numbers.
     """
 
+    number: int
     time: StepTime
     forwards: list[tuple[Span, list[Span]]]
     skipped: bool
     left_out: bool
-    batches: list[tuple[Any, bool, int]]
+    batches: list[tuple[Any, Billed]]
     extra: Mapping[str, Any]
 
 
@@ -53,6 +75,7 @@ class PendingSteps:
         start: where the first step begins.
         traffic: what this rank must move; None where it is not asked for.
         goodput: the run's ledger, which is told what the device did while the host waited for data.
+        keeps_steps: whether steps stay apart until `take`, since another rank may still have one of them left out.
     """
 
     def __init__(
@@ -62,6 +85,8 @@ class PendingSteps:
         start: Mark,
         traffic: Traffic | None = None,
         goodput: Goodput | None = None,
+        *,
+        keeps_steps: bool = False,
     ) -> None:
         self.extra: dict[str, Any] = {}
         self._cost_models = cost_models
@@ -72,8 +97,9 @@ class PendingSteps:
         self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
         self._keys = tuple(dict.fromkeys((row.component, row.driver) for model in cost_models for row in model.rows))
         self._steps: deque[Step] = deque()
-        # by whether without a backward, and by which of the models
-        self._workloads: defaultdict[tuple[bool, int], list[Workload]] = defaultdict(list)
+        self._keeps_steps = keeps_steps
+        self._added_up: dict[int, Sums] = {}  # by the step's number
+        self._workloads: defaultdict[Billed, list[Workload]] = defaultdict(list)
         self._sums = Sums(self._keys)
 
     def __len__(self) -> int:
@@ -85,13 +111,28 @@ class PendingSteps:
 
     def add_up(self) -> None:
         """Add up the steps that the device has passed, if there are many: a log that takes them may never come."""
-        if len(self._steps) >= _MOST:
+        if len(self._steps) < _MOST:
+            return
+        if not self._keeps_steps:
             self._collect()
+        while self._keeps_steps and self._steps and self._steps[0].time.end.has_passed():
+            step = self._steps.popleft()
+            self._take_in(step, counted=not step.left_out)
+            self._added_up[step.number] = self._take_sums()
+
+    def leave_out(self, numbers: Iterable[int]) -> None:
+        """Leave steps out that have not been taken yet."""
+        chosen = set(numbers)
+        for step in self._steps:
+            step.left_out = step.left_out or step.number in chosen
+        self._added_up.update({n: sums.left_out() for n, sums in self._added_up.items() if n in chosen})
 
     def take(self) -> Sums:
         """Return the sums of the steps that the device has passed, those that are left out aside, and start over."""
         self._collect()
-        return self._take_sums()
+        sums = sum(self._added_up.values(), start=self._take_sums())
+        self._added_up.clear()
+        return sums
 
     def take_each(self) -> list[Sums]:
         """Return the sums of each step that the device has passed, those that are left out as well, and start over."""
@@ -135,10 +176,10 @@ class PendingSteps:
             totals["num_left_out"] += 1
             totals["left_out_ns"] += wall_ns
             return
-        for batch, forward_only, which in step.batches:
-            workload = batch if isinstance(batch, Workload) else workload_of(batch, self._cost_models[which])
-            self._workloads[forward_only, which].append(workload)
-            totals["num_batches"] += not forward_only and not which
+        for batch, billed in step.batches:
+            workload = batch if isinstance(batch, Workload) else workload_of(batch, self._cost_models[billed.model])
+            self._workloads[billed].append(workload)
+            totals["num_batches"] += billed.trains
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
         busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
@@ -150,13 +191,14 @@ class PendingSteps:
 
     def _count(self) -> None:
         """Turn the workloads so far into FLOPs."""
-        for (forward_only, which), workloads in self._workloads.items():
+        for billed, workloads in self._workloads.items():
             workload = Workload.total(workloads)
-            recompute = "none" if forward_only or which else self._recompute
-            count = self._cost_models[which].count(workload, recompute=recompute, forward_only=forward_only)
+            recompute = self._recompute if billed.trains else "none"
+            cost_model = self._cost_models[billed.model].with_input_gradients(billed.input_gradients)
+            count = cost_model.count(workload, recompute=recompute, forward_only=billed.forward_only)
             self._sums.add_count(count)
-            self._sums.totals["busy_flops"] += 0 if which else count.forward
-            if not forward_only and not which:
+            self._sums.totals["busy_flops"] += 0 if billed.model else count.forward
+            if billed.trains:
                 self._sums.add_quantities(workload)
         if self._traffic is not None and self._updates[0]:
             self._sums.totals["bytes_moved"] += self._moved(self._traffic)
@@ -165,12 +207,13 @@ class PendingSteps:
 
     def _moved(self, traffic: Traffic) -> int:
         """Count the bytes that the trained model's part of the steps so far moved at least."""
-        trained, (steps, skipped) = self._workloads[False, 0], self._updates
+        trained = [w for billed, workloads in self._workloads.items() if billed.trains for w in workloads]
+        steps, skipped = self._updates
         return traffic.bytes_of(
             Workload.total(trained),
             num_batches=max(len(trained), steps),
             num_with_towers=sum(bool(len(w.grids) or len(w.audio)) for w in trained),
             num_steps=steps,
             num_skipped=skipped,
-            num_forward_only=len(self._workloads[True, 0]),
+            num_forward_only=len(self._workloads[Billed(forward_only=True)]),
         ).total

@@ -54,6 +54,13 @@ class Sums:
     def __add__(self, other: Sums) -> Sums:
         return Sums(self.keys, [a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)])
 
+    def left_out(self) -> Sums:
+        """Return what stays of steps that are left out: how many, and their time."""
+        sums = Sums(self.keys)
+        sums.totals["num_left_out"] = self.totals["num_steps"] + self.totals["num_left_out"]
+        sums.totals["left_out_ns"] = self.totals["wall_ns"] + self.totals["left_out_ns"]
+        return sums
+
     def add_count(self, count: FlopCount) -> None:
         """Add counted FLOPs."""
         place = {key: i for i, key in enumerate(self.keys)}

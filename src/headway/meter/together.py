@@ -48,6 +48,23 @@ class Together:
         if dist.is_initialized():  # the loop may have ended all groups, and this one with them
             dist.destroy_process_group(group)
 
+    def all_steps(self, steps: Sequence[int]) -> set[int]:
+        """Give every rank the steps that any rank names, by their numbers from 1; most ranks name none.
+
+        Raises:
+            RankLostError: as for `exchange`.
+        """
+        bits = sum(1 << step for step in steps)
+        longest = max(length for (length,) in self.exchange([bits.bit_length()]))
+        words = [bits >> place & ((1 << _HALF) - 1) for place in range(0, longest, _HALF)]
+        return {
+            place * _HALF + bit
+            for rank in (self.exchange(words) if words else ())
+            for place, word in enumerate(rank)
+            for bit in range(_HALF)
+            if word >> bit & 1
+        }
+
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Give every rank the numbers of all ranks, in the order of the ranks; exact, whatever their size.
 

@@ -48,8 +48,7 @@ def block_bytes(
         fused: whether blocks are compiled or run on fused kernels.
         sequence: processes that share the pack.
     """
-    trained = sum(1 << i for i, p in enumerate(cost_model.parameters) if p.trainable)
-    alive = {row.block for row in cost_model.rows if any(g.needs & trained for g in row.gradients)}
+    alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
     return {
         name: BlockBytes(
             *(

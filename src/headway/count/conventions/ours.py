@@ -76,14 +76,13 @@ def flop_counter(model: Architecture, step: Step) -> Parts:
     """
     cost_model = _cost_model(model)
     workload = step.workload
-    trained = sum(1 << i for i, parameter in enumerate(cost_model.parameters) if parameter.trainable)
     squares = full_pairs(workload.segments)
     parts: dict[str, Number] = dict.fromkeys(PARTS, 0)
     for row in cost_model.rows:
         if row.op in ("experts", "recurrence"):
             continue
         units = _units(row, workload, squares)
-        backward: Number = sum(gradient.flops for gradient in row.gradients if gradient.needs & trained)
+        backward: Number = sum(gradient.flops for gradient in row.gradients if gradient.runs(cost_model.trained))
         if row.op == "attention" and backward:
             backward = int(_FLASH_BACKWARD * row.forward)
         parts[part_of(row.component)] += units * (row.forward + backward)

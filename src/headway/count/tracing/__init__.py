@@ -6,17 +6,18 @@ twin, `inputs` what it is run on, `fit` finds each operation's driver, `classify
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from headway.count.cost_model import CostModel, Gradient, Parameter, Row
+from headway.count.cost_model import ALWAYS, CostModel, Gradient, Parameter, Row
 from headway.count.tracing import build, classify
 from headway.count.tracing.experts import merge_experts
 from headway.count.tracing.fit import Fitted, candidates, fit
-from headway.count.tracing.inputs import backward_from, call, inputs_for
+from headway.count.tracing.inputs import asking, backward_from, call, inputs_for
 from headway.count.tracing.loops import alike, check_loops, merged
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
@@ -46,7 +47,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         inputs: not needed where forward takes `input_ids` and what transformers' towers take. Otherwise a function that
             makes the forward's arguments (a dictionary, or a tuple) from a `Workload`, so that each row finds the
             driver that it grows with; or one example of arguments, whose cost is then billed per segment. Its floats
-            need no true values.
+            need no true values. Those that require a gradient have it billed, whatever of the model is trained.
         name: of the cost model; the class's name when None.
 
     Raises:
@@ -78,14 +79,16 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     homes = classify.parameter_components(operations, names, parameters)
     shapes = [tuple(p.shape) for _, p in model.named_parameters()]
     in_use = classify.stacks_in_use(operations, fitted, shapes)
-    source = _source(model) | made.notes
+    source = _source(model, parameters) | made.notes
+    if asked := {name for name, _ in asking(model, made.arguments(workloads[0]))}:
+        source["input_gradients"] = ", ".join(sorted(asked))
     idle = classify.idle_modules(model, operations, parameters, runs[0].parameters_read)
     if idle:
         idle, notes = _elsewhere(model, made, workloads[0], runs[0], parameters, idle)
         source |= notes
     return CostModel(
         name or type(model).__name__,
-        tuple(_row(model, op, f, n) for op, f, n in zip(operations, fitted, names, strict=True)),
+        tuple(_row(model, op, f, n, 1 << len(parameters)) for op, f, n in zip(operations, fitted, names, strict=True)),
         tuple(
             Parameter(p, _numel(shape), classify.active(p, shape, shares, resting, in_use.get(i)), home, p in trainable)
             for i, (p, shape, home) in enumerate(zip(parameters, shapes, homes, strict=True))
@@ -176,6 +179,9 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
     """Run a model once and return what it ran."""
     blocks = classify.checkpointable_blocks(model)
     modules = list(model.modules())
+    beyond = 1 << sum(1 for _ in model.parameters())
+    for _, tensor in asking(model, arguments):
+        tensor.sources = beyond  # like one more parameter, which is always trained
 
     def block_of(path: str) -> str:
         while path and path not in blocks:
@@ -203,14 +209,15 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
     return recorder
 
 
-def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str) -> Row:
+def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str, beyond: int) -> Row:
     gradients = []
     for phase, flops, sources in op.products if op.backward_flops else ():
         scaled = fitted.scale * flops
         if scaled.denominator != 1:
             raise TraceError(f"the backward of {op.kind} in module {op.module} is not a whole number of FLOPs.")
         if sources:
-            gradients.append(Gradient(phase, int(scaled), sources))  # type: ignore[arg-type]  # dgrad or wgrad
+            needs = ALWAYS if sources & beyond else sources
+            gradients.append(Gradient(phase, int(scaled), needs))  # type: ignore[arg-type]  # dgrad or wgrad
     module = model.get_submodule(op.module)
     linear = op.kind == "matmul" and len(op.weight) == 2 and _is_linear(module)
     return Row(
@@ -230,10 +237,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _source(model: Any) -> dict[str, str]:
+def _source(model: Any, parameters: Sequence[str]) -> dict[str, str]:
     source = {"class": type(model).__name__, "torch": torch.__version__.partition("+")[0]}
     if hasattr(getattr(model, "config", None), "model_type"):
         import transformers
 
         source |= {"model_type": model.config.model_type, "transformers": transformers.__version__}
+        with suppress(AttributeError, NotImplementedError):  # not every model says where its tokens enter
+            weight = model.get_input_embeddings().weight
+            source["embeddings"] = parameters[weight.sources.bit_length() - 1]
     return source

@@ -55,7 +55,7 @@ class Billed:
         """
         forward = sum(units(row.driver) * row.forward for row in self.rows)
         backward = sum(
-            units(row.driver) * sum(g.flops for g in row.gradients if g.needs & self.trained) for row in self.rows
+            units(row.driver) * sum(g.flops for g in row.gradients if g.runs(self.trained)) for row in self.rows
         )
         return forward, backward
 
@@ -150,6 +150,13 @@ def _experts(billed: Billed, of_expert: dict[str, int], seen: tuple[int, int], m
 
 def _beyond(billed: Billed, seen: tuple[int, int], model: nn.Module) -> str | None:
     """Find the reason among those of code that computes padding, or blocks beyond what each position sees."""
+    for row in billed.rows:
+        piece = row.driver.rpartition(":")[2] if row.driver.startswith("audio/") and row.driver.count(":") > 1 else ""
+        if piece and row.op == "convolution":
+            audio = -(-billed.workload.audio // int(piece)) * int(piece)
+            filled = Workload(billed.workload.segments, audio=audio)
+            if seen == billed.on(lambda driver, whole=filled: drivers.parse(driver)(whole)):
+                return f"the last piece of a clip is filled up to {piece} frames, which are no clip's"
     for path, way in _ways(model, billed.workload):
         if inside(billed.module, [path]) and seen == billed.on(way.units):
             return way.reason
@@ -231,7 +238,7 @@ def _squares(billed: Billed, counted: Counted, seen: tuple[int, int]) -> str | N
         shown = drivers.tower(row.driver) == "language" or row.driver == "patch_pairs:frame"
         if row.op == "attention" and (shown or _heard_pairs(row.driver)):
             ahead, back = of_driver.get(row.driver, (0, 0))
-            needed = sum(g.flops for g in row.gradients if g.needs & billed.trained)
+            needed = sum(g.flops for g in row.gradients if g.runs(billed.trained))
             of_driver[row.driver] = (ahead + row.forward, back + needed)
     if len(set(of_driver.values())) != 1:
         return None

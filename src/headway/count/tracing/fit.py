@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from headway.count import drivers
 from headway.count.tracing.sums import sum_of_drivers
+from headway.count.workload import Workload
 from headway.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from headway.count.tracing.operation import Operation
-    from headway.count.workload import Workload
 
 
 _PAIRS = ("pairs:", "source_pairs", "audio_pairs")  # what attention is named after where lengths would do as well
@@ -83,7 +83,7 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         # every run is one segment in one pack: weights know of packs only, one row of zeros is a segment's first state
         if driver == "segments" and not first.fed and first.units > 1:
             driver = "packs"
-        return [_fitted(first, driver, ratio, unit_flops)]
+        return [_fitted(first, *_without_padding(runs, driver, ratio, known), unit_flops)]
     if len(runs) > 3 and (terms := sum_of_drivers(units, known, squares=first.kind == "attention")):
         return [_fitted(first, driver, factor, unit_flops) for driver, factor in terms]
     seen = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
@@ -91,6 +91,31 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
         f"{'; '.join(seen)}. Known drivers: {', '.join(d for d in known if 'window' not in d and '/' not in d)}."
     )
+
+
+def _without_padding(
+    runs: Sequence[Operation], driver: str, ratio: Fraction, names: Iterable[str]
+) -> tuple[str, Fraction]:
+    """Bill a convolution that runs on whole pieces of a clip for the frames that the clip has; the rest is padding.
+
+    Args:
+        runs: the operation on each workload.
+        driver: that was found; `audio/200` counts pieces of 200 frames, the last one whole.
+        ratio: positions that it makes of a piece.
+        names: of all drivers that could be meant.
+    """
+    tower, _, piece = driver.partition("/")
+    windows = runs[0].windows
+    alike = all(run.windows == windows for run in runs)  # clips of other lengths are more pieces, not longer ones
+    if not alike or tower not in ("audio", "sources") or not piece.isdecimal():
+        return driver, ratio
+    one = Workload([1], **{tower: [int(piece)]})
+    for name in names:
+        if name.startswith(f"{tower}/") and name.endswith(f":{piece}"):
+            made = drivers.parse(name)(one)
+            if any(window.made == made > 1 for window in windows):
+                return name, ratio / made
+    return driver, ratio
 
 
 def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> Fitted:

@@ -308,12 +308,30 @@ def floats_of(output: Any) -> torch.Tensor:
 
 
 def as_phantoms(value: Any) -> Any:
-    """Replace the floats among arguments by phantoms that depend on the batch; masks stay real."""
+    """Replace the floats among arguments by phantoms that depend on the batch; masks stay real.
+
+    What requires a gradient still does.
+    """
     if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, Phantom):
         if _is_mask(value):
             return value.detach().to("cpu", torch.bfloat16)
-        return Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
+        made = Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
+        return made.requires_grad_().clone() if value.requires_grad else made  # no leaf: a model may write into it
     return _rebuilt(value, as_phantoms)
+
+
+def asking(model: nn.Module, arguments: Any) -> Iterator[tuple[str, Phantom]]:
+    """Find the phantoms among a forward's arguments that require a gradient, each with its argument's name."""
+    if not isinstance(arguments, dict):
+        given = arguments if isinstance(arguments, tuple | list) else (arguments,)
+        arguments = inspect.signature(model.forward).bind(*given).arguments
+    for name, value in arguments.items():
+        pending = [value]
+        while pending:
+            part = pending.pop()
+            if isinstance(part, Phantom) and part.requires_grad:
+                yield name, part
+            pending += part.values() if isinstance(part, dict) else part if isinstance(part, tuple | list) else ()
 
 
 def _is_mask(floats: torch.Tensor) -> bool:

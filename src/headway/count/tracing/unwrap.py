@@ -2,13 +2,15 @@
 
 Data parallelism, sharding and activation checkpointing change where and how often a model's operations run, not what
 one step must compute. All of them leave marks on the modules (wrappers, subclasses, hooks, sharded parameters), which
-a twin does without. The model itself is not touched.
+a twin does without. So do hooks by which others watch the model. The model itself is not touched.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
 import functools
+import itertools
 import sys
 import types
 from contextlib import contextmanager, suppress
@@ -74,19 +76,19 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a model's modules without the marks of sharding and checkpointing.
+    """Copy a model's modules without the marks of sharding and checkpointing, and without hooks that only watch.
 
     Args:
         model: its parameters and buffers are all in `memo`.
         memo: as `copy.deepcopy` takes it.
     """
     shells: list[tuple[nn.Module, nn.Module]] = []
+    own = set(model.modules())
+    watching = {id(hook): hook for module in own for hook in _hooks(module) if _only_watches(hook, own)}
+    memo |= watching  # none of them is copied: it may hold anything
     for module in model.modules():
         cls: Any = _own_class(module)
-        laid_over = [
-            module.__dict__.get("forward"),
-            *(hook for name in _HOOKS for hook in getattr(module, name).values()),
-        ]
+        laid_over = [module.__dict__.get("forward"), *_hooks(module)]
         altered = cls is not type(module) or any(_is_parallel(function) for function in laid_over)
         if altered and not _is_compiled(module):
             shells.append((module, cls.__new__(cls)))
@@ -103,8 +105,51 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         shell.__dict__.update(copy.deepcopy(kept, memo))
     twin = _bare(copy.deepcopy(model, memo))
     for module in twin.modules():
+        for name in _HOOKS:
+            hooks = getattr(module, name)
+            for key in [key for key, hook in hooks.items() if id(hook) in watching]:
+                del hooks[key]
         _let_go(module, memo)
     return twin
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    return itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS)
+
+
+def _only_watches(hook: Any, own: set[nn.Module]) -> bool:
+    """Say whether a hook is laid on a model from outside and changes nothing that it computes.
+
+    A hook is the model's own if it is a method of one of its modules, or PyTorch's, such as `torch.nn.utils` lays on
+    for normalised weights. A function that returns something else than None changes what the module takes or gives; of
+    a lambda, which returns whatever it calls, nobody can say, and it is taken to watch.
+
+    Args:
+        hook: of one of the modules.
+        own: the model's modules.
+    """
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    if isinstance(owner, nn.Module) and owner in own:
+        return False
+    classes = type(hook).__mro__[:-1] if owner is None else type(owner).__mro__[:-1]
+    if any(str(thing.__module__).startswith("torch.") for thing in (hook, *classes) if hasattr(thing, "__module__")):
+        return False
+    function = getattr(hook, "__func__", hook)
+    called = function if isinstance(function, types.FunctionType) else type(hook).__call__
+    code = getattr(called, "__code__", None)
+    if code is None:
+        return False
+    return code.co_name == "<lambda>" or not _returns_something(code)
+
+
+def _returns_something(code: types.CodeType) -> bool:
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "NOP", "RESUME")]
+    for before, step in itertools.pairwise(steps):
+        if step.opname == "RETURN_VALUE" and not (before.opname == "LOAD_CONST" and before.argval is None):
+            return True
+    return any(step.opname == "RETURN_CONST" and step.argval is not None for step in steps)
 
 
 def _let_go(module: nn.Module, memo: dict[int, Any]) -> None:

@@ -204,13 +204,12 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
 
 
 def _compare(cost: CostModel, counted: Counted, workload: Workload, model: nn.Module) -> list[Line]:
-    trained = sum(1 << i for i, p in enumerate(cost.parameters) if p.trainable)
     rows: defaultdict[str, list[Row]] = defaultdict(list)
     for row in cost.rows:
         rows[row.module + RECURRENCE if row.op == "recurrence" else row.module].append(row)
     lines = []
     for module in dict.fromkeys([*rows, *counted.forward, *counted.outer, *counted.backward]):
-        billed = Billed(module, tuple(rows[module]), trained, workload)
+        billed = Billed(module, tuple(rows[module]), cost.trained, workload)
         theirs = (counted.forward[module] + counted.outer[module], counted.backward[module])
         op = rows[module][0].op if rows[module] else "-"
         lines.append(Line(module, op, billed.flops, theirs, explain(billed, counted, model)))
