@@ -252,7 +252,8 @@ from headway.meter.moved import traffic_of
 
 rank, port, path, fate, num_steps, log_every = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), int(sys.argv[6])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-meter = Meter(storage.load(Path(path)), peak=Peak("test", 1e9, "fp32", "test"), log_every=log_every, timeout_s=5)
+peak = Peak("test", 1e9, "fp32", "test")
+meter = Meter(storage.load(Path(path)), peak=peak, log_every=log_every, timeout_s=5 if fate == "dies" else 60)
 for step in range(num_steps):
     meter.count(Workload([10 * (rank + 1)]))
     if fate == "dies" and rank == 1 and step == 2:

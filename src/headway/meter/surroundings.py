@@ -102,14 +102,19 @@ class Compilation:
         self._handler: Any = None
 
     def watch(self) -> None:
-        """Listen from now on, if torch.compile is loaded at all: loading it takes seconds."""
-        if self._handler is not None or "torch._dynamo" not in sys.modules:
+        """Listen from now on, if torch.compile is loaded at all: loading it takes seconds.
+
+        Call it again and again: `torch.compiler.reset` forgets who listens.
+        """
+        if "torch._dynamo" not in sys.modules:
             return
         from torch._dynamo.callback import callback_handler
 
         self._handler = callback_handler
-        callback_handler.register_start_callback(self._on_begin)
-        callback_handler.register_end_callback(self._on_end)
+        if self._on_begin not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._on_begin)
+        if self._on_end not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(self._on_end)
 
     def happened(self) -> bool:
         """Say whether a graph has been made since the last call."""
@@ -118,11 +123,11 @@ class Compilation:
 
     def let_go(self) -> None:
         """Listen no more."""
-        if self._handler is None:
-            return
-        self._handler.remove_start_callback(self._on_begin)
-        self._handler.remove_end_callback(self._on_end)
-        self._handler = None
+        handler, self._handler = self._handler, None
+        if handler is not None and self._on_begin in handler.start_callbacks:
+            handler.remove_start_callback(self._on_begin)
+        if handler is not None and self._on_end in handler.end_callbacks:
+            handler.remove_end_callback(self._on_end)
 
     def _on_begin(self, _what: Any) -> None:
         self._begin()
