@@ -157,8 +157,9 @@ def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
     Raises:
         LogError: no row is left.
     """
-    assert log.recorded is not None, "not Headway's own records"
-    log, said = _without_warm_up(log, skip), log.recorded
+    log = _without_warm_up(log, skip)
+    said = log.recorded
+    assert said is not None, "not Headway's own records"
     peak, source = said.peak_flops_per_s, said.peak_source
     if device is not None:
         peak, source = device.flops_per_s, f"{device.name}, {device.source}"

@@ -68,8 +68,9 @@ def index(
     Example: headway index chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct
     """
     with needs_extra("indexing"):
-        from headway.data.encode import MAX_CHARACTERS, Encoder
+        from headway.data.encode import Encoder
         from headway.data.index import build_index
+        from headway.data.media.placeholders import MAX_CHARACTERS
         from headway.data.policy import BadSamples, SampleCounts
         from headway.data.sources import open_source
         from headway.models import load_processor

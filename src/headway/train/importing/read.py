@@ -92,10 +92,10 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
     for section, values in filled.items():
         for name, value in values.items():
             key = f"{section}.{name}".lstrip(".")
-            fate = _fate(key, value, context)
+            outcome = _outcome(key, value, context)
             if "data.train" in given and key in _DATA:
-                fate = Outcome("not needed", "the data are given")
-            fates.append(KeyFate(key, value, name in raw[section], fate))
+                outcome = Outcome("not needed", "the data are given")
+            fates.append(KeyFate(key, value, name in raw[section], outcome))
     refused = [fate for fate in fates if fate.outcome.fate == "refused" and fate.key not in leave_out]
     if refused:
         told = "; ".join(f"{fate.key} = {fate.value!r} ({fate.outcome.reason})" for fate in refused)
@@ -111,7 +111,7 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
     return Imported(path.name, _nested(settings, path), tuple(fates), absent)
 
 
-def _fate(key: str, value: Any, context: Context) -> Outcome:
+def _outcome(key: str, value: Any, context: Context) -> Outcome:
     rule = RULES.get(key)
     if rule is None:
         return Outcome("refused", "no key of LMMs-Engine 0.1.4")
