@@ -255,7 +255,8 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
     if model is not None:
         pairs.append(("model", model))
     if (recorded := result.log.recorded) is not None:
-        pairs.append(("recorded", f"{recorded.convention} on {format_count(recorded.num_ranks)} devices"))
+        devices = "1 device" if recorded.num_ranks == 1 else f"{format_count(recorded.num_ranks)} devices"
+        pairs.append(("recorded", f"{recorded.convention} on {devices}"))
     if result.step is not None:
         rows = f"{describe(result.step.workload)} in rows of {format_count(result.step.seq_len)}"
         pairs.append(("row stands for", rows))

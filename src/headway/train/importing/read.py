@@ -99,8 +99,9 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
     refused = [fate for fate in fates if fate.outcome.fate == "refused" and fate.key not in leave_out]
     if refused:
         told = "; ".join(f"{fate.key} = {fate.value!r} ({fate.outcome.reason})" for fate in refused)
+        count = "1 key" if len(refused) == 1 else f"{len(refused)} keys"
         raise ConfigError(
-            f"{path}: {len(refused)} keys cannot be taken over: {told}. Change or remove them, or leave them out "
+            f"{path}: {count} cannot be taken over: {told}. Change or remove them, or leave them out "
             f"knowingly with {' '.join(f'--leave-out {fate.key}' for fate in refused)}."
         )
     absent = tuple(key for key in leave_out if key not in {fate.key for fate in fates})
