@@ -234,18 +234,46 @@ def test_nanochat_finds_the_number_of_devices(audit):
     assert low < per_token < high
 
 
-def test_lmms_engine(audit):
+# Qwen2.5-7B per token in samples of 1,024: LMMs-Engine bills the embedding as a second head, and the full square
+LMMS_LINEAR, LMMS_HEAD = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944), 3584 * 152064
+LMMS_TOOL = 6 * (LMMS_LINEAR + 2 * LMMS_HEAD) + 12 * 28 * 3584 * 1024
+LMMS_USEFUL = 6 * (LMMS_LINEAR + LMMS_HEAD) + 12 * 28 * 3584 * 1025 / 2
+LMMS = ("--model", "qwen2.5-7b", "--seq-len", 81920, "--device", "A800", "--mean-segment", 1024)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step:{step} - train/loss:1.1 - perf/global_seq_len_avg:81920.0 - train/mfu:0.520\n",
+        "{{'mfu': 0.52, 'epoch': 0.{step}}}\n",  # of its Hugging Face trainer, every ten steps
+    ],
+)
+def test_lmms_engine(audit, line):
     # It prints nothing but a rounded MFU: the rule is taken by the format, and the step's samples decide the ratio.
-    text = "".join(f"step:{i} - train/loss:1.1 - perf/global_seq_len_avg:81920.0 - train/mfu:0.520\n" for i in range(3))
-    options = ("--model", "qwen2.5-7b", "--seq-len", 81920, "--device", "A800", "--mean-segment", 1024)
-    data = audit(text, *options)
-    linear = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
-    head, square = 3584 * 152064, 28 * 3584
-    tool = 6 * (linear + 2 * head) + 12 * square * 1024
-    useful = 6 * (linear + head) + 12 * square * 1025 / 2
+    data = audit("".join(line.format(step=step) for step in range(3)), *LMMS)
     assert data["identified"]["flops_per_token"] is None
-    assert data["useful_mfu_mean"] == pytest.approx(0.52 * useful / tool)
-    assert product(data) == pytest.approx(tool / useful, rel=1e-4)
+    assert len(data["rows"]) == 3
+    assert data["useful_mfu_mean"] == pytest.approx(0.52 * LMMS_USEFUL / LMMS_TOOL)
+    assert product(data) == pytest.approx(LMMS_TOOL / LMMS_USEFUL, rel=1e-4)
+
+
+def test_lmms_engines_lines_of_0_1_4(audit):
+    # as its Tracking.log prints what calculate_training_metrics returns; 52.3 % of an A800
+    rate = round(0.523 * 312e12 / LMMS_TOOL)
+    text = "".join(
+        f"{{'train/loss': 1.1, 'train/lr': 2e-05, 'train/grad_norm': 0.91, 'train/mfu': {mfu}, "
+        "'perf/global_seq_len_avg': 81920.0, 'perf/global_seq_len_min': 81000.0, 'perf/global_seq_len_max': 81920.0, "
+        f"'train/total_tokens': '1.2M', 'train/tokens_per_second': {8 * rate}, 'train/tokens_per_gpu': {rate}, "
+        f"'train/epoch': 0.01}}, step={step}\n"
+        for step, mfu in enumerate([0.0, 0.52, 0.52])
+    )
+    data = audit(text, *LMMS)
+    assert [row["step"] for row in data["rows"]] == [1, 2]
+    assert sum(data["skipped"].values()) == 1
+    assert data["rows"][0]["reported"] == {"mfu": 0.52, "tflops": None, "tokens_per_s": rate}
+    low, high = data["identified"]["peak_flops_per_s"]
+    assert low < 312e12 < high
+    assert data["useful_mfu_mean"] == pytest.approx(rate * LMMS_USEFUL / 312e12)
 
 
 def test_trainer_state(audit):
@@ -371,26 +399,57 @@ def test_verls_lines(audit):
     assert data["useful_mfu_mean"] == pytest.approx(0.31 * useful / tool, rel=1e-3)
 
 
-def test_headways_own_records_are_useful_already(audit):
-    def record(step, **names):
-        rates = {
-            "flops_per_s_per_device": 4e14,
-            "tokens_per_s_per_device": 8000.0,
-            "wall_s": 1.0,
-            "mfu": 4e14 / 989.4e12,
-        }
-        return json.dumps({"kind": "step", "step": step, **rates, **names})
+def own_record(step, peak=989.4e12, **names):
+    rates = {"flops_per_s_per_device": 4e14, "tokens_per_s_per_device": 8000.0, "wall_s": 1.0, "mfu": 4e14 / 989.4e12}
+    said = {"convention": "useful/1", "peak_flops_per_s": peak, "peak_source": "datasheet", "world_size": 8}
+    return json.dumps({"kind": "step", "step": step, **rates, **said, **names})
 
-    lines = [record(1), record(2, flops_per_s_per_device=2e14, mfu=2e14 / 989.4e12, wall_s=3.0)]
-    text = "\n".join([lines[0], '{"kind": "evaluation", "step": 1}', lines[1], '{"kind": "st'])
-    data = audit(text, "--model", "qwen3-8b")
-    assert data["tool"] == "Headway"
+
+OWN = [own_record(1), own_record(2, flops_per_s_per_device=2e14, mfu=2e14 / 989.4e12, wall_s=3.0)]
+
+
+def test_headways_own_records_are_useful_already_and_need_no_model(audit):
+    text = "\n".join([OWN[0], '{"kind": "evaluation", "step": 1}', OWN[1], '{"kind": "st'])
+    data = audit(text)
+    assert (data["tool"], data["model"]) == ("Headway", None)
+    assert (data["identified"]["convention"], data["identified"]["ranks"]) == ("useful/1", 8)
+    assert (data["peak_flops_per_s"], data["peak_source"]) == (989.4e12, "datasheet")
     assert [row["useful"]["mfu"] for row in data["rows"]] == pytest.approx([4e14 / 989.4e12, 2e14 / 989.4e12])
-    assert data["useful_mfu_mean"] == data["reported_mfu_mean"] == pytest.approx(2.5e14 / 989.4e12)
+    assert data["useful_mfu_mean"] == pytest.approx(2.5e14 / 989.4e12)
+    assert data["reported_mfu_mean"] == pytest.approx(2.5e14 / 989.4e12)
     assert data["rows"][0]["useful"]["flops_per_token"] == pytest.approx(5e10)
     assert data["skipped"] == {"evaluation, which is no step": 1, "a line that a kill left unfinished": 1}
-    other = audit(text, "--model", "qwen3-8b", "--device", "A100")
+    other = audit(text, "--device", "A100")
     assert other["useful_mfu_mean"] == pytest.approx(2.5e14 / 312e12)
+    assert product(other) == pytest.approx(312 / 989.4)
+
+
+def test_a_run_folder_stands_for_its_records(headway, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("\n".join(OWN))
+    result = headway("audit", tmp_path)
+    assert result.code == 0, result.err
+    lines = [" ".join(line.split()) for line in result.out.splitlines()]
+    assert lines[2] == "1 8,000 400.00 40.4 % 40.4 %"
+    assert "recorded useful/1 on 8 devices" in lines
+    assert "peak printed 989.40 TFLOP/s" in lines
+    assert headway("audit", tmp_path / "none").code == 1
+
+
+def test_records_of_a_run_without_a_peak_wait_for_a_device(audit):
+    text = own_record(1, peak=None, mfu=None)
+    assert audit(text)["useful_mfu_mean"] is None
+    assert audit(text, "--device", "A100")["useful_mfu_mean"] == pytest.approx(4e14 / 312e12)
+
+
+def test_records_that_no_run_wrote_or_of_several_devices_are_told(audit):
+    data = audit("\n".join([own_record("x"), own_record(1), own_record(2, peak=312e12)]))
+    assert data["skipped"] == {"a step whose numbers cannot be read": 1}
+    assert [note for note in data["notes"] if "several peaks" in note]
+
+
+@pytest.mark.parametrize("options", [("--model", "qwen3-8b"), ("--seq-len", 8), ("--freeze", "vision"), ("--ranks", 2)])
+def test_what_describes_the_step_cannot_take_effect_on_own_records(audit, options):
+    assert f"{options[0]} cannot take effect" in audit(OWN[0], *options, code=2)
 
 
 def resumed(history):
@@ -467,6 +526,9 @@ BAD = [
     (TEXT, [*TITAN, "--seq-len", "12288", "--skip", "4"], 1, "no row is left"),
     ('{"log_history": [], "global_step": 1}', ["--model", "qwen3-8b"], 1, "without train_runtime"),
     ('{"log_history": [', ["--model", "qwen3-8b"], 1, "starts like JSON but is not"),
+    ('{"log_history": ' + "[" * 5000, ["--model", "qwen3-8b"], 1, "starts like JSON but is not"),
+    ('{"log_history": [{"train_runtime": "x", "total_flos": 1}]}', ["--model", "gpt2"], 1, "that no Trainer writes"),
+    (f"completed step: {'9' * 5000}, seconds: 1.0, TFLOP/s/device: 1.0", ["--model", "gpt2"], 1, "no line that is"),
     (
         "iter 10: loss 3.2, time 3000.00ms, mfu 30.00%\n", ["--model", "gpt2"], 2, "--seq-len is missing",
     ),

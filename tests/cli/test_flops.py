@@ -203,8 +203,8 @@ BAD = [
         "--convention 'torchtitn' is not known. Did you mean torchtitan",
     ),
     (
-        ["--segments", "64", "--convention", "lmms-engine"],
-        "lmms-engine has no number for qwen3-vl-8b",
+        ["--segments", "64", "--convention", "nanochat"],
+        "nanochat has no number for qwen3-vl-8b",
     ),
     (["--segments", "64", "--convention", "6nd", "--forward-only"], "--forward-only cannot take effect"),
     (["--segments", "64", "--convention", "6nd", "--by", "module"], "--by module cannot take effect"),

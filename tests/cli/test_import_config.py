@@ -38,3 +38,11 @@ def test_a_file_that_is_not_there_is_one_sentence(headway, tmp_path):
     result = headway("import-config", tmp_path / "gone.yaml")
     assert result.code == 2
     assert "No such file or directory" in " ".join(result.err.split())
+
+
+def test_a_key_that_the_file_does_not_have_is_a_warning(headway, tmp_path):
+    (tmp_path / "theirs.yaml").write_text(CONFIG)
+    result = headway("import-config", tmp_path / "theirs.yaml", "--leave-out", "trainer_args.deepspeed")
+    assert result.code == 0
+    assert "Warning: --leave-out trainer_args.deepspeed:" in result.err
+    assert yaml.safe_load(result.out)["optim"]["steps"] == 600

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from headway.demo.reader import write_reader
+from headway.models import load_processor
 
 STRATEGIES = ["balanced", "best_fit", "first_fit", "next_fit", "none"]
 
@@ -120,12 +121,19 @@ def test_data_are_measured_by_the_models_own_processor(headway, tmp_path, monkey
     index = json.loads(headway("index", data, "--model", model, "--on-bad", "skip", "--json").out)
     assert source["tokens"] == index["indices"][0]["tokens"]
     assert record["strategies"]["balanced"]["tokens"] == source["tokens"]
+    # a bound on texts, as of the run: those of the longest questions are beyond it
+    longest = max(len(load_processor(model).apply_chat_template(c["messages"], tokenize=False)) for c in chats)
+    bounded = json.loads(headway(*run, "--max-characters", longest - 1).out)["sources"]["chats"]
+    assert (bounded["bad"], bounded["used"]) == (1 + 12, 48)
 
 
 def test_data_need_a_model_and_lengths_no_data(headway, tmp_path):
     table = write(tmp_path, TABLE)
     assert "DATA needs --model" in headway("pack", table, "--packing-length", 10).err
     assert "more than one thing to plan" in headway("pack", table, "--lengths", table, "--packing-length", 10).err
+    bounded = headway("pack", "--lengths", table, "--packing-length", 10, "--max-characters", 9)
+    assert bounded.code == 2
+    assert "cannot take effect with --lengths" in " ".join(bounded.err.split())
 
 
 TABLE = "tokens\n5\n25\n"

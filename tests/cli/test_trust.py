@@ -83,10 +83,11 @@ def test_control_characters_of_names_reach_no_terminal(headway, tmp_path):
         assert not set(ESCAPES) & {"\x1b", "\x9b", "\u202e"} & set(result.out + result.err), command
 
 
-@pytest.mark.parametrize("option", ["--segments", "--images", "--past", "--lora"])
+@pytest.mark.parametrize("option", ["--segments", "--images", "--past", "--lora", "--recompute"])
 def test_a_number_of_too_many_digits_is_refused(option, headway):
     digits = "9" * 5000
-    result = headway("flops", "gpt2", "--segments", "8", option, f"1x2x{digits}" if option == "--images" else digits)
+    value = {"--images": f"1x2x{digits}", "--recompute": f"every:{digits}"}.get(option, digits)
+    result = headway("flops", "gpt2", "--segments", "8", option, value)
     assert result.code == 2
     assert result.err.startswith("Error: ")
     assert len(result.err) < 1000

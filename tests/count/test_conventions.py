@@ -188,7 +188,7 @@ def test_latent_attention_and_prediction_layers():
 
 @pytest.mark.parametrize(
     ("convention", "model"),
-    [("lmms-engine", "qwen3-vl-8b"), ("verl", "gpt2"), ("veomni", "gemma-3-4b"), ("nanochat", "mixtral-8x7b")],
+    [("lmms-engine", "gemma-3-4b"), ("verl", "gpt2"), ("veomni", "gemma-3-4b"), ("nanochat", "mixtral-8x7b")],
 )
 def test_a_model_that_a_tool_cannot_express_has_no_number_but_a_reason(convention, model):
     bill = get_convention(convention).bill(numbers(model), Step(Workload([128]), 128))

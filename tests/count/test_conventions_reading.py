@@ -194,6 +194,100 @@ def test_veomnis_windows_since_7_august_2026_and_before():
     assert (old.flops, old.parts["vision"]) == (60_820_783_104_000, 17_194_844_160_000)
 
 
+# witness: VeOmni's VeomniFlopsCounter.estimate_flops on 1,000 tokens and one image of 1,800 patches: all trained, with
+# freeze_vit, and with a VeOmniLoraConfig of rank 16 on q_proj and v_proj
+VEOMNI_SETUPS = {
+    "qwen3-vl-8b": (54_578_717_491_200, 49_644_942_950_400, 34_554_754_662_400),
+    "qwen3-vl-30b-a3b": (27_602_212_454_400, 22_940_228_812_800, 16_897_023_180_800),
+    "qwen2.5-vl-7b": (51_159_465_984_000, 46_137_114_624_000, 32_026_820_608_000),
+}
+
+
+@pytest.mark.parametrize("name", VEOMNI_SETUPS)
+def test_veomni_bills_frozen_towers_and_what_lies_below_adapters_at_less(name):
+    whole = load_cost_model(name)
+    step = Workload([1000], [(1, 36, 50)])
+    for ledger, flops in zip(
+        (whole, whole.freeze(["vision"]), whole.lora(16, ["q_proj", "v_proj"])), VEOMNI_SETUPS[name], strict=True
+    ):
+        model = architecture(presets()[name], name, ledger)
+        assert bill(model, "veomni", step, 1000).flops == flops
+        assert (
+            bill(model, "veomni-2026-07", step, 1000).parts == bill(shipped(name), "veomni-2026-07", step, 1000).parts
+        )
+    # it has no setting for a language model, or a part of the tower, that is frozen: those are billed as trained
+    part = architecture(presets()[name], name, whole.freeze(["language", "vision.mlp"]))
+    assert bill(part, "veomni", step, 1000).flops == VEOMNI_SETUPS[name][0]
+
+
+_LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "targets", "step", "flops"),
+    [  # witness: VeomniFlopsCounter.estimate_flops with a VeOmniLoraConfig of this rank and these target_modules
+        ("qwen3-8b", 64, _LAYER, Workload([1000, 2000]), 102_807_109_632_000),
+        ("qwen3-30b-a3b", 32, ("q_proj", "o_proj"), Workload([4096]), 89_880_780_603_392),
+        (
+            "qwen3-vl-8b",
+            8,
+            ("qkv", "proj", "linear_fc1", "linear_fc2"),
+            Workload([3200], videos=[(2, 32, 48)]),
+            123_867_271_528_448,
+        ),
+        (
+            "qwen2.5-vl-7b",
+            8,
+            (*_LAYER, "qkv", "proj", "*.mlp.0", "*.mlp.2"),
+            Workload([3200], [(1, 32, 48)]),
+            107_602_789_793_792,
+        ),
+    ],
+)
+def test_veomni_bills_adapters_of_either_tower(name, rank, targets, step, flops):
+    model = architecture(presets()[name], name, load_cost_model(name).lora(rank, targets))
+    assert bill(model, "veomni", step, step.slots).flops == flops
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "reason"),
+    [
+        ("llama-3.1-8b", ["q_proj"], "no LoRA rule for the model type 'llama': it prints 0"),
+        ("qwen3-8b", ["q_proj", "lm_head"], "does not know adapters on lm_head: it prints 0"),
+        ("qwen3-8b", ["model.layers.0.*"], "every module of a name, but model.layers.1.mlp.down_proj has none"),
+        ("qwen2.5-vl-7b", ["model.language_model.*"], "but model.visual.blocks.0.mlp.down_proj has none"),
+    ],
+)
+def test_adapters_that_veomnis_rule_cannot_be_told_of_have_no_number(name, targets, reason):
+    model = architecture(presets()[name], name, load_cost_model(name).lora(8, targets))
+    assert reason in bill(model, "veomni", Workload([100]), 100).reason
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "flops"),
+    [  # witness: LMMs-Engine 0.1.4's FlopsCounter.estimate_flops, its raw FLOPs
+        ("qwen3-vl-8b", [1000, 2200], 167_589_917_491_200),
+        ("qwen3-vl-30b-a3b", [1000, 2200], 78_152_466_432_000),
+        ("qwen2.5-vl-7b", [1000, 2200], 153_246_105_600_000),
+        ("deepseek-v3", [1000, 2200], 826_043_950_694_400),
+    ],
+)
+def test_lmms_engine_bills_the_language_model_of_every_type_that_it_lists(name, lengths, flops):
+    assert bill(shipped(name), "lmms-engine", Workload(lengths), 4096).flops == flops
+
+
+def test_qwen2_moes_shared_expert_is_in_no_formula_of_verls_kind():
+    config = {**presets()["qwen3-30b-a3b"], "model_type": "qwen2_moe"}
+    config.update(hidden_act="silu", shared_expert_intermediate_size=5632)
+    with_shared = architecture(config, "qwen2-moe")
+    without = replace(with_shared, shared_ffn=0)
+    for convention in ("lmms-engine", "verl", "verl-2025-12"):
+        parts = bill(with_shared, convention, Workload([100]), 100).parts
+        assert parts == bill(without, convention, Workload([100]), 100).parts
+    megatron = [bill(model, "megatron-bridge", Workload([100]), 100).flops for model in (with_shared, without)]
+    assert megatron[0] - megatron[1] == 6 * 100 * 48 * 3 * 2048 * 5632
+
+
 def test_trl_bills_the_router():
     # witness: TRL's compute_flops_per_token x 4096, Qwen3-30B-A3B
     assert bill(shipped("qwen3-30b-a3b"), "trl", Workload([4096]), 4096).flops == 121_981_366_173_696

@@ -100,4 +100,4 @@ def test_the_page_puts_the_types_that_others_know_beside_ours():
     assert "| Headway, by tracing | 1 | 1 |" in page
     # of verl's 22 types both are here, one of them complete; LMMs-Engine has no formula for seed_oss
     assert "| verl | 22 | 1 of 2 registered |" in page
-    assert "| LMMs-Engine | 13 | 1 of 1 registered |" in page
+    assert "| LMMs-Engine | 21 | 1 of 1 registered |" in page

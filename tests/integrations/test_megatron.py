@@ -184,6 +184,54 @@ def test_context_parallel_ranks_together_bill_what_one_would(size):
     assert rows.flops.total == flops(16, causal(16))
 
 
+def test_megatron_bridges_own_call_bills_the_same_as_it_is():
+    # as its qwen3_vl_step of 22 Aug 2026 calls accumulate_flops_metadata, with the grids added
+    grid = torch.tensor([[1, 4, 6]])
+    stats = (torch.tensor(24), torch.tensor(24**2), torch.tensor(6))
+    given = {"cu_seqlens": boundaries(3, 10), "image_grid_thw": grid}
+    own, plain = accumulator(), accumulator()
+    for stage in (0, 1, 2):  # chunks of an interleaved pipeline that see the same micro-batch
+        own.accumulate(object(), tokens_of(1, 10), vp_stage=stage, vision_patch_stats=stats, **given)
+    own.accumulate(object(), tokens_of(1, 10), vp_stage=None, vision_patch_stats=(0, 0, 0), num_vision_patches=0)
+    plain.accumulate(tokens_of(1, 10), **given)
+    plain.accumulate(tokens=tokens_of(1, 10))
+    assert own.step().flops == plain.step().flops
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_configured_row_length_makes_a_share_a_row(size):
+    # as gpt_step calls it: dense rows are split between context-parallel ranks before the forward step
+    share = tokens_of(2, 8)
+    dense = step_of((share, {"config_seq_len": 8 * size}), context_parallel_size=size)
+    assert dense.flops.total == flops(16 * size, causal(8 * size, 8 * size))
+    assert step_of((share, {"config_seq_len": 16})).flops.total == flops(32, causal(16, 16))
+    # boundaries go before it
+    packed = step_of((tokens_of(1, 10), {"config_seq_len": 40, "cu_seqlens": boundaries(3, 10)}))
+    assert packed.flops.total == flops(10, causal(3, 7))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"config_seq_len": 12}, "config_seq_len=12 .* have 8 slots and context_parallel_size is 1"),
+        ({"config_seq_len": 4}, "config_seq_len=4 "),
+        ({"num_vision_patches": 40}, "num_vision_patches says how many .* image_grid_thw="),
+        ({"num_vision_patches": torch.tensor(8)}, "num_vision_patches says how many"),
+        ({"vision_patch_stats": (24, 576, 6)}, "vision_patch_stats says how many"),
+        ({"cross_cu_seqlens": boundaries(5)}, r"cross attention reads.*Workload\(lengths, sources="),
+    ],
+)
+def test_what_the_grids_or_lengths_are_missing_for_says_what_to_hand_over(given, says):
+    with pytest.raises(UsageError, match=says):
+        accumulator().accumulate(tokens_of(1, 8), **given)
+
+
+def test_boundaries_in_the_place_of_tokens_are_not_taken_for_them():
+    for given in ((tokens_of(1, 8), boundaries(3, 8)), ()):
+        with pytest.raises(UsageError, match=r"takes tokens alone.* every other argument by its name"):
+            accumulator().accumulate(*given)
+
+
 def test_an_evaluation_is_left_out():
     clock = Clock()
     measured = FlopsAccumulator(Meter(COST_MODEL, peak=PEAK, log_every=1, clock=clock))

@@ -29,8 +29,12 @@ def test_shard_takes_what_the_others_leave(world_size, given, shape):
         (1, {"replicate": 2}, r"= 2 does not divide the 1 process of this run"),
         (4, {"shard": 8}, r"= 8 processes, but this run has 4 processes\. Start 8 .*parallel.shard=auto"),
         (4, {"shard": 1}, r"= 1 processes, but this run has 4 processes"),
-        (8, {"sequence": 2, "expert": 3}, r"expert 3 does not divide the 8 processes .*one of 1, 2, 4, 8\."),
-        (8, {"replicate": 4, "expert": 4}, r"expert 4 does not divide the 2 processes .*one of 1, 2\."),
+        (8, {"sequence": 2, "expert": 3}, r"expert 3 .*the 8 processes .*one of 1, 2, 4, 8, or start a multiple of 3 "),
+        (
+            8,
+            {"replicate": 4, "expert": 4},
+            r"the 2 processes .*one of 1, 2, or start a multiple of 16 .*--devices in a dry",
+        ),
     ],
 )
 def test_processes_that_do_not_fit_are_refused_with_what_to_do(world_size, given, said):

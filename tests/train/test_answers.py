@@ -19,8 +19,8 @@ from headway.train.config import parse_config
 from headway.train.evaluate import EvalSet
 from headway.train.loop import train
 from headway.train.ranks import Ranks
-from headway.train.record import read_metrics
 from processes import TRAIN, run_processes
+from run_records import read_metrics
 
 CPU, BUDGET, ALONE = torch.device("cpu"), Budget(160, None), Ranks(0, 1)
 

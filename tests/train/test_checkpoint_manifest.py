@@ -69,6 +69,12 @@ def test_a_copy_may_have_another_name(checkpoint, tmp_path):
     assert open_checkpoint(checkpoint.folder.rename(tmp_path / "kept")).step == 5
 
 
+def test_a_manifest_with_the_digest_that_earlier_versions_wrote_is_read(checkpoint):
+    path = checkpoint.folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architecture": "0" * 64}))
+    assert open_checkpoint(checkpoint.folder) == checkpoint
+
+
 def test_what_is_no_state_of_random_generators_is_told(checkpoint):
     (checkpoint.folder / "rank-00000.pt").write_bytes(b"\x80\x02c")
     with pytest.raises(CheckpointError, match=r"rank-00000\.pt cannot be read"):

@@ -5,7 +5,7 @@ import torch
 
 from headway.train.config import parse_config
 from headway.train.loop import train
-from headway.train.record import read_metrics
+from run_records import read_metrics
 
 
 @pytest.mark.slow  # inductor's C++ compiler takes its time

@@ -259,7 +259,6 @@ def test_without_packing_a_batch_is_so_many_samples(write):
         ("trainer_args", {"report_to": ["swanlab"]}, "swanlab is no tracker here"),
         ("trainer_args", {"lr_scheduler_type": "reduce_lr_on_plateau"}, "known are linear, cosine"),
         ("dataset_config", {"dataset_type": "bagel_iterable"}, "dataset_type = 'bagel_iterable'"),
-        ("dataset_config", {"datasets": [{"path": "a", "sampling": 3}]}, "sampling of a dataset is not known"),
         (
             "dataset_config",
             {"packing_strategy": "worst_fit", "packing": True},
@@ -292,6 +291,9 @@ def test_all_refusals_are_told_at_once(write):
         ("[1, 2]", "no configuration of LMMs-Engine"),
         ("trainer_args: [1]", r"trainer_args is \[1\], but must be a mapping"),
         ("a: b: c", "is not YAML"),
+        ("trainer_args: " + "[" * 5000, "is not YAML"),
+        (f"trainer_args: {{max_steps: {'9' * 5000}}}", "is not YAML"),
+        ("trainer_args: {max_steps: many}", "max_steps = 'many' .it, or what it goes with, has a value of another"),
         (TEXT_PAGE, r"lacks model_config.load_from_pretrained_path \(or give --model\); dataset_config.dataset_path"),
     ],
 )
@@ -300,9 +302,40 @@ def test_another_file_is_refused(text, message, write):
         import_config(write(text), {})
 
 
-def test_a_key_to_leave_out_must_be_there(write):
-    with pytest.raises(ConfigError, match=r"--leave-out trainer_args\.tp: .* no such key"):
-        import_config(write(TEXT_PAGE), GIVEN, leave_out=("trainer_args.tp",))
+def test_one_command_line_leaves_out_keys_of_a_whole_folder(write):
+    kept = {"trainer_args": {"tp_degree": 2, "deepspeed": "a.json"}}
+    with pytest.raises(ConfigError) as error:
+        import_config(write(kept), GIVEN)
+    options = str(error.value).partition("knowingly with ")[2].removesuffix(".").split()
+    assert options[0::2] == ["--leave-out"] * 2
+    assert set(options[1::2]) == {"trainer_args.tp_degree", "trainer_args.deepspeed"}
+    assert import_config(write(kept), GIVEN, leave_out=tuple(options[1::2])).absent == ()
+    # another file of the folder has one of them alone
+    other = import_config(write({"trainer_args": {"tp_degree": 2}}), GIVEN, leave_out=tuple(options[1::2]))
+    assert other.absent == ("trainer_args.deepspeed",)
+    # what is spelt wrong leaves nothing out, so the key is refused as before
+    with pytest.raises(ConfigError, match="tp_degree = 2"):
+        import_config(write({"trainer_args": {"tp_degree": 2}}), GIVEN, leave_out=("trainer_args.tp",))
+
+
+def test_keys_that_lmms_engine_passes_over_itself_are_not_needed(write):
+    imported = import_config(write({"model_config": {"torch_dtype": "bfloat16", "model_type": "qwen2_5_vl"}}), GIVEN)
+    fates = {one.key: one.outcome.fate for one in imported.keys}
+    assert fates["model_config.torch_dtype"] == fates["model_config.model_type"] == "not needed"
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"dataset_format": "yaml", "dataset_path": "gone.yaml"}, "is not here; run this where it is, or give --data"),
+        ({"datasets": [{"path": "a", "sampling": 3}]}, "sampling of a dataset is not known"),
+    ],
+)
+def test_data_that_are_given_go_before_a_list_that_cannot_be_read(told, message, write):
+    with pytest.raises(ConfigError, match=message):
+        import_config(write({"dataset_config": told}), {"model.path": "a/b", "optim.steps": 1})
+    imported = import_config(write({"dataset_config": told}), GIVEN)
+    assert imported.recipe["data"]["train"] == GIVEN["data.train"]
 
 
 def test_its_older_form_is_a_list_of_tasks(write):

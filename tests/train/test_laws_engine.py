@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from engine_runs import IS_LONG, STEPS, configuration, write_data, write_model
-from headway.train.record import read_metrics
 from processes import run_processes
+from run_records import read_metrics
 from tiny_models import VISION_FAMILIES
 
 RUNS = Path(__file__).parents[1] / "engine_runs.py"

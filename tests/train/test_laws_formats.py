@@ -17,7 +17,7 @@ from headway.errors import TrainingError
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import parse_config
 from headway.train.loop import train
-from headway.train.record import read_metrics
+from run_records import read_metrics
 
 NAMES = ("lines", "table", "shards", "saved")
 ROWS = 600  # of each source

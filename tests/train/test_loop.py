@@ -17,7 +17,7 @@ from headway.train.config import parse_config
 from headway.train.data import open_feed
 from headway.train.loop import train
 from headway.train.ranks import Ranks
-from headway.train.record import read_metrics
+from run_records import read_metrics
 
 
 def steps_of(config):

@@ -5,9 +5,10 @@ import torch
 
 from headway.errors import TrainingError
 from headway.train.progress import evaluation_line, step_line
-from headway.train.record import MetricsLog, read_metrics, write_json, write_whole
+from headway.train.record import MetricsLog, write_json, write_whole
 from headway.train.recorder import HostCopy
 from refusing_disk import a_full_disk
+from run_records import read_metrics
 
 
 def lines(*steps):
@@ -32,9 +33,10 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
 
 def test_a_damaged_line_inside_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(lines(1) + "oops\n" + lines(2))
-    with pytest.raises(TrainingError, match="line 2 is no record"):
-        MetricsLog(path, last_step=3)
+    for damaged in ("oops", "[" * 5000, f'{{"step": {"9" * 5000}}}'):
+        path.write_text(lines(1) + damaged + "\n" + lines(2))
+        with pytest.raises(TrainingError, match="line 2 is no record"):
+            MetricsLog(path, last_step=3)
 
 
 def test_a_whole_record_without_its_line_break_is_kept(tmp_path):

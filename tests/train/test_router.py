@@ -5,9 +5,9 @@ import torch
 from headway.train.config import parse_config
 from headway.train.loop import train
 from headway.train.prepare import prepare
-from headway.train.record import read_metrics
 from headway.train.run_folder import RunFolder
 from headway.train.watch import Place
+from run_records import read_metrics
 
 
 def test_a_step_records_how_its_slots_were_routed(raw, mixture, tmp_path):

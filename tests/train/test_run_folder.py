@@ -1,5 +1,6 @@
 """A run folder has one owner, from before the first write, and its configuration is there whole or as it was."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError
+from headway.meter.jsonl import LineFile
 from headway.train import loop
 from headway.train.record import METRICS
 from headway.train.run_folder import RunFolder
@@ -58,6 +60,18 @@ def test_a_killed_owner_leaves_the_folder_free(config):
     assert go_on(config)
 
 
+def test_a_file_system_without_locks_is_a_warning_and_no_obstacle(config, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(RuntimeWarning, match=r"without locks \(No locks available\): a second process"):
+        begin(config)
+    with pytest.warns(RuntimeWarning, match="goodput.jsonl lies on a file system without locks") as warned:
+        LineFile(config.run.folder / "goodput.jsonl", exclusive=True).close()
+    assert warned[0].filename == __file__  # who opens it, not how
+
+
 def test_a_folder_without_a_run_is_not_made_for_one_that_is_to_go_on(config):
     with pytest.raises(ConfigError, match="there is no run to resume"):
         go_on(config)
@@ -73,7 +87,7 @@ def test_a_refused_write_at_resume_leaves_the_configuration_as_it_was(config):
     assert go_on(config)
 
 
-@pytest.mark.parametrize("damaged", [None, "", "\0\0", "model: [1"])
+@pytest.mark.parametrize("damaged", [None, "", "\0\0", "model: [1", "[" * 5000, f"run: {'9' * 5000}"])
 def test_a_lost_configuration_says_how_to_put_it_back(config, damaged):
     begin(config)
     path = config.run.folder / "config.yaml"

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from engine_runs import configuration, write_model
-from headway.train.record import read_metrics
 from processes import ROOT, run_processes
+from run_records import read_metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS = 8

@@ -17,33 +17,36 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+_WHOLE = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3})")
 _RATES = rf"\btps:\s*{_NUMBER}(?:\s+tflops:\s*{_NUMBER})?(?:\s+mfu:\s*{_NUMBER}%)?"
-_TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*(\d+)\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
+_TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{_WHOLE}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
 _MAXTEXT, _MAXTEXT_OLD = (
-    re.compile(rf"completed step: (\d+), seconds: {_NUMBER}, {rate}: {_NUMBER}(?:, Tokens/s/device: {_NUMBER})?")
+    re.compile(rf"completed step: {_WHOLE}, seconds: {_NUMBER}, {rate}: {_NUMBER}(?:, Tokens/s/device: {_NUMBER})?")
     for rate in ("TFLOP/s/device", "TFLOP/s")
 )
-_MEGATRON = re.compile(rf"iteration\s+(\d+)\s*/.*?elapsed time per iteration \(ms\): {_NUMBER}")
+_MEGATRON = re.compile(rf"iteration\s+{_WHOLE}\s*/.*?elapsed time per iteration \(ms\): {_NUMBER}")
 _MEGATRON_RATE = re.compile(
     rf"(?:throughput|compute) per GPU \(TFLOP/s/GPU\): {_NUMBER}|GPU utilization: {_NUMBER}\s*MODEL_TFLOP/s/GPU"
 )
-_MEGATRON_BATCH = re.compile(r"global batch size:\s*(\d+)")
+_MEGATRON_BATCH = re.compile(r"global batch size:\s*(\d{1,18})")
 _PRIMUS_TOKENS = re.compile(rf"\(tokens/s/GPU\): {_NUMBER}|tokens/s/GPU inst/harmonic mean: {_NUMBER}")
 _PRIMUS_MFU = re.compile(rf"\| mfu: {_NUMBER}%")
-_NANOGPT = re.compile(rf"\biter (\d+): loss \S+, time {_NUMBER}ms, mfu (-?[0-9.]+)%")
+_NANOGPT = re.compile(rf"\biter {_WHOLE}: loss \S+, time {_NUMBER}ms, mfu (-?[0-9.]+)%")
 _NANOCHAT = re.compile(
-    rf"\bstep (\d+)(?:/\d+)?\b.*?\bdt: {_NUMBER}ms \| tok/sec: {_NUMBER} \| (?:bf16_)?mfu: {_NUMBER}"
+    rf"\bstep {_WHOLE}(?:/\d+)?\b.*?\bdt: {_NUMBER}ms \| tok/sec: {_NUMBER} \| (?:bf16_)?mfu: {_NUMBER}"
 )
-_MFU = re.compile(rf"(?:train/mfu|perf/mfu/actor)['\"]?\s*[:=]\s*{_ANY}")
-_STEP = re.compile(r"\bstep['\"]?\s*[:=]\s*(\d+)")
+_VERL_MFU = re.compile(rf"(?:train/mfu|perf/mfu/actor)['\"]?\s*[:=]\s*{_ANY}")
+_LMMS_MFU = re.compile(rf"(?:\btrain/|['\"])mfu['\"]?\s*[:=]\s*['\"]?{_ANY}")
+_STEP = re.compile(r"\bstep['\"]?\s*[:=]\s*(\d{1,18})")
 _VERL = re.compile(r"perf/mfu/actor\b|train/global_tokens\b")
 _LMMS_TOKENS = re.compile(rf"perf/global_seq_len_avg['\"]?\s*[:=]\s*{_ANY}")
-_OLMO_HEAD = re.compile(r"\[step=(\d+)/[^\]]*,epoch=[^\]]*\]")
+_LMMS_RATE = re.compile(rf"train/tokens_per_gpu['\"]?\s*[:=]\s*{_ANY}")
+_OLMO_HEAD = re.compile(r"\[step=(\d{1,18})/[^\]]*,epoch=[^\]]*\]")
 _OLMO_VALUE = re.compile(rf"^\s+throughput/device/(TPS|flopsPS|MFU)={_NUMBER}([BTPE]?)\s*$")
-_COMPOSER_HEAD = re.compile(r"^\[[a-z]+=(\d+)(?:/\d+)?\](?:\[batch=(\d+)(?:/\d+)?\])?:?\s*$")
+_COMPOSER_HEAD = re.compile(r"^\[[a-z]+=(\d{1,18})(?:/\d+)?\](?:\[batch=(\d{1,18})(?:/\d+)?\])?:?\s*$")
 _COMPOSER_VALUE = re.compile(rf"^\s+Train throughput/device/(tokens_per_sec|flops_per_sec|mfu):\s*{_NUMBER}\s*$")
 _SUFFIX = {"": 1.0, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
@@ -147,52 +150,60 @@ def _verl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     for number, line in enumerate(lines):
         if _VERL.search(line) is None:
             continue
-        found, step = _MFU.search(line), _STEP.search(line)
+        found, step = _VERL_MFU.search(line), _STEP.search(line)
         if found is None or not float(found[1].replace(",", "")):
             skipped["an MFU of 0, which verl prints for what it does not know"] += 1
             continue
         yield LogRow(int(step[1]) if step else number, mfu=near(float(found[1].replace(",", "")), 1e-6))
 
 
-def _lmms_engine(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
+def _lmms_engine(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
+    """Read LMMs-Engine's dictionaries: with the step behind them, or its Hugging Face trainer's with the MFU alone."""
     for number, line in enumerate(lines):
-        if (found := _MFU.search(line)) is None:
+        if (found := _LMMS_MFU.search(line)) is None:
             continue
-        step, tokens = _STEP.search(line), _LMMS_TOKENS.search(line)
+        if not float(found[1].replace(",", "")):
+            skipped["an MFU of 0.0, which LMMs-Engine prints for what it does not know, and for less than 0.5 %"] += 1
+            continue
+        step, tokens, rate = (pattern.search(line) for pattern in (_STEP, _LMMS_TOKENS, _LMMS_RATE))
         yield LogRow(
             int(step[1]) if step else number,
             mfu=printed(found[1], step=0.01),  # rounded to two decimals before it is printed with more
+            tokens_per_s=printed(rate[1]) if rate else None,
             tokens=printed(tokens[1]) if tokens else None,
         )
 
 
 def _olmo_core(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     """Read OLMo-core's blocks: a marker of the step, and an indented line for each metric."""
-    for step, values in _blocks(lines, _OLMO_HEAD, _OLMO_VALUE):
-        if not {"flopsPS", "MFU"} & set(values):
-            skipped["a step without a rate, such as the first one"] += 1
-            continue
-        flops, mfu, tokens = (values.get(name) for name in ("flopsPS", "MFU", "TPS"))
-        yield LogRow(
-            step,
-            mfu=printed(mfu[0], 0.01) if mfu else None,
-            flops_per_s=printed(flops[0], _SUFFIX[flops[1]]) if flops else None,
-            tokens_per_s=printed(tokens[0], _SUFFIX[tokens[1]], truncated="." not in tokens[0]) if tokens else None,
-        )
+    names, without = ("flopsPS", "MFU", "TPS"), "a step without a rate, such as the first one"
+    return _block_rows(_blocks(lines, _OLMO_HEAD, _OLMO_VALUE), names, 0.01, without, skipped)
 
 
 def _llm_foundry(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     """Read the blocks of Composer's console logger, which llm-foundry trains with."""
-    for step, values in _blocks(lines, _COMPOSER_HEAD, _COMPOSER_VALUE):
-        if not {"flops_per_sec", "mfu"} & set(values):
-            skipped["a batch without a rate, such as the first ones"] += 1
+    names, without = ("flops_per_sec", "mfu", "tokens_per_sec"), "a batch without a rate, such as the first ones"
+    return _block_rows(_blocks(lines, _COMPOSER_HEAD, _COMPOSER_VALUE), names, 1.0, without, skipped)
+
+
+def _block_rows(
+    blocks: Iterable[tuple[int, dict[str, tuple[str, str]]]],
+    names: tuple[str, str, str],
+    mfu_unit: float,
+    without: str,
+    skipped: Counter[str],
+) -> Iterator[LogRow]:
+    """Make rows of blocks whose FLOP/s, MFU and tokens/s have these names."""
+    for step, values in blocks:
+        flops, mfu, tokens = (values.get(name) for name in names)
+        if flops is None and mfu is None:
+            skipped[without] += 1
             continue
-        flops, mfu, tokens = (values.get(name) for name in ("flops_per_sec", "mfu", "tokens_per_sec"))
         yield LogRow(
             step,
-            mfu=printed(mfu[0]) if mfu else None,
-            flops_per_s=printed(flops[0]) if flops else None,
-            tokens_per_s=printed(tokens[0]) if tokens else None,
+            mfu=printed(mfu[0], mfu_unit) if mfu else None,
+            flops_per_s=printed(flops[0], _SUFFIX[flops[1]]) if flops else None,
+            tokens_per_s=printed(tokens[0], _SUFFIX[tokens[1]], truncated="." not in tokens[0]) if tokens else None,
         )
 
 

@@ -84,8 +84,6 @@ def identify(
         LogError: no rule explains the numbers; the message says what they imply and which rules come nearest.
     """
     peak = common(_implied_peaks(log)) or hull(_implied_peaks(log))
-    if log.useful:  # Headway's own: there is nothing to find but the peak
-        return Identified(None, (), (), None, peak, nominal_peak(peak, log))
     implied = _implied_per_token(log, seq_len, num_ranks)
     if not implied:
         return _by_format(log, model, step_of, seq_len, num_ranks, peak)

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from headway.audit.intervals import printed
-from headway.audit.rows import Log, LogRow, near
+from headway.audit.rows import Log, LogRow, Recorded, near
 from headway.errors import LogError, UsageError
 
 if TYPE_CHECKING:
@@ -28,10 +28,17 @@ def trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
     """
     try:
         state = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LogError(f"{where} starts like JSON but is not: {error}. Give a whole trainer_state.json.") from error
     if not isinstance(state, dict) or "log_history" not in state:
         return None
+    try:
+        return _totals(state, where, resumed_at)
+    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
+        raise LogError(f"{where} is a trainer_state.json with a value that no Trainer writes: {error}.") from error
+
+
+def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log:
     last: dict[str, Any] = {}
     for entry in state["log_history"]:
         last.update(entry)
@@ -76,29 +83,52 @@ def _start(history: list[Mapping[str, Any]], steps: int) -> int:
 
 def own_records(text: str) -> Log | None:
     """Read Headway's own metrics.jsonl, whose rates are useful already; None for another file."""
-    rows, skipped = [], Counter[str]()
+    rows, skipped, changes = [], Counter[str](), list[Recorded]()
     for line in text.splitlines():
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             skipped["a line that a kill left unfinished"] += 1
             continue
         if not isinstance(record, dict) or "flops_per_s_per_device" not in record:
             kind = record.get("kind", "another record") if isinstance(record, dict) else "no record"
             skipped[f"{kind}, which is no step"] += 1
             continue
-        mfu, tokens = record.get("mfu"), record.get("tokens_per_s_per_device")
-        rows.append(
-            LogRow(
-                int(record["step"]),
-                mfu=near(mfu, 1e-9) if mfu is not None else None,
-                flops_per_s=near(record["flops_per_s_per_device"], 1e-9),
-                tokens_per_s=near(tokens, 1e-9) if tokens else None,
-                step_s=near(record["wall_s"], 1e-9) if record.get("wall_s") else printed("0"),
-            )
-        )
+        try:
+            row, said = _row(record), _recorded(record)
+        except (KeyError, TypeError, ValueError):
+            skipped["a step whose numbers cannot be read"] += 1
+            continue
+        rows.append(row)
+        if said not in changes[-1:]:
+            changes.append(said)
     if not rows:
         return None
-    return Log("Headway", ("useful",), tuple(rows), useful=True, skipped=skipped)
+    several = len({(said.convention, said.peak_flops_per_s) for said in changes}) > 1
+    notes = (
+        ("the records divide by several peaks or conventions, as of a run that went on elsewhere",) if several else ()
+    )
+    return Log("Headway", ("useful",), tuple(rows), recorded=changes[-1], skipped=skipped, notes=notes)
+
+
+def _row(record: Mapping[str, Any]) -> LogRow:
+    mfu, tokens = record.get("mfu"), record.get("tokens_per_s_per_device")
+    return LogRow(
+        int(record["step"]),
+        mfu=near(mfu, 1e-9) if mfu is not None else None,
+        flops_per_s=near(record["flops_per_s_per_device"], 1e-9),
+        tokens_per_s=near(tokens, 1e-9) if tokens else None,
+        step_s=near(record["wall_s"], 1e-9) if record.get("wall_s") else printed("0"),
+    )
+
+
+def _recorded(record: Mapping[str, Any]) -> Recorded:
+    peak = record.get("peak_flops_per_s")
+    return Recorded(
+        str(record.get("convention", "useful/1")),
+        None if peak is None else float(peak),
+        str(record.get("peak_source") or "not recorded"),
+        int(record.get("world_size", 1)),
+    )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headway.audit.formats import Format
     from headway.audit.rows import LogRow
 
+_JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PROCESS = re.compile(r"^\[(?:rank|default)(\d+)\]:")  # as torchrun's --tee and torchtitan's LOG_RANK put it
 
@@ -36,9 +37,9 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         LogError: no line is one that a known tool writes.
         UsageError: `resumed_at` is given for another log, or is no step of the run.
     """
-    if text.lstrip().startswith("{"):
+    if _JSON.match(text):  # a line of LMMs-Engine begins with {', which JSON does not
         log = own_records(text) or trainer_state(text, where, resumed_at)
-        if log is not None and (resumed_at is None or not log.useful):
+        if log is not None and (resumed_at is None or log.recorded is None):
             return log
     if resumed_at is not None:
         raise UsageError(f"--resumed-at {resumed_at} is for a trainer_state.json, and {where} is none. Leave it out.")
@@ -52,7 +53,8 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         "Megatron-LM, -Bridge and Primus (`elapsed time per iteration (ms)` with `TFLOP/s/GPU`), nanoGPT (`iter 100: "
         "loss ..., time ...ms, mfu ...%`), nanochat (`dt: ...ms | tok/sec: ... | mfu: ...`), OLMo-core "
         "(`throughput/device/MFU=...`), llm-foundry (`Train throughput/device/mfu: ...`), verl (`perf/mfu/actor:...`), "
-        "LMMs-Engine (`train/mfu`), the Hugging Face Trainer's trainer_state.json and Headway's own metrics.jsonl. "
+        "LMMs-Engine (`'train/mfu': ...`, `'mfu': ...`), the Hugging Face Trainer's trainer_state.json and Headway's "
+        "own metrics.jsonl. "
         "Check that the file is the training log itself and not cut off by a terminal."
     )
 

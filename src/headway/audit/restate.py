@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from headway.audit import findings
 from headway.audit.factors import Factor, factors
 from headway.audit.identify import Fit, Identified, identify
+from headway.audit.intervals import Interval
 from headway.audit.rows import Log, LogRow, per_device
 from headway.count.conventions import get_convention
 from headway.errors import LogError, UsageError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from headway.count.conventions import Architecture, Step
     from headway.devices import Peak
+
+_SAME_PEAK = 1e-9  # peaks that agree to this share are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Audit:
     Attributes:
         log: rows of one device.
         identified: which rule and peak explain it.
-        step: the work that a row stands for.
+        step: the work that a row stands for; None for Headway's own records, which counted theirs.
         rows: restated.
         peak_flops_per_s: what useful MFU is measured against [FLOP/s of one device]; None where nothing says.
         peak_source: where that peak comes from.
@@ -60,7 +63,7 @@ class Audit:
 
     log: Log
     identified: Identified
-    step: Step
+    step: Step | None
     rows: tuple[RestatedRow, ...]
     peak_flops_per_s: float | None
     peak_source: str
@@ -104,14 +107,11 @@ def audit(
         LogError: no rule explains the numbers, or no row is left.
         UsageError: the row length is neither given nor found.
     """
-    if skip:
-        log = replace(log, rows=log.rows[skip:])
-    if not log.rows:
-        raise LogError("no row is left to audit: --skip leaves out as many rows as the log has, or more.")
+    log = _without_warm_up(log, skip)
     found = identify(per_device(log, num_ranks) if num_ranks else log, model, step_of, seq_len, num_ranks)
     fit = found.fit or (found.fits[0] if found.fits else None)
-    length = seq_len or (fit.seq_len if fit else None) or (1 if log.useful else None)
-    if length is None or (not seq_len and found.fit is None and not log.useful):
+    length = seq_len or (fit.seq_len if fit else None)
+    if length is None or (not seq_len and found.fit is None):
         raise UsageError(
             f"--seq-len is missing, and this {log.tool} log does not fix it: several row lengths or none explain its "
             "numbers. Give the length of the rows that the run was configured with, in tokens."
@@ -127,7 +127,7 @@ def audit(
     rows = tuple(
         RestatedRow(
             row,
-            _per_token(row, log, useful / billed),
+            useful / billed,
             _useful_mfu(row, log, useful / billed, fit, found, peak),
             duration,
         )
@@ -137,13 +137,58 @@ def audit(
     mean = _mean([row.mfu for row in rows], seconds)
     links = list(factors(fit.convention, model, step, trained)) if fit else []
     own_peak = found.peak or (found.peak_flops_per_s.middle if found.peak_flops_per_s else None)
-    if reported and peak and own_peak and abs(peak / own_peak - 1) > 1e-9:
+    if reported and peak and own_peak and abs(peak / own_peak - 1) > _SAME_PEAK:
         links.append(Factor("peak", peak / own_peak, f"divided by {own_peak / 1e12:.1f} TFLOP/s"))
     ratio = reported / mean if reported and mean else (math.prod(link.ratio for link in links) if fit else None)
     return Audit(
         log, found, step, rows, peak, source, reported, mean, tuple(links), ratio,
         findings.warnings(rows, found, device, links, ratio), findings.notes(log, seconds, length),
     )  # fmt: skip
+
+
+def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
+    """Restate Headway's own records, whose FLOPs are useful and need no model: for another peak, if one is given.
+
+    Args:
+        log: as `read_log` gives it, with what the records say of themselves.
+        device: peak of one device; the one that was recorded where None.
+        skip: rows to leave out at the start (warm-up).
+
+    Raises:
+        LogError: no row is left.
+    """
+    log = _without_warm_up(log, skip)
+    said = log.recorded
+    assert said is not None, "not Headway's own records"
+    peak, source = said.peak_flops_per_s, said.peak_source
+    if device is not None:
+        peak, source = device.flops_per_s, f"{device.name}, {device.source}"
+    seconds = _durations(log)
+    rows = []
+    for row, duration in zip(log.rows, seconds, strict=True):
+        rate = row.flops_per_s.value if row.flops_per_s else 0.0
+        per_token = rate / row.tokens_per_s.value if row.tokens_per_s else 0.0
+        rows.append(RestatedRow(row, per_token, rate / peak if peak else None, duration))
+    reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
+    mean = _mean([row.mfu for row in rows], seconds)
+    recorded = said.peak_flops_per_s
+    divided = None if recorded is None else Interval(recorded, recorded)
+    found = Identified(None, (), (), None, divided, recorded)
+    links = []
+    if reported and mean and recorded and peak and abs(peak / recorded - 1) > _SAME_PEAK:
+        links.append(Factor("peak", peak / recorded, f"divided by {recorded / 1e12:.1f} TFLOP/s"))
+    ratio = reported / mean if reported and mean else None
+    return Audit(
+        log, found, None, tuple(rows), peak, source, reported, mean, tuple(links), ratio,
+        findings.warnings(rows, found, device, links, ratio), findings.notes(log, seconds, 0),
+    )  # fmt: skip
+
+
+def _without_warm_up(log: Log, skip: int) -> Log:
+    rows = log.rows[skip:]
+    if not rows:
+        raise LogError("no row is left to audit: --skip leaves out as many rows as the log has, or more.")
+    return replace(log, rows=rows)
 
 
 def _peak(found: Identified, device: Peak | None) -> tuple[float | None, str]:
@@ -156,24 +201,17 @@ def _peak(found: Identified, device: Peak | None) -> tuple[float | None, str]:
     return None, "unknown: the log prints no MFU; --device states the device"
 
 
-def _per_token(row: LogRow, log: Log, per_token: float) -> float:
-    """Useful FLOPs per token position: the step's that is assumed, or those that Headway recorded."""
-    if log.useful and row.flops_per_s and row.tokens_per_s:
-        return row.flops_per_s.value / row.tokens_per_s.value
-    return per_token
-
-
 def _useful_mfu(
     row: LogRow, log: Log, per_token: float, fit: Fit | None, found: Identified, peak: float | None
 ) -> float | None:
     """Restate one row: from tokens/s where it is that of one device, otherwise from its own rate or MFU."""
     if peak is None:
         return None
-    if row.tokens_per_s is not None and not log.whole_job and not log.useful:
+    if row.tokens_per_s is not None and not log.whole_job:
         return row.tokens_per_s.value * per_token / peak
-    if fit is None and not log.useful:
+    if fit is None:
         return None
-    share = per_token / fit.flops_per_token if fit is not None else 1.0
+    share = per_token / fit.flops_per_token
     if row.flops_per_s is not None and not log.whole_job:
         return row.flops_per_s.value * share / peak
     return None if row.mfu is None else row.mfu.value * share * (found.peak or peak) / peak

@@ -37,6 +37,23 @@ class LogRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Recorded:
+    """What Headway's own records say of their numbers.
+
+    Attributes:
+        convention: that their FLOPs were counted by, such as "useful/1".
+        peak_flops_per_s: what their shares are of [FLOP/s of one device]; None where the run knew none.
+        peak_source: where that peak comes from.
+        num_ranks: devices of the job.
+    """
+
+    convention: str
+    peak_flops_per_s: float | None
+    peak_source: str
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """A tool's log.
 
@@ -46,7 +63,7 @@ class Log:
         rows: in the order of the file.
         whole_job: whether tokens/s (and FLOP/s, if any) are those of all devices together.
         smoothed: whether its MFU is a running mean, so that a row does not stand for its own step.
-        useful: whether its FLOP/s are `useful/1` already, as in Headway's own records.
+        recorded: what Headway's own records say, whose FLOP/s are useful already; None for another tool's log.
         skipped: why lines that look like steps are no rows -> how many.
         notes: what to know about its numbers.
     """
@@ -56,7 +73,7 @@ class Log:
     rows: tuple[LogRow, ...]
     whole_job: bool = False
     smoothed: bool = False
-    useful: bool = False
+    recorded: Recorded | None = None
     skipped: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -27,16 +27,20 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 _WIDTH = 120
+_RECORDS = "metrics.jsonl"  # in a run's folder
 
 LogArgument = Annotated[
     Path,
     typer.Argument(
         metavar="LOG",
         help="Log of torchtitan, MaxText, Megatron-LM/Bridge, Primus, nanoGPT, nanochat, OLMo-core, llm-foundry, verl "
-        "or LMMs-Engine, a trainer_state.json, or Headway's metrics.jsonl.",
+        "or LMMs-Engine, a trainer_state.json, or Headway's metrics.jsonl or run folder.",
     ),
 ]
-ModelOption = Annotated[str | None, typer.Option(metavar="MODEL", help="What was trained; as for `headway flops`.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="What was trained; as for `headway flops`. Headway's own records need none."),
+]
 SeqLenOption = Annotated[
     int | None,
     typer.Option(
@@ -90,34 +94,47 @@ def audit(
     Example: headway audit train.log --model qwen3-vl-30b-a3b --seq-len 12288 --device H200
     """
     from headway.audit import audit as audit_log
-    from headway.audit import read_log
+    from headway.audit import own, read_log
     from headway.devices import named_peak
 
-    if model is None:
-        raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
     if segments is not None and mean_segment is not None:
         raise UsageError(
             "--segments and --mean-segment contradict each other: both say how long the samples are. Leave one out."
         )
+    path = log / _RECORDS if log.is_dir() else log
     try:
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise LogError(f"{log} cannot be read: {error.strerror}.") from error
-    read = read_log(text, str(log), resumed_at=resumed_at)
+        raise LogError(f"{path} cannot be read: {error.strerror}.") from error
+    read = read_log(text, str(path), resumed_at=resumed_at)
     peak = named_peak(device) if device is not None else None
-    cost_model = resolve_cost_model(model)
-    trained = cost_model.freeze(freeze) if freeze else cost_model
-    result = audit_log(
-        read,
-        resolve_architecture(model, cost_model),
-        _steps(cost_model, seq_len, segments, mean_segment, images, videos, slots),
-        seq_len=seq_len,
-        device=peak,
-        num_ranks=ranks,
-        trained=resolve_architecture(model, trained) if freeze else None,
-        skip=skip,
-    )
-    print(json.dumps(_record(result, cost_model.name)) if as_json else _render(result, cost_model.name))
+    if read.recorded is not None:
+        described = {
+            "--model": model, "--seq-len": seq_len, "--segments": segments, "--mean-segment": mean_segment,
+            "--images": images, "--videos": videos, "--slots": slots, "--freeze": freeze, "--ranks": ranks,
+        }  # fmt: skip
+        if given := [option for option, value in described.items() if value]:
+            raise UsageError(
+                f"{', '.join(given)} cannot take effect: {path} is of Headway itself, whose records hold the FLOPs of "
+                "each step. Leave it out. What other tools would print for a step is `headway compare MODEL`'s to say."
+            )
+        result, name = own(read, device=peak, skip=skip), None
+    elif model is None:
+        raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
+    else:
+        cost_model = resolve_cost_model(model)
+        trained, name = cost_model.freeze(freeze) if freeze else cost_model, cost_model.name
+        result = audit_log(
+            read,
+            resolve_architecture(model, cost_model),
+            _steps(cost_model, seq_len, segments, mean_segment, images, videos, slots),
+            seq_len=seq_len,
+            device=peak,
+            num_ranks=ranks,
+            trained=resolve_architecture(model, trained) if freeze else None,
+            skip=skip,
+        )
+    print(json.dumps(_record(result, name)) if as_json else _render(result, name))
     for warning in result.warnings:
         print(f"Warning: {warning}", file=sys.stderr)
 
@@ -162,16 +179,17 @@ def _steps(
     return step_of
 
 
-def _record(result: "Audit", model: str) -> dict[str, Any]:
+def _record(result: "Audit", model: str | None) -> dict[str, Any]:
     """Build the JSON object; its keys are a contract, `schema_version` names it."""
-    found, fit = result.identified, result.fit
+    found, fit, recorded = result.identified, result.fit, result.log.recorded
+    convention = found.fit.convention.name if found.fit else recorded.convention if recorded else None
     return {
         "schema_version": SCHEMA_VERSION,
         "tool": result.log.tool,
         "model": model,
         "rows": [_row_record(row) for row in result.rows],
         "identified": {
-            "convention": found.fit.convention.name if found.fit else None,
+            "convention": convention,
             "seq_len": found.fit.seq_len if found.fit else None,
             "candidates": [
                 {"convention": fit.convention.name, "seq_len": fit.seq_len, "flops_per_token": fit.flops_per_token}
@@ -181,7 +199,7 @@ def _record(result: "Audit", model: str) -> dict[str, Any]:
             "flops_per_token": _ends(found.flops_per_token),
             "peak_flops_per_s": _ends(found.peak_flops_per_s),
             "peak": found.peak,
-            "ranks": fit.num_ranks if fit else None,
+            "ranks": fit.num_ranks if fit else recorded.num_ranks if recorded else None,
         },
         "peak_flops_per_s": result.peak_flops_per_s,
         "peak_source": result.peak_source,
@@ -216,7 +234,7 @@ def _ends(interval: "Interval | None") -> list[float] | None:
     return None if interval is None else [interval.low, interval.high]
 
 
-def _render(result: "Audit", model: str) -> str:
+def _render(result: "Audit", model: str | None) -> str:
     columns = [Column("step"), Column("tokens/s"), Column("TFLOP/s"), Column("MFU printed"), Column("MFU useful")]
     mean = ["mean", "", "", _percent(result.reported_mfu_mean), _percent(result.useful_mfu_mean)]
     table = render_table(columns, [_cells(row) for row in result.rows], footer=mean)
@@ -231,12 +249,15 @@ def _render(result: "Audit", model: str) -> str:
     return "\n\n".join(parts)
 
 
-def _found(result: "Audit", model: str) -> list[tuple[str, str]]:
+def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
     found, fit = result.identified, result.fit
-    pairs = [("log", f"{result.log.tool}, {len(result.rows)} rows"), ("model", model)]
-    if result.log.useful:
-        pairs.append(("identified", "useful/1, as Headway records it: nothing to restate but the peak"))
-    else:
+    pairs = [("log", f"{result.log.tool}, {len(result.rows)} rows")]
+    if model is not None:
+        pairs.append(("model", model))
+    if (recorded := result.log.recorded) is not None:
+        devices = "1 device" if recorded.num_ranks == 1 else f"{format_count(recorded.num_ranks)} devices"
+        pairs.append(("recorded", f"{recorded.convention} on {devices}"))
+    if result.step is not None:
         rows = f"{describe(result.step.workload)} in rows of {format_count(result.step.seq_len)}"
         pairs.append(("row stands for", rows))
     if found.flops_per_token is not None:
@@ -257,8 +278,9 @@ def _found(result: "Audit", model: str) -> list[tuple[str, str]]:
             pairs.append(("", f"{fit.convention.name} is taken below, as the rule of the tool that wrote the log"))
     if found.peak_flops_per_s is not None:
         low, high = found.peak_flops_per_s.low / 1e12, found.peak_flops_per_s.high / 1e12
-        nominal = f", {found.peak / 1e12:g} TFLOP/s" if found.peak else ""
-        pairs.append(("peak printed", f"{low:.2f} to {high:.2f} TFLOP/s{nominal}"))
+        nominal = f", {found.peak / 1e12:g} TFLOP/s" if found.peak and recorded is None else ""
+        span = f"{low:.2f} to {high:.2f}" if high > low else f"{low:.2f}"
+        pairs.append(("peak printed", f"{span} TFLOP/s{nominal}"))
     if result.peak_flops_per_s is not None:
         pairs.append(
             ("peak useful", f"{format_rate(result.peak_flops_per_s)} ({result.peak_source.partition(' (')[0]})")
@@ -266,7 +288,8 @@ def _found(result: "Audit", model: str) -> list[tuple[str, str]]:
     else:
         pairs.append(("peak useful", result.peak_source))
     per_token = result.rows[0].flops_per_token
-    pairs.append(("useful", f"{per_token / 1e9:.4f} GFLOP per token that the log counts"))
+    counted = "that the log counts" if recorded is None else "in the first row"
+    pairs.append(("useful", f"{per_token / 1e9:.4f} GFLOP per token {counted}"))
     return pairs
 
 

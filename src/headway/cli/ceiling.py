@@ -68,7 +68,7 @@ def _device(given: str | None) -> "torch.device":
     if given is None:
         return torch.device(here[-1])
     kind, _, index = given.partition(":")
-    if kind not in _KINDS or (index and not index.isdigit()):
+    if kind not in _KINDS or (index and not (index.isdecimal() and len(index) < 5)):
         raise UsageError(f"--device {given!r} is none of {', '.join(_KINDS)}. Leave it out to measure the accelerator.")
     if kind not in here or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
         raise UsageError(f"--device {given}: PyTorch sees no such device here, only {', '.join(here)}.")

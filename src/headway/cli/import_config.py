@@ -23,7 +23,8 @@ def import_config(
         str | None, typer.Option(metavar="MODEL", help="model.path, where FILE does not say it or says another.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The training data, where FILE does not say them.")
+        str | None,
+        typer.Option(metavar="PATH", help="The training data, where FILE does not say them, or says others."),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Optimizer steps, where FILE says epochs or nothing [steps].")
@@ -31,7 +32,8 @@ def import_config(
     leave_out: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY", help="Go on without a key that cannot be taken over, with its section. Repeatable."
+            metavar="KEY",
+            help="Go on without a key that cannot be taken over, if FILE has it; with its section. Repeatable.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -66,6 +68,8 @@ def import_config(
         for key in keys
     ]
     print(render_table(columns, rows), file=sys.stderr)
+    for key in imported.absent:
+        print(f"Warning: --leave-out {key}: {file} has no such key, so nothing was left out for it.", file=sys.stderr)
     if as_json:
         text = json.dumps(
             {"schema_version": SCHEMA_VERSION, "recipe": imported.recipe, "keys": [key.as_json() for key in keys]}

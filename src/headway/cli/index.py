@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.extras import needs_extra
-from headway.cli.options import JsonOption
+from headway.cli.options import JsonOption, MaxCharactersOption
 from headway.errors import UsageError
 from headway.report import format_count, format_share, printable, render_pairs
 
@@ -57,9 +57,7 @@ def index(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure anew, as after images were replaced under the same names.")
     ] = False,
-    max_characters: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Longest text [characters]; as data.max_characters of the run.")
-    ] = 5_000_000,
+    max_characters: MaxCharactersOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens, patches and grids of every sample, exactly, without decoding pixels.
@@ -72,6 +70,7 @@ def index(
     with needs_extra("indexing"):
         from headway.data.encode import Encoder
         from headway.data.index import build_index
+        from headway.data.media.placeholders import MAX_CHARACTERS
         from headway.data.policy import BadSamples, SampleCounts
         from headway.data.sources import open_source
         from headway.models import load_processor
@@ -84,7 +83,7 @@ def index(
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
     sources = [open_source(path, **options) for path in data]  # a typo is told before anything is measured
-    encoder = Encoder(load_processor(model), max_characters=max_characters)
+    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
     counts = SampleCounts()
     indices = {}
     for path, source in zip(data, sources, strict=True):

@@ -94,6 +94,16 @@ RecomputeOption = Annotated[
     ),
 ]
 
+MaxCharactersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-characters",
+        metavar="N",
+        min=1,
+        help="Longest text of DATA [characters], as data.max_characters of the run; 5000000 if not given.",
+    ),
+]
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 DeviceOption = Annotated[

@@ -83,6 +83,7 @@ def pack(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,
+    max_characters: options.MaxCharactersOption = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs (PNG or SVG).")
     ] = None,
@@ -102,6 +103,11 @@ def pack(
             f"There is {'more than one thing' if data else 'nothing'} to plan. Give DATA, or --lengths FILE, a CSV or "
             "Parquet file with a column `tokens`."
         )
+    if lengths is not None and max_characters is not None:
+        raise UsageError(
+            f"--max-characters {max_characters} bounds the texts of DATA, and cannot take effect with --lengths, which "
+            "has no texts. Leave it out."
+        )
     if packing_length is None:
         raise UsageError("--packing-length is missing: the number of tokens that a pack holds, such as 51200.")
     wanted = [_one_of(name, "packing strategy", STRATEGIES) for name in dict.fromkeys(strategy or STRATEGIES)]
@@ -109,7 +115,7 @@ def pack(
     if plot is not None:
         check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
-    sources: Mapping[str, Lengths] = _indices(data or [], model)
+    sources: Mapping[str, Lengths] = _indices(data or [], model, max_characters)
     if lengths is not None:
         sources = {lengths.stem: read_lengths(lengths)}
     seen = any(source.patches.any() for source in sources.values())
@@ -153,7 +159,7 @@ def _print(
     print(json.dumps({"schema_version": SCHEMA_VERSION, **settings, "sources": rows, "strategies": strategies}))
 
 
-def _indices(data: list[str], model: str | None) -> "Mapping[str, LengthIndex]":
+def _indices(data: list[str], model: str | None, max_characters: int | None) -> "Mapping[str, LengthIndex]":
     """Measure datasets, or read what was measured before; rows that cannot be used are counted.
 
     Raises:
@@ -168,13 +174,14 @@ def _indices(data: list[str], model: str | None) -> "Mapping[str, LengthIndex]":
         from headway.cli.index import progress_bar
         from headway.data.encode import Encoder
         from headway.data.index import build_index
+        from headway.data.media.placeholders import MAX_CHARACTERS
         from headway.data.policy import BadSamples
         from headway.data.sources import open_source
         from headway.models import load_processor
     found = [open_source(path) for path in data]
     if len({source.name for source in found}) < len(found):
         raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in found)}. Rename a file.")
-    encoder = Encoder(load_processor(model))
+    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
     skip = BadSamples("skip", limit=None, fraction=None)
     indices = {}
     for source in found:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from headway.count.cost_model import Row
 
 _ATTENTION = "attention"
+_MAX_DIGITS = 9  # of a number of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ def parse(choice: str) -> tuple[Term, ...]:
 def _term(text: str) -> Term:
     name = text.removeprefix("-").strip()
     number = name.removeprefix("every:") if name.startswith("every:") else ""
-    every = int(number) if number.isdecimal() else int(name in ("full", "reentrant"))
+    counts = number.isdecimal() and len(number) <= _MAX_DIGITS  # else a name that no block has
+    every = int(number) if counts else int(name in ("full", "reentrant"))
     return Term(name, text.startswith("-"), every)
 
 
@@ -185,7 +187,7 @@ def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool
         some = ", ".join(blocks[:3]) or "none"
         parts = ", ".join(sorted({row.component for row in rows if row.block})) or "none"
         raise UsageError(
-            f"--recompute {term.text} matches nothing of {name}. Give none, full, reentrant, every:N, a pattern of its "
-            f"blocks ({some}, ...) or of modules in them, or a component ({parts})."
+            f"--recompute {term.text[:80]} matches nothing of {name}. Give none, full, reentrant, every:N, a pattern "
+            f"of its blocks ({some}, ...) or of modules in them, or a component ({parts})."
         )
     return hits, False

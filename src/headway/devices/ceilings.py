@@ -189,7 +189,7 @@ def _cached(
     if not refresh and path.is_file():
         try:
             return _from_record(json.loads(path.read_text(encoding="utf-8")), key)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
     ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
     try:

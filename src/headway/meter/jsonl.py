@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,7 @@ class LineFile:
         Raises:
             OSError: the line could not be written whole, as on a full disk.
         """
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        written = self._file.write(line)  # in one call, so that lines of two processes do not mix
-        if written < len(line):
-            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        append_whole(self._file, json.dumps(record, allow_nan=False).encode() + b"\n", self.path)
 
     def close(self) -> None:
         """Close the file, and let go of it."""
@@ -66,19 +63,12 @@ class LineFile:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file, self.path)
         except BlockingIOError as error:
             raise ConfigError(
                 f"{self.path} is being written to, by another process or another part of this one. Let one, such as "
                 "rank 0, keep it, or wait until the other has closed it, or give another path."
             ) from error
-        except OSError as error:
-            warnings.warn(
-                f"{self.path} lies on a file system without locks ({error.strerror}): a second process that writes to "
-                "it would not be noticed.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     def _repair(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
@@ -100,6 +90,46 @@ class LineFile:
             self._file.write(b"\n")
         else:
             self._file.truncate(size - len(fragment))
+
+
+def append_whole(file: FileIO, line: bytes, path: Path) -> None:
+    """Append a line whole or not at all.
+
+    Args:
+        file: opened for appending, without a buffer.
+        line: with its line break.
+        path: of the file, for the error.
+
+    Raises:
+        OSError: the line could not be written whole, as on a full disk.
+    """
+    written = file.write(line)  # in one call, so that lines of two processes do not mix
+    if written < len(line):
+        os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def lock(file: FileIO, path: Path) -> None:
+    """Lock a file until it is closed; where the file system has no locks, that is a warning.
+
+    Args:
+        file: open.
+        path: of the file, for the warning.
+
+    Raises:
+        BlockingIOError: it is locked already, by this process or another.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        warnings.warn(
+            f"{path} lies on a file system without locks ({error.strerror}): a second process that writes to it would "
+            "not be noticed.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

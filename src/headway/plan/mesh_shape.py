@@ -8,6 +8,8 @@ from typing import Literal
 
 from headway.errors import ConfigError
 
+_HOW_MANY = "(torchrun --nproc-per-node; --devices in a dry run)"
+
 
 @dataclass(frozen=True)
 class MeshShape:
@@ -55,21 +57,22 @@ class MeshShape:
             if world_size % others:
                 raise ConfigError(
                     f"parallel.replicate {replicate} x parallel.sequence {sequence} = {others} does not divide the "
-                    f"{_processes(world_size)} of this run. Start a multiple of {others} processes "
-                    f"(torchrun --nproc-per-node), or set both to numbers whose product divides {world_size}."
+                    f"{_processes(world_size)} of this run. Start a multiple of {others} processes {_HOW_MANY}, or set "
+                    f"both to numbers whose product divides {world_size}."
                 )
             shard = world_size // others
         if others * shard != world_size:
             raise ConfigError(
                 f"parallel.replicate {replicate} x parallel.shard {shard} x parallel.sequence {sequence} = "
                 f"{others * shard} processes, but this run has {_processes(world_size)}. Start {others * shard} "
-                "(torchrun --nproc-per-node), or set parallel.shard=auto to take as many as there are."
+                f"{_HOW_MANY}, or set parallel.shard=auto to take as many as there are."
             )
         if shard * sequence % expert:
             raise ConfigError(
                 f"parallel.expert {expert} does not divide the {_processes(shard * sequence)} that share the weights "
                 f"(parallel.shard {shard} x parallel.sequence {sequence}). Set it to one of "
-                f"{', '.join(map(str, _divisors(shard * sequence)))}."
+                f"{', '.join(map(str, _divisors(shard * sequence)))}, or start a multiple of {replicate * expert} "
+                f"processes {_HOW_MANY}."
             )
         return cls(replicate, shard, sequence, expert)
 

@@ -110,7 +110,7 @@ def check_run(folder: Path, other: Path | None = None) -> Check:
     """
     try:
         return _compare(folder, other)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, OSError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise LogError(f"{folder} holds records that headway train did not write: {error!r}.") from error
 
 

@@ -31,6 +31,7 @@ from headway.train.fitting import Way, ways_to_fit
 SCHEMA_VERSION = 1
 STEPS = 16
 """Optimizer steps that packs are planned for, as many as a plan's window has at least."""
+_MOST_SAMPLES = 50_000_000  # a tenth of them takes a minute and 1 GB
 
 USABLE = 0.9
 """Share of a device's memory that a plan may fill; the rest is for what it does not count."""
@@ -298,7 +299,14 @@ def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, re
         name = f"{mix.name}: {mix.description}"
         mean = float(mix.lengths(2000).tokens.mean())
         filled = min(mean * (budget.items or np.inf), budget.tokens)
-        table = mix.lengths(int((STEPS + 1) * ranks * accumulation * filled / mean) + 1000)
+        samples = int((STEPS + 1) * ranks * accumulation * filled / mean) + 1000
+        if samples > _MOST_SAMPLES:
+            raise ConfigError(
+                f"{ranks} ranks x {accumulation} packs of {budget.tokens} tokens need {samples:,} samples of "
+                f"{mix.name} in {STEPS} steps, and a dry run plans {_MOST_SAMPLES:,} at most. Lower "
+                "data.tokens_per_pack, optim.accumulation or --devices."
+            )
+        table = mix.lengths(samples)
         table = _without_media(table) if not cost_model.has_vision else table
     else:
         return None

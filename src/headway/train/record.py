@@ -11,7 +11,6 @@ checkpoints/    see `checkpoint/`
 export/         model folders made of checkpoints, one for each exported step
 """
 
-import errno
 import json
 import os
 import platform
@@ -22,17 +21,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 import headway
 from headway.errors import TrainingError
-from headway.meter.jsonl import LineFile
+from headway.meter.jsonl import LineFile, append_whole
 from headway.meter.sinks import Sinks
+
+if TYPE_CHECKING:
+    from io import FileIO
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
 CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", "export", "samples.jsonl", "resumes.jsonl"
@@ -166,7 +167,7 @@ class MetricsLog:
                 )
                 self._file.close()
                 self._file = self._path.open("ab", buffering=0)
-            _append(self._file, json.dumps(record).encode() + b"\n")
+            append_whole(self._file, json.dumps(record).encode() + b"\n", self._path)
         self._trackers.write(record)
 
     def _go_back(self, path: Path, last_step: int, lost: Path | None) -> None:
@@ -209,11 +210,6 @@ class MetricsLog:
             self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the records of metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
     """Say of a refused write which file it was for, and that nothing is lost by it."""
@@ -226,19 +222,11 @@ def _refusals(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _append(file: FileIO, line: bytes) -> None:
-    """Append a line whole or not at all."""
-    written = file.write(line)
-    if written < len(line):
-        os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - written)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def _as_record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         return record if isinstance(record["step"], int) else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -1,19 +1,21 @@
 """The folder of a run: who may write to it, and whether a run there can go on with the settings given."""
 
-import fcntl
 import os
 import socket
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
 from headway.errors import ConfigError
+from headway.meter.jsonl import lock
 from headway.train.config import TrainConfig, parse_config
 from headway.train.record import CHECKPOINTS, CONFIG, METRICS, write_whole
+
+if TYPE_CHECKING:
+    from io import FileIO
 
 LOCK = ".lock"
 # What may change between a run and its continuation: it does not touch the sequence of losses.
@@ -62,7 +64,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: BinaryIO | None = None
+        self._lock: FileIO | None = None
 
     def open(self, config: TrainConfig, *, resume: bool | None) -> bool:
         """Take the folder: make that of a new run, or find that of an interrupted one.
@@ -127,7 +129,7 @@ class RunFolder:
     def _take(self) -> None:
         self._lock = (self.path / LOCK).open("ab+", buffering=0)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock, self.path)
         except BlockingIOError as error:
             self._lock.seek(0)
             owner = self._lock.read(200).decode(errors="replace").strip()
@@ -137,13 +139,6 @@ class RunFolder:
                 f"{f' ({owner})' if owner else ''}. Nothing was changed there. Wait until it has ended, or end it, "
                 "or give another folder with --set run.folder=FOLDER."
             ) from error
-        except OSError as error:
-            warnings.warn(
-                f"{self.path} lies on a file system without locks ({error.strerror}): a second process that writes to "
-                "it would not be noticed.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
         with suppress(OSError):  # who owns it is told in errors only; a full disk is met by the next write
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -158,7 +153,7 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
     path = folder / CONFIG
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (FileNotFoundError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _unknown_settings(path) from error
     if not isinstance(raw, dict):  # as one cut short by a full disk
         raise _unknown_settings(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from headway.count.conventions import maxtext, megatron, ours, verl, weights
+from headway.count.conventions import maxtext, megatron, ours, veomni, verl, weights
 from headway.count.conventions.convention import Convention
 from headway.errors import UnknownConventionError
 
@@ -69,12 +69,13 @@ _ALL = (
         verl.lmms_engine, "real", "segments",
     ),
     Convention(
-        "veomni", "2026-08", "veomni", "real tokens, full square of each segment; vision mergers per patch",
-        verl.veomni, "real", "segments", towers=True,
+        "veomni", "2026-08", "veomni",
+        "real tokens, full square of each segment; vision mergers per patch; frozen towers and LoRA at less",
+        veomni.veomni, "real", "segments", towers=True,
     ),
     Convention(
         "veomni-2026-07", "2026-07", "veomni", "veomni with Qwen2.5-VL's windows in pixels",
-        verl.veomni_2026_07, "real", "segments", towers=True,
+        veomni.veomni_2026_07, "real", "segments", towers=True,
     ),
     Convention(
         "verl", "2026-07", "verl", "real tokens, half square of each segment, the embedding as a second head",

@@ -38,7 +38,8 @@ _TORCHTITAN: _Rules = (
     (("TPU", "v6e"), 918e12),
     (("TPU", "v7"), 1153.5e12),
 )
-# EvolvingLMMs-Lab/lmms-engine, src/lmms_engine/utils/train_utils.py, get_device_flops (commit 19992ec, 2026).
+# EvolvingLMMs-Lab/lmms-engine, src/lmms_engine/utils/train_utils.py, get_device_flops (commit 19992ec, 2026, which
+# alone has B300; release 0.1.4, 6 Aug 2026, which alone has A6000).
 _LMMS_ENGINE: _Rules = (
     (("B200",), 2.25e15),
     (("B300",), 2.25e15),
@@ -52,6 +53,8 @@ _LMMS_ENGINE: _Rules = (
     (("L20",), 119.5e12),
     (("H20",), 148e12),
     (("910B",), 354e12),
+    (("A6000",), 154.8e12),
+    (("RTX 3070 Ti",), 21.75e12),
 )
 # ByteDance-Seed/VeOmni, veomni/utils/count_flops.py, get_device_flops (commit ab70b669, 5 Aug 2026, which took boost
 # clocks for Blackwell, 2,250 before; up to aa88bf4a of 28 Jan 2026 an H200 was an H20).

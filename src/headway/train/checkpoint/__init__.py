@@ -9,7 +9,7 @@ goes on, `restore.py` brings a run back to it.
         rank-00000.pt ...                each process's random generators
         position.json                    the place in the data, of all processes together
         model/                           config, generation config and processor, for the export
-        manifest.json                    step, processes, mesh, architecture; every file with bytes and sha256
+        manifest.json                    step, processes, mesh; every file with bytes and sha256
 """
 
 from headway.train.checkpoint.folder import Checkpoint, latest_checkpoint, open_checkpoint, refuse_half_written

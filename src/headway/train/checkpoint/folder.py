@@ -42,7 +42,6 @@ class Checkpoint:
         step: optimizer steps taken [steps].
         world_size: processes that wrote it.
         mesh: how they shared the work, by axis [processes].
-        architecture: digest of the names and shapes of the model's tensors.
         files: every file, by its path in the folder.
     """
 
@@ -50,7 +49,6 @@ class Checkpoint:
     step: int
     world_size: int
     mesh: dict[str, int]
-    architecture: str
     files: dict[str, Entry]
 
     @property
@@ -182,7 +180,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             manifest["step"],
             manifest["world_size"],
             dict(manifest["mesh"]),
-            str(manifest["architecture"]),
             {name: Entry(**entry) for name, entry in manifest["files"].items()},
         )
         nonsense = _nonsense(checkpoint)

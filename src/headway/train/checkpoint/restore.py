@@ -95,7 +95,7 @@ def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], 
     """
     ours = {WEIGHTS + name: tensor.shape for name, tensor in model_tensors(model)}
     theirs = {name: shape for name, shape in saved.items() if name.startswith(WEIGHTS)}
-    if theirs == ours:  # the manifest's digest of them is only what somebody wrote there
+    if theirs == ours:
         return
     differing = [
         f"{name.removeprefix(WEIGHTS)} is {_shape(theirs.get(name))} there and {_shape(ours.get(name))} here"

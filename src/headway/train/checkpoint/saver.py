@@ -38,7 +38,7 @@ from headway.train.checkpoint.folder import (
     seal,
     step_folder,
 )
-from headway.train.checkpoint.state import WEIGHTS, HostCopies, architecture
+from headway.train.checkpoint.state import HostCopies
 from headway.train.ranks import Ranks
 
 T = TypeVar("T")
@@ -172,14 +172,7 @@ class CheckpointSaver:
             self._agree(lambda: begin(self._root, step) if self._ranks.is_first else None)
             self._write_tensors(temporary, contents.tensors)
             described = self._agree(lambda: self._write_the_rest(temporary, contents))
-            facts = {
-                "step": step,
-                "world_size": self._ranks.size,
-                "mesh": contents.mesh,
-                "architecture": architecture(
-                    {name: tensor.shape for name, tensor in contents.tensors.items() if name.startswith(WEIGHTS)}
-                ),
-            }
+            facts = {"step": step, "world_size": self._ranks.size, "mesh": contents.mesh}
             files = {name: entry for part in described for name, entry in part.items()}
             self._agree(lambda: self._publish(temporary, folder, facts, files))
         except (Exception, CheckpointException) as error:

@@ -5,8 +5,6 @@ of a parameter, `average.NAME` for its moving average. A tensor that is spread o
 process writes its own part, and any other number of them reads the parts that it needs.
 """
 
-import hashlib
-import json
 import random
 import weakref
 from collections.abc import Iterator, Mapping
@@ -60,12 +58,6 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor.detach()
-
-
-def architecture(shapes: Mapping[str, torch.Size]) -> str:
-    """Digest of a model's tensors: their names and whole shapes, whatever they are spread over."""
-    listed = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
-    return hashlib.sha256(listed.encode()).hexdigest()
 
 
 class HostCopies:

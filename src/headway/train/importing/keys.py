@@ -78,6 +78,9 @@ _MODEL: dict[str, Rule] = {
     "overwrite_config": only_off("write it into the model folder's config.json"),
     "monkey_patch_kwargs": by_hand("nothing is patched; speed.kernels chooses the kernels"),
     "extra_kwargs": only_off("arguments of from_pretrained are not passed on"),
+    # its own examples have these, and its ModelConfig passes over what it does not know
+    "torch_dtype": unneeded("ignored there: weights are as trainer_args.bf16 says"),
+    "model_type": unneeded("ignored there: the kind of model follows from its config.json"),
 }
 
 _NOT_HERE = only_off("Headway has none of it")

@@ -19,6 +19,8 @@ from headway.train.importing.fates import Context, Outcome
 from headway.train.importing.keys import DEFAULTS, RULES
 
 SECTIONS = ("dataset_config", "trainer_args", "model_config")
+_UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)  # ValueError: no text, or 4,300 digits
+_DATA = ("dataset_config.dataset_path", "dataset_config.datasets")
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,13 @@ class Imported:
         source: name of the configuration's file.
         recipe: sections of settings, as plain types.
         keys: every key and what became of it.
+        absent: keys that were to be left out, and that the configuration does not have.
     """
 
     source: str
     recipe: dict[str, Any]
     keys: tuple[KeyFate, ...]
+    absent: tuple[str, ...] = ()
 
     def as_yaml(self) -> str:
         """The recipe as a file, with what is left to do above it."""
@@ -72,7 +76,8 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
     Args:
         path: its YAML or JSON file.
         given: settings of the recipe that the configuration does not have, or that go before it, dotted.
-        leave_out: keys that are to be left out although they cannot be translated, dotted.
+        leave_out: keys that are to be left out although they cannot be translated, dotted. One that the file does not
+            have is noted in the result: one command line serves a folder of configurations.
 
     Raises:
         ConfigError: no such file, another kind of configuration, keys that are refused, or a recipe that lacks what
@@ -87,24 +92,35 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
     for section, values in filled.items():
         for name, value in values.items():
             key = f"{section}.{name}".lstrip(".")
-            rule = RULES.get(key)
-            known = rule(value, context) if rule is not None else Outcome("refused", "no key of LMMs-Engine 0.1.4")
-            fates.append(KeyFate(key, value, name in raw[section], known))
+            outcome = _outcome(key, value, context)
+            if "data.train" in given and key in _DATA:
+                outcome = Outcome("not needed", "the data are given")
+            fates.append(KeyFate(key, value, name in raw[section], outcome))
     refused = [fate for fate in fates if fate.outcome.fate == "refused" and fate.key not in leave_out]
     if refused:
         told = "; ".join(f"{fate.key} = {fate.value!r} ({fate.outcome.reason})" for fate in refused)
+        count = "1 key" if len(refused) == 1 else f"{len(refused)} keys"
         raise ConfigError(
-            f"{path}: {len(refused)} keys cannot be taken over: {told}. Change or remove them, or leave them out "
-            f"knowingly with --leave-out {refused[0].key}."
+            f"{path}: {count} cannot be taken over: {told}. Change or remove them, or leave them out "
+            f"knowingly with {' '.join(f'--leave-out {fate.key}' for fate in refused)}."
         )
-    missing = [key for key in leave_out if key not in {fate.key for fate in fates}]
-    if missing:
-        raise ConfigError(f"--leave-out {missing[0]}: {path} has no such key; give it with its section.")
+    absent = tuple(key for key in leave_out if key not in {fate.key for fate in fates})
     settings: dict[str, Any] = {}
     for fate in fates:
         settings |= fate.outcome.settings
     settings |= given
-    return Imported(path.name, _nested(settings, path), tuple(fates))
+    return Imported(path.name, _nested(settings, path), tuple(fates), absent)
+
+
+def _outcome(key: str, value: Any, context: Context) -> Outcome:
+    rule = RULES.get(key)
+    if rule is None:
+        return Outcome("refused", "no key of LMMs-Engine 0.1.4")
+    try:
+        return rule(value, context)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, *_UNREADABLE) as error:
+        said = " ".join(str(error).split())
+        return Outcome("refused", f"it, or what it goes with, has a value of another kind: {said}")
 
 
 def _sections(path: Path) -> dict[str, dict[str, Any]]:
@@ -115,7 +131,7 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}. Give the path of a file."
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if isinstance(raw, list) and len(raw) == 1 and isinstance(raw[0], dict) and isinstance(raw[0].get("config"), dict):
         raw = raw[0]["config"]  # its older form: a list of tasks

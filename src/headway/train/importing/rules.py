@@ -71,7 +71,7 @@ def dataset_path(value: Any, context: Context) -> Outcome:
         return sources([{"path": value}], context)
     listed = next((path for path in (Path(value), context.folder / value) if path.is_file()), None)
     if listed is None:
-        return Outcome("refused", "the file that lists the datasets is not here; run this where it is")
+        return Outcome("refused", "the file that lists the datasets is not here; run this where it is, or give --data")
     content = yaml.safe_load(listed.read_text(encoding="utf-8"))
     return datasets(content.get("datasets") if isinstance(content, dict) else content, context)
 
