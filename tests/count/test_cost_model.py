@@ -197,6 +197,7 @@ def test_a_cost_model_survives_its_file(tmp_path):
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "is not a Headway cost model"),
         ('{"format": "headway-cost-model", "version": 99}', "version 99"),
         ('{"format": "headway-cost-model", "version": 1, "rows": [[1]]}', "damaged"),

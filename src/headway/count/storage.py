@@ -131,6 +131,6 @@ def load(path: Path) -> CostModel:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CostModelError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # text that is none, or lists nested too deeply
         raise CostModelError(f"{path} is not JSON: {error}.") from error
     return from_dict(data, str(path))

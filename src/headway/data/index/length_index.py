@@ -127,7 +127,7 @@ class LengthIndex:
                 description = _description(file, path)
                 groups = (file.read_row_group(number) for number in range(file.num_row_groups))
                 columns = _columns(groups, file.metadata.num_rows, source or description["source"])
-        except (OSError, pa.ArrowException, KeyError) as error:
+        except (OSError, pa.ArrowException, KeyError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"The length index {path} cannot be read: {error}. Delete it and make it again with `headway index`."
             ) from error
