@@ -154,9 +154,10 @@ def _beyond(billed: Billed, seen: tuple[int, int], model: nn.Module) -> str | No
         piece = row.driver.rpartition(":")[2] if row.driver.startswith("audio/") and row.driver.count(":") > 1 else ""
         if piece and row.op == "convolution":
             audio = -(-billed.workload.audio // int(piece)) * int(piece)
-            filled = Workload(billed.workload.segments, audio=audio)
-            if seen == billed.on(lambda driver, whole=filled: drivers.parse(driver)(whole)):
-                return f"the last piece of a clip is filled up to {piece} frames, which are no clip's"
+            reason = f"the last piece of a clip is filled up to {piece} frames, which are no clip's"
+            way = _Way(Workload(billed.workload.segments, audio=audio), {}, reason)
+            if seen == billed.on(way.units):
+                return way.reason
     for path, way in _ways(model, billed.workload):
         if inside(billed.module, [path]) and seen == billed.on(way.units):
             return way.reason

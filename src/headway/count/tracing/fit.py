@@ -109,7 +109,8 @@ def _without_padding(
     alike = all(run.windows == windows for run in runs)  # clips of other lengths are more pieces, not longer ones
     if not alike or tower not in ("audio", "sources") or not piece.isdecimal():
         return driver, ratio
-    one = Workload([1], **{tower: [int(piece)]})
+    whole = [int(piece)]
+    one = Workload([1], audio=whole) if tower == "audio" else Workload([1], sources=whole)
     for name in names:
         if name.startswith(f"{tower}/") and name.endswith(f":{piece}"):
             made = drivers.parse(name)(one)
