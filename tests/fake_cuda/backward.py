@@ -21,13 +21,16 @@ def backward(total: torch.Tensor, watch: Any = None) -> None:
         total: detached from its graph here, so that nodes and what they saved are freed while it runs.
         watch: is told which node runs.
     """
-    # Nobody else may hold the root: it holds all nodes, and they what they saved.
+    # Nobody else may hold the root: it holds all nodes, and they what they saved. Before torch 2.13 a function of
+    # Python ends with the node above it, though it has yet to run: there the whole graph stays until the end.
     root = [total.grad_fn]
+    held = root[:] if torch.__version__ < "2.13" else []
     total.detach_()
     with torch.no_grad(), ExitStack() as stack:
         # Checkpoints recompute once for each backward, which they tell apart by this number.
         stack.enter_context(patch("torch._C._current_graph_task_id", lambda: 0))
         _run(root, torch.ones_like(total), watch)
+    held.clear()
     if watch is not None:
         watch.node = ""
 

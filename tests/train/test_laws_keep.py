@@ -365,7 +365,8 @@ def test_torchrun_starts_killed_ranks_again_and_the_run_goes_on_with_the_same_lo
     text = (tmp_path / "said").read_text()
     assert code == 0, text
     assert "Traceback" not in text, text
-    assert text.count("exitcode: -9") == kills, text
+    # of a kill, the agent names the rank that it sees end first: the killed one, or the one that was left alone (1)
+    assert text.count("failed (exitcode: -9)") + text.count("failed (exitcode: 1)") == kills, text
     assert_same(curve(folder), curve(whole))
     found = check_run(folder, whole)
     assert (found.faults, found.others, found.checkpoints) == ((), found.steps, 2)
