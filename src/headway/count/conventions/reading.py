@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SAME = 1e-3  # sizes make the model if they multiply to the ledger's weights within this share
 _MASKS = ("pairs:causal", "pairs:full", "pairs:sliding:", "pairs:chunked:")
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -152,9 +153,10 @@ def _num_moe_layers(text: Mapping[str, Any], layers: int) -> int:
 
 
 def _recurrent(text: Mapping[str, Any]) -> bool:
-    softmax = {"full_attention", "sliding_attention", "chunked_attention"}
+    kinds = [str(kind) for kind in text.get("layer_types") or ()]
+    mixing = [kind for kind in kinds if kind == "linear_attention" or not kind.endswith("_attention")]
     keys = ("linear_num_value_heads", "linear_attn_config", "mamba_d_state", "ssm_state_size", "state_size", "ssm_cfg")
-    return bool(set(text.get("layer_types") or ()) - softmax) or any(text.get(key) for key in keys)
+    return bool(mixing) or any(text.get(key) for key in keys)
 
 
 def _from_configuration(read: Architecture, text: Mapping[str, Any]) -> Architecture:
@@ -193,6 +195,8 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
     """
     kinds, window = text.get("layer_types"), text.get("sliding_window")
     if kinds is not None:
+        if odd := sorted(set(kinds) - _KINDS):
+            raise _UnreadError(f"gives layers of the kind {', '.join(odd)}, which no formula here has")
         return list(kinds)
     if text.get("attention_chunk_size"):
         every = _number(text, "no_rope_layer_interval", default=4)

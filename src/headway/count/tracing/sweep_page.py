@@ -175,6 +175,6 @@ def _sizes(outcomes: Sequence[Outcome]) -> list[str]:
         for o, reading in read:
             if reading.status != "agrees":
                 reasons[reading.status, reading.detail.replace(o.model_type, "it")].append(o)
-        lines += ["", f"Read off {name}:", "", "| | reason | architectures |", "| --- | --- | --- |"]
+        lines += ["", f"Read off {name}:", "", "| it | reason | architectures |", "| --- | --- | --- |"]
         lines += [f"| {status} | {_cell(why)} | {_types(found)} |" for (status, why), found in reasons.items()]
     return lines

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from headway.count import drivers
 from headway.count.tracing import build
@@ -38,8 +39,6 @@ from headway.count.tracing.ways import other_ways, without_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
 
     from headway.count.cost_model import CostModel, Row
     from headway.count.workload import Workload
@@ -151,6 +150,8 @@ class _Case:
         self.cost, self.uses = cost, uses
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.dim() > 1}
         self.active = {p.name: p.active for p in cost.parameters}
+        modules = dict(model.named_modules())
+        self.tables = {name for name in self.shapes if isinstance(modules[_module(name)], nn.Embedding)}
         self.modules = {row.module for row in cost.rows}
         self.units = {row.driver: drivers.parse(row.driver)(workload) for row in cost.rows}
         self.executed: dict[frozenset[str], int | None] = {}
@@ -203,6 +204,8 @@ class _Case:
             if None in parts:
                 self.seen.note(names, "is multiplied by a function whose FLOPs are not worked out", "recurrent cell")
                 continue
+            if not any(row.gradients for row in rows):
+                self.seen.note(names, "is billed forward alone", "nothing reads its result, or only to pick by it")
             done = sum(flops for flops in parts if flops is not None)
             if billed != done:
                 self.seen.note(names, f"billed {billed:,} FLOPs, called {done:,}", self._why(names, rows, billed, done))
@@ -279,7 +282,7 @@ class _Case:
             elif "weight" in roles:
                 kind = "unexplained"
                 self.seen.note([name], "is multiplied, and no row is its")
-            elif "table" in roles:
+            elif "table" in roles or name in self.tables:
                 kind = "looked up"
             elif "input" in roles:
                 kind = "learnt input"
