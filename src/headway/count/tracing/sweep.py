@@ -1,11 +1,12 @@
 """Trace every language architecture of the installed transformers and say which ledgers are complete.
 
-    python -m headway.count.tracing.sweep docs/architectures.md       all of them: five minutes on 2 cores
+    python -m headway.count.tracing.sweep docs/architectures.md       all of them: ten minutes of one core
     python -m headway.count.tracing.sweep --only llama,qwen3_vl -     some, to the terminal
 
 Each architecture is built from its configuration class's own defaults, at full width with at most four layers a tower,
 or with all of them where fewer cannot be; it needs no weights. One that transformers cannot build or run from its own
-defaults counts neither for nor against us.
+defaults counts neither for nor against us. A ledger that the second witness (`witness`) cannot confirm is refused, and
+what conventions read off the configuration is held against it (`sizes`).
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ class Uses(TorchFunctionMode):
         self.executed: dict[frozenset[str], int | None] = {}
         self.choices: Counter[tuple[int, int]] = Counter()
         # tensors made of parameters alone; held, so that each keeps its id
-        self._made_of = {id(p): (p, frozenset({name})) for name, p in model.named_parameters()}
+        self._made_of: dict[int, tuple[torch.Tensor, frozenset[str]]] = {
+            id(p): (p, frozenset({name})) for name, p in model.named_parameters()
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
