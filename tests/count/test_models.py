@@ -43,7 +43,7 @@ def test_every_model_has_a_published_size_to_hold():
 def check_figures(name, model, cells, share):
     total, ours, active, our_active, forward, step, *_ = cells
     assert [ours, our_active, forward, step] == computed(model)
-    assert model.params.total / 1e9 == pytest.approx(float(total), rel=share)
+    assert model.params.total / 1e9 == pytest.approx(float(total.replace(",", "")), rel=share)
     if active == "-":
         assert model.params.active == model.params.total
     else:
