@@ -10,10 +10,11 @@ against that, by the kind of the ledger's rows:
 * `experts`: the same with 2 x elements x (picks / experts), where the picks are those of the router's own choice among
   so many; and per token the FLOPs are 2 x `Parameter.active`.
 * `matmul` of two activations, `attention`: there is no weight to hold them against.
-* `recurrence`: neither; that the parameters which shape its state are known as such is all.
+* `recurrence`: its formula has no weight either; parameters of its module that nothing else uses count as its own.
 
 Every parameter of two dimensions or more has a row that trains it, or is looked up, or is used elementwise, or is an
-input that is learnt, or shapes a recurrence, or is listed in the ledger's source. The rest is an exception.
+input that is learnt, or belongs to a recurrence, or is listed in the ledger's source, or is one of a module that runs
+and takes an argument that the trace does not give. The rest is an exception.
 """
 
 from __future__ import annotations
