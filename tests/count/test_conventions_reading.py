@@ -13,36 +13,18 @@ from headway.count.conventions import Step, architecture, get_convention
 from headway.count.conventions.ledger import decoder
 from headway.count.models import presets, shipped_models
 from headway.errors import UnknownModelError
-
-LLAMA4_SCOUT = {
-    "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40,
-    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
-    "vocab_size": 202048, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
-    "attention_chunk_size": 8192, "hidden_act": "silu", "tie_word_embeddings": False,
-}  # fmt: skip
-GEMMA2_9B = {
-    "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
-    "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-}  # fmt: skip
-MINITRON_4B = {
-    "model_type": "nemotron", "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 24,
-    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9216, "vocab_size": 256000,
-    "hidden_act": "relu2", "tie_word_embeddings": False,
-}  # fmt: skip
-QWEN2_VL_7B = {
-    "model_type": "qwen2_vl", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "hidden_act": "silu",
-    "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28, "tie_word_embeddings": False,
-    "vision_config": {
-        "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 3584,
-        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_act": "quick_gelu",
-    },
-}  # fmt: skip
+from published_models import GEMMA2_9B, LLAMA4_SCOUT, MINITRON_4B, QWEN2_VL_7B
 
 
 def bill(model, convention, workload, seq_len):
     return get_convention(convention).bill(model, Step(workload, seq_len))
+
+
+def trusted(config, name):
+    """Read a configuration alone, of a type that no shipped ledger shows to be read rightly."""
+    read = architecture(config, name)
+    assert "no ledger of the type" in read.unread
+    return replace(read, unread="")
 
 
 def like_a_ledger(model, **changes):
@@ -71,13 +53,13 @@ def test_what_a_configuration_alone_says_is_what_the_ledger_says(name):
 
 
 def test_llama_4s_shared_expert_interleaving_and_chunks():
-    model = architecture(LLAMA4_SCOUT, "llama4-scout")
+    model = trusted(LLAMA4_SCOUT, "llama4-scout")
     # witness: MaxText's calculate_tflops_training_per_device
     assert bill(model, "maxtext", Workload([8192]), 8192).flops == 892_166_712_852_480
     # by hand: 36 of 48 layers stay in chunks of 8192, two of which a row of 16384 has
     halves = 12 * 16384**2 / 2 + 36 * 2 * 8192**2 / 2
     assert bill(model, "maxtext", Workload([16384]), 16384).parts["attention"] == 12 * 40 * 128 * halves
-    maverick = architecture({**LLAMA4_SCOUT, "interleave_moe_layer_step": 2, "num_local_experts": 128}, "maverick")
+    maverick = trusted({**LLAMA4_SCOUT, "interleave_moe_layer_step": 2, "num_local_experts": 128}, "maverick")
     assert (maverick.moe_layers, maverick.dense_layers) == (24, 24)
     assert (maverick.ffn, maverick.expert_ffn, maverick.shared_ffn) == (16384, 8192, 8192)
 
@@ -140,6 +122,24 @@ def test_sizes_that_do_not_make_the_ledger_are_refused_with_the_reason(component
     assert "35 layers where the model's code runs attention in 36" in fewer.unread
 
 
+def test_experts_are_held_against_the_ledgers():
+    config, ledger = presets()["qwen3-30b-a3b"], load_cost_model("qwen3-30b-a3b")
+    assert (decoder(ledger).expert_layers, architecture(config, "moe", ledger).moe_layers) == (48, 48)
+    # a dense MLP is as wide as eight of its experts, so that a layer more of them hardly changes the weights
+    shifted = architecture({**config, "mlp_only_layers": [0]}, "shifted", ledger)
+    assert "47 layers with experts where the model's code has 48" in shifted.unread
+    # twelve picks of two matrices would be as many weights as eight of three
+    twelve = architecture({**config, "num_experts_per_tok": 12}, "twelve", ledger)
+    assert "where the model's code has" in twelve.unread
+
+
+def test_expert_layers_have_a_first_a_last_and_a_step():
+    config = {**presets()["qwen3-30b-a3b"], "num_hidden_layers": 12, "decoder_sparse_step": None}
+    spread = {**config, "moe_layer_start_index": 3, "moe_layer_end_index": 8, "moe_layer_interval": 2}
+    assert architecture(spread, "ernie").moe_layers == 3  # 3, 5 and 7, whose successors are even
+    assert architecture({**config, "num_dense_layers": 5}, "afmoe").moe_layers == 7
+
+
 def test_adapters_do_not_change_what_the_sizes_are_held_against():
     config = presets()["qwen3-8b"]
     assert architecture(config, "lora", load_cost_model("qwen3-8b").lora(64)).unread == ""
@@ -151,7 +151,7 @@ def test_a_size_that_differs_by_layer_is_named():
 
 
 def test_qwen2_vls_tower_has_names_of_its_own():
-    model = architecture(QWEN2_VL_7B, "qwen2-vl-7b")
+    model = trusted(QWEN2_VL_7B, "qwen2-vl-7b")
     tower = model.vision
     assert (tower.hidden, tower.ffn, tower.out, tower.gated) == (1280, 5120, 3584, False)
     step = Workload([2000], [(1, 32, 48)])
@@ -334,6 +334,13 @@ TRACED = {
             "num_experts_per_tok": 2,
         },
         (None,) * 4, True, 2, 4,
+    ),
+    "ernie4_5_moe": (
+        {
+            "moe_intermediate_size": 64, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 1,
+        },
+        (None,) * 4, True, 2, 3,
     ),
     "gpt_neo": (
         {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 16},

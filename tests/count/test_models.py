@@ -2,23 +2,33 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from headway.count import load_cost_model, shipped_models, storage
+from headway.count import Workload, load_cost_model, shipped_models, storage
 from headway.count.models import FOLDER
 from headway.errors import UnknownModelError
+from published_models import UNSHIPPED
 
-# Parameters in billions as the makers publish them (model cards and technical reports), total and active per token.
-PUBLISHED = {
-    "deepseek-v2-lite": (15.7, 2.4), "deepseek-v3": (671, 37), "gemma-3-27b": (27.0, None), "gemma-3-4b": (3.88, None),
-    "gpt-oss-120b": (116.83, 5.13), "gpt-oss-20b": (20.91, 3.61), "gpt2": (0.124, None), "llama-3.1-70b": (70.6, None),
-    "llama-3.1-8b": (8.03, None), "mistral-7b-v0.1": (7.24, None), "mixtral-8x7b": (46.7, 12.9),
-    "qwen2.5-0.5b": (0.49, None), "qwen2.5-1.5b": (1.54, None), "qwen2.5-72b": (72.7, None), "qwen2.5-7b": (7.61, None),
-    "qwen2.5-vl-7b": (8.29, None), "qwen3-0.6b": (0.6, None), "qwen3-30b-a3b": (30.5, 3.3), "qwen3-32b": (32.8, None),
-    "qwen3-4b": (4.0, None), "qwen3-8b": (8.2, None), "qwen3-vl-2b": (2.13, None), "qwen3-vl-30b-a3b": (31.07, 3.3),
-    "qwen3-vl-4b": (4.44, None), "qwen3-vl-8b": (8.77, None),
-}  # fmt: skip
+PAGE = Path(__file__).parents[2] / "docs" / "published-figures.md"
+_, _SHIPPED, _UNSHIPPED = PAGE.read_text(encoding="utf-8").split("\n## ")
+
+
+def rows(part):
+    """Read a table of the page: the cells of each model, after its name."""
+    lines = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| `")]
+    return {name.strip("`"): cells for name, *cells in lines}
+
+
+def computed(model):
+    """What the page shows of a cost model, in the order of its columns."""
+    step = model.count(Workload([4096]))
+    params = [f"{number / 1e9:.3f}" for number in (model.params.total, model.params.active)]
+    return [*params, f"{step.forward / 4096 / 1e9:,.2f}", f"{step.total / 4096 / 1e9:,.2f}"]
+
+
+PUBLISHED, UNSHIPPED_FIGURES = rows(_SHIPPED), rows(_UNSHIPPED)
 # Active parameters as published leave out the input embedding, or the vision tower; ours are all that a token may read.
 LEFT_OUT = {
     "deepseek-v2-lite": 102400 * 2048, "gpt-oss-120b": 201088 * 2880, "gpt-oss-20b": 201088 * 2880,
@@ -30,15 +40,29 @@ def test_every_model_has_a_published_size_to_hold():
     assert sorted(PUBLISHED) == shipped_models()
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_parameter_counts_are_the_published_ones(name):
-    total, active = PUBLISHED[name]
-    params = load_cost_model(name).params
-    assert params.total / 1e9 == pytest.approx(total, rel=0.012)
-    if active is None:
-        assert params.active == params.total
+def check_figures(name, model, cells, share):
+    total, ours, active, our_active, forward, step, *_ = cells
+    assert [ours, our_active, forward, step] == computed(model)
+    assert model.params.total / 1e9 == pytest.approx(float(total.replace(",", "")), rel=share)
+    if active == "-":
+        assert model.params.active == model.params.total
     else:
-        assert (params.active - LEFT_OUT.get(name, 0)) / 1e9 == pytest.approx(active, rel=0.025)
+        assert (model.params.active - LEFT_OUT.get(name, 0)) / 1e9 == pytest.approx(float(active), rel=0.025)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_the_page_shows_what_is_computed_and_that_is_what_was_published(name):
+    check_figures(name, load_cost_model(name), PUBLISHED[name], 0.012)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(UNSHIPPED_FIGURES))
+def test_models_that_do_not_ship_have_their_published_sizes_too(name):
+    transformers = pytest.importorskip("transformers")
+    from headway.count import trace
+
+    model = trace(transformers.AutoConfig.for_model(**UNSHIPPED[name]), name=name)
+    check_figures(name, model, UNSHIPPED_FIGURES[name], 0.015)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))

@@ -1,11 +1,17 @@
 """The sweep on a sample of transformers' architectures, and its page."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from transformers import DeepseekV2Config, ProphetNetConfig
 
 from headway.count import trace
+from headway.count.tracing import sweep as sweep_module
 from headway.count.tracing.build import with_layers
+from headway.count.tracing.sizes import Reading
 from headway.count.tracing.sweep import Outcome, _runs, architectures, main, render, sweep
+from headway.count.tracing.witness import Checked, Mixture
 
 COMPLETE = {
     "llama": "pairs:causal, tokens",
@@ -88,6 +94,34 @@ def test_the_command_writes_its_page(target, tmp_path, capsys, monkeypatch):
     assert main([target, "--only", "gpt_neox"]) == 0
     page = capsys.readouterr().out if target == "-" else (tmp_path / target).read_text()
     assert "| `gpt_neox` | causal language model | pairs:causal, tokens |" in page
+    assert "| architectures | 1 |" in page
+    assert "| the configuration and the ledger | 1 | 0 | 0 |" in page
+
+
+def test_an_architecture_whose_ledger_the_second_witness_doubts_is_refused(monkeypatch):
+    def tampered(config):
+        cost = trace(config)
+        return replace(cost, rows=(*cost.rows[:-1], replace(cost.rows[-1], forward=cost.rows[-1].forward + 2)))
+
+    monkeypatch.setattr(sweep_module, "trace", tampered)
+    (outcome,) = sweep(["gpt_neox"])
+    assert outcome.status == "refused"
+    assert "the second witness disagrees: lm_head.weight billed" in outcome.detail
+    assert "| billed " in render([outcome])
+
+
+def test_the_page_groups_exceptions_by_their_reason():
+    def outcome(model_type, flops):
+        checked = Checked(7, Counter(row=5), [Mixture("experts", "tokens", 8, 2)])
+        checked.note([f"layers.{flops}.conv.weight"], f"billed {flops} FLOPs, called 9", "padding")
+        return Outcome(
+            "causal language model", model_type, "complete", "tokens", checked, Reading("agrees"), Reading("agrees")
+        )
+
+    page = render([outcome("one", 3), outcome("two", 4)])
+    assert "| billed N FLOPs, called N | padding | `layers.*.conv.weight` | `one`, `two` |" in page
+    assert "| modules of experts, in 2 architectures | 2 |" in page
+    assert "| of them: row | 10 |" in page
 
 
 def test_the_page_puts_the_types_that_others_know_beside_ours():

@@ -28,6 +28,9 @@ class Decoder:
         feed_forward: those of MLPs, active experts, shared experts and routers.
         head: those of the head.
         pair_features: features that one query-key pair multiplies, query-key and value heads, over all layers.
+        expert_layers: modules of routed experts.
+        experts: elements of all routed experts.
+        active_experts: those of the experts that one token is routed to.
     """
 
     masks: tuple[str, ...]
@@ -35,6 +38,9 @@ class Decoder:
     feed_forward: int
     head: int
     pair_features: int
+    expert_layers: int = 0
+    experts: int = 0
+    active_experts: int = 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -52,12 +58,17 @@ def decoder(cost_model: CostModel) -> Decoder:
     rows = [row for row in cost_model.rows if row.component.startswith("language.")]
     attention = [row for row in rows if row.op == "attention" and drivers.tower(row.driver) == "language"]
     masks = {row.module: row.driver for row in attention}
+    routed = {row.module for row in rows if row.op == "experts" and row.driver == "tokens"}
+    experts = [p for p in cost_model.parameters if _is_inside(p.name, routed)]
     return Decoder(
         tuple(masks.values()),
         sum(_weights(row) for row in rows if row.component == "language.projections"),
         sum(_weights(row) for row in rows if row.component in _FEED_FORWARD),
         sum(_weights(row) for row in rows if row.component == "language.head"),
         sum(row.forward for row in attention) // 2,
+        len(routed),
+        sum(p.numel for p in experts),
+        sum(p.active for p in experts),
     )
 
 
@@ -70,6 +81,15 @@ def linear_weights(cost_model: CostModel) -> int:
 def _weights(row: Row) -> int:
     """Matrix elements that one token meets; 0 for what is not counted by tokens."""
     return 0 if row.driver != "tokens" or row.module.endswith(_ADAPTERS) else row.forward // 2
+
+
+def _is_inside(name: str, modules: set[str]) -> bool:
+    """Say whether a parameter belongs to one of some modules, or to a module in one of them."""
+    while name and modules:
+        name = name.rpartition(".")[0]
+        if name in modules:
+            return True
+    return False
 
 
 def _length(mask: str, prefix: str) -> int | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.count.conventions.architecture import Architecture, Mla, Vision
 from headway.count.conventions.ledger import Decoder, decoder
+from headway.count.models import presets
 from headway.errors import UnknownModelError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _SAME = 1e-3  # sizes make the model if they multiply to the ledger's weights within this share
 _MASKS = ("pairs:causal", "pairs:full", "pairs:sliding:", "pairs:chunked:")
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -65,6 +67,9 @@ def architecture(config: Mapping[str, Any], name: str, cost_model: CostModel | N
             name, model_type, 0, 0, 0, 0, 0, 0, 0, False, 0, False, cost_model=cost_model, unread=reason
         )
     read = _with_tower(read, config, cost_model)
+    if cost_model is not None:
+        spoken = [row.op for row in cost_model.rows if row.component.startswith("language.")]
+        read = replace(read, recurrent="recurrence" in spoken)
     if read.recurrent:  # refused by formulas of sizes, for that reason
         return replace(read, cost_model=cost_model)
     if cost_model is None:
@@ -94,7 +99,7 @@ def _sizes(text: Mapping[str, Any], name: str, model_type: str, config: Mapping[
         heads=heads,
         kv_heads=1 if one_key else _number(text, "num_key_value_heads", "num_kv_heads", default=heads),
         qk_dim=mla.nope_dim + mla.rope_dim if mla else head_dim,
-        v_dim=_number(text, "v_head_dim") if mla else head_dim,
+        v_dim=_number(text, "v_head_dim", default=head_dim),
         ffn=_number(text, "intermediate_size_mlp", default=ffn),
         gated=True,
         vocab=_number(text, "vocab_size"),
@@ -139,22 +144,27 @@ def _num_moe_layers(text: Mapping[str, Any], layers: int) -> int:
         return len(listed)
     if isinstance(kinds := text.get("mlp_layer_types"), list):
         return sum(kind == "sparse" for kind in kinds)
-    first_dense = _number(text, "first_k_dense_replace", default=0)
-    step = _number(text, "decoder_sparse_step", "interleave_moe_layer_step", default=1)
+    first = _number(text, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", default=0)
+    last = _number(text, "moe_layer_end_index", default=-1)
+    step = _number(text, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", default=1)
     dense_only = set(text.get("mlp_only_layers") or ())
-    return sum(i >= first_dense and (i + 1) % step == 0 and i not in dense_only for i in range(layers))
+    possible = range(first, layers if last < 0 else min(last + 1, layers))
+    return sum((i + 1) % step == 0 and i not in dense_only for i in possible)
 
 
 def _recurrent(text: Mapping[str, Any]) -> bool:
-    softmax = {"full_attention", "sliding_attention", "chunked_attention"}
+    kinds = [str(kind) for kind in text.get("layer_types") or ()]
+    mixing = [kind for kind in kinds if kind == "linear_attention" or not kind.endswith("_attention")]
     keys = ("linear_num_value_heads", "linear_attn_config", "mamba_d_state", "ssm_state_size", "state_size", "ssm_cfg")
-    return bool(set(text.get("layer_types") or ()) - softmax) or any(text.get(key) for key in keys)
+    return bool(mixing) or any(text.get(key) for key in keys)
 
 
 def _from_configuration(read: Architecture, text: Mapping[str, Any]) -> Architecture:
     """Settle gate and masks by the configuration alone, where it says them; formulas have no number elsewhere.
 
-    A gate of SiLU is SwiGLU in every published decoder; other activations come with and without one.
+    A gate of SiLU is SwiGLU in every published decoder; other activations come with and without one. What else a class
+    adds, such as a gate on attention, no key says: a type is trusted where a shipped ledger shows that its sizes make
+    the model.
     """
     try:
         kinds = _layer_kinds(text, read.layers)
@@ -165,10 +175,15 @@ def _from_configuration(read: Architecture, text: Mapping[str, Any]) -> Architec
         chunk = _number(text, "attention_chunk_size") if "chunked_attention" in kinds else None
     except _UnreadError as error:
         return replace(read, unread=f"the configuration of {read.name} {error}; its cost model would tell")
+    held = {config.get("model_type") for config in presets().values()}
     return replace(
         read,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         chunks=tuple(chunk if kind == "chunked_attention" else None for kind in kinds),
+        unread=""
+        if read.model_type in held
+        else f"no ledger of the type {read.model_type!r} ships, so that only the "
+        f"cost model of {read.name} would tell whether its sizes make the model",
     )
 
 
@@ -180,6 +195,8 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
     """
     kinds, window = text.get("layer_types"), text.get("sliding_window")
     if kinds is not None:
+        if odd := sorted(set(kinds) - _KINDS):
+            raise _UnreadError(f"gives layers of the kind {', '.join(odd)}, which no formula here has")
         return list(kinds)
     if text.get("attention_chunk_size"):
         every = _number(text, "no_rope_layer_interval", default=4)
@@ -211,7 +228,7 @@ def _fits(read: Architecture, ledger: Decoder) -> bool:
 
 
 def _pairs(read: Architecture, ledger: Decoder) -> dict[str, tuple[int, int]]:
-    """What the sizes multiply to beside what the ledger has; a shared expert's gate of one feature is in no size."""
+    """What the sizes say beside what the ledger has; a shared expert's gate of one feature is in no size."""
     feed_forward, gates = ledger.feed_forward, read.moe_layers * read.hidden if read.shared_ffn else 0
     if feed_forward - gates == read.feed_forward_weights:
         feed_forward -= gates
@@ -222,6 +239,11 @@ def _pairs(read: Architecture, ledger: Decoder) -> dict[str, tuple[int, int]]:
         "features of a query-key pair": (
             read.layers * read.heads * (read.qk_dim + read.v_dim),
             ledger.pair_features,
+        ),
+        "layers with experts": (read.moe_layers, ledger.expert_layers),
+        "elements of the experts that one token is routed to": (
+            ledger.experts * read.top_k // max(read.num_experts, 1),
+            ledger.active_experts,
         ),
     }
 

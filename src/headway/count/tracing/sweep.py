@@ -1,11 +1,12 @@
 """Trace every language architecture of the installed transformers and say which ledgers are complete.
 
-    python -m headway.count.tracing.sweep docs/architectures.md       all of them: five minutes on 2 cores
+    python -m headway.count.tracing.sweep docs/architectures.md       all of them: ten minutes of one core
     python -m headway.count.tracing.sweep --only llama,qwen3_vl -     some, to the terminal
 
 Each architecture is built from its configuration class's own defaults, at full width with at most four layers a tower,
 or with all of them where fewer cannot be; it needs no weights. One that transformers cannot build or run from its own
-defaults counts neither for nor against us.
+defaults counts neither for nor against us. A ledger that the second witness (`witness`) cannot confirm is refused, and
+what conventions read off the configuration is held against it (`sizes`).
 """
 
 from __future__ import annotations
@@ -17,50 +18,27 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from headway.count.conventions.verl import LISTED_TYPES
 from headway.count.tracing import build, defaults, trace
 from headway.count.tracing.inputs import Inputs
+from headway.count.tracing.sizes import read_sizes
+from headway.count.tracing.sweep_page import LAYERS, TASKS, Outcome, render
+from headway.count.tracing.witness import check_ledger
 from headway.count.workload import Workload
 from headway.errors import HeadwayError, TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-LAYERS = 4
-TASKS = {
-    "causal language model": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "image and text to text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-}
 _SMALL = {"vocab_size": 4096, "intermediate_size": 512, "moe_intermediate_size": 64}  # of a real model, at most
 _FIRST_SPECIAL = 4000  # of the numbers that special tokens get in a small vocabulary
 _TEXT = 131  # tokens that a real model is run on
 _MOST_REAL = 1_500_000_000  # parameters of a real model: 6 GB
 _LIMIT_S = 120  # for one architecture; the slowest that end take about 30 s
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one architecture.
-
-    Attributes:
-        task: a key of `TASKS`.
-        model_type: as in its configuration.
-        status: `complete`: every operation explained; `refused`: the trace said no; `not built`: transformers cannot
-            make it from its own defaults, or not run what it made.
-        detail: drivers of the rows, or the reason.
-    """
-
-    task: str
-    model_type: str
-    status: Literal["complete", "refused", "not built"]
-    detail: str
 
 
 def architectures() -> list[tuple[str, str, str]]:
@@ -99,8 +77,15 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
         return failed("refused" if runs else "not built", error)
     if cost.unknown:
         return Outcome(task, model_type, "refused", f"not counted: {', '.join(cost.unknown)}")
+    checked = check_ledger(config, cost)
+    if checked.unexplained:
+        doubts = "; ".join(f"{e.where} {e.what}" for e in checked.unexplained)
+        return Outcome(task, model_type, "refused", f"the second witness disagrees: {doubts}", checked)
     drivers = sorted({row.driver for row in cost.rows})
-    return Outcome(task, model_type, "complete", ", ".join(drivers))
+    alone, settled = (
+        read_sizes(config.to_dict(), model_type, cost, checked.mixtures, alone=alone) for alone in (True, False)
+    )
+    return Outcome(task, model_type, "complete", ", ".join(drivers), checked, alone, settled)
 
 
 def _fitted(config: Any, class_name: str) -> Any:
@@ -180,59 +165,6 @@ def sweep(only: Sequence[str] | None = None, report: Callable[[Outcome, float], 
         if report is not None:
             report(outcomes[-1], time.perf_counter() - start_s)
     return outcomes
-
-
-def render(outcomes: Sequence[Outcome]) -> str:
-    """Render the page: the count by task, then every architecture."""
-    import transformers
-
-    lines = [
-        "# Architectures that count completely",
-        "",
-        f"Every architecture that transformers {transformers.__version__} registers for these tasks, built from its "
-        f"own default configuration with at most {LAYERS} layers a tower and traced forward and backward. Made by "
-        "`make sweep`; a complete ledger has no operation unexplained, and a refusal names the first thing that is.",
-        "",
-        "| task | registered | transformers runs it | complete | share |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for task in (*TASKS, "all"):
-        mine = [o for o in outcomes if task in (o.task, "all")]
-        built = [o for o in mine if o.status != "not built"]
-        complete = [o for o in built if o.status == "complete"]
-        share = f"{100 * len(complete) / len(built):.0f} %" if built else "-"
-        lines.append(f"| {task} | {len(mine)} | {len(built)} | {len(complete)} | {share} |")
-    lines += _peers(outcomes)
-    for status, heading, column in (
-        ("complete", "Complete", "drivers"),
-        ("refused", "Refused", "what is not explained"),
-        ("not built", "Not built or not run by transformers from its own defaults", "its error"),
-    ):
-        lines += ["", f"## {heading}", "", f"| model type | task | {column} |", "| --- | --- | --- |"]
-        for o in outcomes:
-            if o.status == status:
-                detail = o.detail if len(o.detail) <= 160 else o.detail[:157] + "..."
-                lines.append(f"| `{o.model_type}` | {o.task} | {detail.replace('|', '/')} |")
-    return "\n".join(lines) + "\n"
-
-
-def _peers(outcomes: Sequence[Outcome]) -> list[str]:
-    """Render how many model types the tools that keep a list have a formula for."""
-    complete = {o.model_type for o in outcomes if o.status == "complete"}
-    lines = [
-        "",
-        "Tools that choose a formula by model type print 0 for every type that is not on their list (the lists and "
-        "their sources: `src/headway/count/conventions/verl.py`; what each formula leaves out: "
-        "[conventions.md](conventions.md)).",
-        "",
-        "| counter | model types with a formula | of them here too |",
-        "| --- | ---: | ---: |",
-        f"| Headway, by tracing | {len(complete)} | {len(complete)} |",
-    ]
-    registered = {o.model_type for o in outcomes}
-    for tool, types in sorted(LISTED_TYPES.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {tool} | {len(types)} | {len(types & complete)} of {len(types & registered)} registered |")
-    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
