@@ -3,7 +3,7 @@
 # make test   set up, then the test suite (half an hour on two cores)
 # make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (ten minutes)
-# make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (five minutes)
+# make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (ten minutes)
 # make format rewrite the sources as ruff formats them
 #
 # The set-up makes .venv once and again when pyproject.toml or constraints.txt change. PYTHON=... picks the interpreter.
