@@ -148,16 +148,28 @@ def _experts(billed: Billed, of_expert: dict[str, int], seen: tuple[int, int], m
     return None
 
 
+FILLED_UP = "an encoder fills up the last piece of a clip, and those frames are no clip's"
+
+
+def filled_up(workload: Workload, driver: str) -> Workload:
+    """Return what an encoder that cuts clips into pieces computes: each clip's last piece is as long as the others.
+
+    Args:
+        workload: with clips or sources.
+        driver: of a row, such as `audio/2:1:200` for pieces of 200 frames.
+    """
+    steps = driver.partition("/")[2].split(":")
+    piece = int(steps[2]) if steps[2:] else 1
+    sources, audio = (-(-lengths // piece) * piece for lengths in (workload.sources, workload.audio))
+    return Workload(workload.segments, sources=sources, audio=audio)
+
+
 def _beyond(billed: Billed, seen: tuple[int, int], model: nn.Module) -> str | None:
     """Find the reason among those of code that computes padding, or blocks beyond what each position sees."""
-    for row in billed.rows:
-        piece = row.driver.rpartition(":")[2] if row.driver.startswith("audio/") and row.driver.count(":") > 1 else ""
-        if piece and row.op == "convolution":
-            audio = -(-billed.workload.audio // int(piece)) * int(piece)
-            reason = f"the last piece of a clip is filled up to {piece} frames, which are no clip's"
-            way = _Way(Workload(billed.workload.segments, audio=audio), {}, reason)
-            if seen == billed.on(way.units):
-                return way.reason
+    if any(row.op == "convolution" for row in billed.rows):
+        filled = filled_up(billed.workload, billed.rows[0].driver)
+        if seen == billed.on(lambda driver: drivers.parse(driver)(filled)):
+            return FILLED_UP
     for path, way in _ways(model, billed.workload):
         if inside(billed.module, [path]) and seen == billed.on(way.units):
             return way.reason

@@ -107,14 +107,14 @@ def _without_padding(
     tower, _, piece = driver.partition("/")
     windows = runs[0].windows
     alike = all(run.windows == windows for run in runs)  # clips of other lengths are more pieces, not longer ones
-    if not alike or tower not in ("audio", "sources") or not piece.isdecimal():
-        return driver, ratio
+    if len(windows) != 1 or not alike or tower not in ("audio", "sources") or not piece.isdecimal():
+        return driver, ratio  # of time and frequency it is not known which is time
     whole = [int(piece)]
     one = Workload([1], audio=whole) if tower == "audio" else Workload([1], sources=whole)
     for name in names:
         if name.startswith(f"{tower}/") and name.endswith(f":{piece}"):
             made = drivers.parse(name)(one)
-            if any(window.made == made > 1 for window in windows):
+            if windows[0].made == made > 1:
                 return name, ratio / made
     return driver, ratio
 

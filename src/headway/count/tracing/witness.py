@@ -30,6 +30,7 @@ from torch import nn
 from headway.count import drivers
 from headway.count.tracing import build
 from headway.count.tracing.classify import inside
+from headway.count.tracing.differences import FILLED_UP, filled_up
 from headway.count.tracing.inputs import call, inputs_for
 from headway.count.tracing.record import Recorder
 from headway.count.tracing.replacing import stand_ins
@@ -154,6 +155,7 @@ class _Case:
         modules = dict(model.named_modules())
         self.tables = {name for name in self.shapes if isinstance(modules[_module(name)], nn.Embedding)}
         self.modules = {row.module for row in cost.rows}
+        self.workload = workload
         self.units = {row.driver: drivers.parse(row.driver)(workload) for row in cost.rows}
         self.executed: dict[frozenset[str], int | None] = {}
         for names, flops in uses.executed.items():
@@ -225,6 +227,10 @@ class _Case:
             extra, rest = divmod(done - billed, per_position)
             if not rest and 0 < extra < self.shapes[name][-1]:
                 return "a causal convolution pads its front, and those outputs belong to no token"
+            filled = filled_up(self.workload, rows[0].driver)
+            run = sum(row.forward * drivers.parse(row.driver)(filled) for row in rows)
+            if done == run:
+                return FILLED_UP
         return ""
 
     def _mixture(self, names: frozenset[str], rows: list[Row]) -> Mixture | None:
