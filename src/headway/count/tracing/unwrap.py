@@ -84,7 +84,8 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     shells: list[tuple[nn.Module, nn.Module]] = []
     own = set(model.modules())
-    watching = {id(hook): hook for module in own for hook in _hooks(module) if _only_watches(hook, own)}
+    packages = {_package(type(module)) for module in own} - {"__main__"}  # a script may hold a model and its monitor
+    watching = {id(hook): hook for module in own for hook in _hooks(module) if _only_watches(hook, own, packages)}
     memo |= watching  # none of them is copied: it may hold anything
     for module in model.modules():
         cls: Any = _own_class(module)
@@ -117,16 +118,18 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
     return itertools.chain.from_iterable(getattr(module, name).values() for name in _HOOKS)
 
 
-def _only_watches(hook: Any, own: set[nn.Module]) -> bool:
+def _only_watches(hook: Any, own: set[nn.Module], packages: set[str]) -> bool:
     """Say whether a hook is laid on a model from outside and changes nothing that it computes.
 
-    A hook is the model's own if it is a method of one of its modules, or PyTorch's, such as `torch.nn.utils` lays on
-    for normalised weights. A function that returns something else than None changes what the module takes or gives; of
-    a lambda, which returns whatever it calls, nobody can say, and it is taken to watch.
+    A hook is the model's own if it is a method of one of its modules, or comes from the package of one of them: PyTorch
+    lays hooks on for normalised weights, transformers to collect hidden states. A function that returns something else
+    than None changes what the module takes or gives; of a lambda, which returns whatever it calls, nobody can say, and
+    it is taken to watch.
 
     Args:
         hook: of one of the modules.
         own: the model's modules.
+        packages: that their classes come from.
     """
     while isinstance(hook, functools.partial):
         hook = hook.func
@@ -134,7 +137,7 @@ def _only_watches(hook: Any, own: set[nn.Module]) -> bool:
     if isinstance(owner, nn.Module) and owner in own:
         return False
     classes = type(hook).__mro__[:-1] if owner is None else type(owner).__mro__[:-1]
-    if any(str(thing.__module__).startswith("torch.") for thing in (hook, *classes) if hasattr(thing, "__module__")):
+    if any(_package(thing) in packages for thing in (hook, *classes)):
         return False
     function = getattr(hook, "__func__", hook)
     called = function if isinstance(function, types.FunctionType) else type(hook).__call__
@@ -142,6 +145,10 @@ def _only_watches(hook: Any, own: set[nn.Module]) -> bool:
     if code is None:
         return False
     return code.co_name == "<lambda>" or not _returns_something(code)
+
+
+def _package(thing: Any) -> str:
+    return str(getattr(thing, "__module__", "")).partition(".")[0]
 
 
 def _returns_something(code: types.CodeType) -> bool:
