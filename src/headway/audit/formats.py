@@ -193,7 +193,7 @@ def _block_rows(
     without: str,
     skipped: Counter[str],
 ) -> Iterator[LogRow]:
-    """Make rows of blocks whose FLOP/s, MFU and tokens/s have these names."""
+    """Make a row of each block; `names` are of FLOP/s, MFU and tokens/s, `without` says why a block has no row."""
     for step, values in blocks:
         flops, mfu, tokens = (values.get(name) for name in names)
         if flops is None and mfu is None:

@@ -1,4 +1,4 @@
-"""What training puts around a stored cost model: low-rank adapters on its linear modules, something in front of it."""
+"""Change a stored cost model as training changes its model: add low-rank adapters, or bill gradients of its inputs."""
 
 from __future__ import annotations
 

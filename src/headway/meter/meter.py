@@ -11,7 +11,7 @@ from headway.errors import RankLostError, UsageError
 from headway.meter.async_copy import on_host
 from headway.meter.batches import asked_gradients, needed, workload_of
 from headway.meter.busy import ForwardTimer
-from headway.meter.pending import Billed, PendingSteps, Step
+from headway.meter.pending import Billing, PendingSteps, Step
 from headway.meter.sinks import Sinks
 from headway.meter.step_clock import StepClock
 from headway.meter.surroundings import (
@@ -149,7 +149,7 @@ class Meter(StepClock):
         self._whole: Window | None = None
         self._has_warned = False
         self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
-        self._batches: list[tuple[Any, Billed]] = []
+        self._batches: list[tuple[Any, Billing]] = []
         self._pending = PendingSteps(self._models, recompute, self._last)
 
     def start(self) -> None:
@@ -194,7 +194,7 @@ class Meter(StepClock):
         known = isinstance(batch, Workload)
         if input_gradients is None:
             input_gradients = () if known else asked_gradients(batch)
-        billed = Billed(which, forward_only, () if forward_only else tuple(input_gradients))
+        billed = Billing(which, forward_only, () if forward_only else tuple(input_gradients))
         if billed.input_gradients:
             self._models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
         copied, late = (batch, True) if known else on_host(batch, self._needed)

@@ -24,7 +24,7 @@ _MOST = 128  # steps, or batches, after which they are added up without waiting 
 
 
 @dataclass(frozen=True, slots=True)
-class Billed:
+class Billing:
     """How a batch is billed.
 
     Attributes:
@@ -62,7 +62,7 @@ class Step:
     forwards: list[tuple[Span, list[Span]]]
     skipped: bool
     left_out: bool
-    batches: list[tuple[Any, Billed]]
+    batches: list[tuple[Any, Billing]]
     extra: Mapping[str, Any]
 
 
@@ -99,7 +99,7 @@ class PendingSteps:
         self._steps: deque[Step] = deque()
         self._keeps_steps = keeps_steps
         self._added_up: dict[int, Sums] = {}  # by the step's number
-        self._workloads: defaultdict[Billed, list[Workload]] = defaultdict(list)
+        self._workloads: defaultdict[Billing, list[Workload]] = defaultdict(list)
         self._sums = Sums(self._keys)
 
     def __len__(self) -> int:
@@ -215,5 +215,5 @@ class PendingSteps:
             num_with_towers=sum(bool(len(w.grids) or len(w.audio)) for w in trained),
             num_steps=steps,
             num_skipped=skipped,
-            num_forward_only=len(self._workloads[Billed(forward_only=True)]),
+            num_forward_only=len(self._workloads[Billing(forward_only=True)]),
         ).total

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headway.count.conventions.convention import Parts, Step
     from headway.count.cost_model import CostModel, Parameter
 
-_OLD_TOWERS = frozenset({"qwen2_vl", "qwen2_5_vl"})  # whose patch embedding is free
+_OLD_TOWERS = frozenset({"qwen2_vl", "qwen2_5_vl"})  # VeOmni does not bill their patch embedding
 _ADAPTER = ".lora_"
 _TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TOWER_TARGETS = ("qkv", "proj", "linear_fc1", "linear_fc2")

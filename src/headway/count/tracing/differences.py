@@ -152,7 +152,7 @@ FILLED_UP = "an encoder fills up the last piece of a clip, and those frames are 
 
 
 def filled_up(workload: Workload, driver: str) -> Workload:
-    """Return what an encoder that cuts clips into pieces computes: each clip's last piece is as long as the others.
+    """Return the workload whose clips are rounded up to whole pieces, as an encoder that cuts them into pieces runs it.
 
     Args:
         workload: with clips or sources.

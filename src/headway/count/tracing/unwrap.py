@@ -86,7 +86,7 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     own = set(model.modules())
     packages = {_package(type(module)) for module in own} - {"__main__"}  # a script may hold a model and its monitor
     watching = {id(hook): hook for module in own for hook in _hooks(module) if _only_watches(hook, own, packages)}
-    memo |= watching  # none of them is copied: it may hold anything
+    memo |= watching  # deepcopy leaves these hooks alone: they may hold anything
     for module in model.modules():
         cls: Any = _own_class(module)
         laid_over = [module.__dict__.get("forward"), *_hooks(module)]

@@ -31,7 +31,7 @@ _CONVOLUTIONS = [f"conv{transposed}{n}d" for transposed in ("", "_transpose") fo
 # the second operand is the weight, whatever the first one is
 _SECOND = dict.fromkeys(["linear", *_CONVOLUTIONS, "_grouped_mm", "grouped_mm"], (0, 1))
 _CELLS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
-# products whose FLOPs are not worked out here
+# functions that multiply weights in ways for which no FLOPs are computed here
 _UNCOUNTED = _CELLS | {"bilinear", "tensordot", "chain_matmul", "addbmm"}
 _LOOKUPS = {"embedding", "embedding_bag", "index_select", "gather", "take_along_dim", "grid_sample", "interpolate"}
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
@@ -122,7 +122,7 @@ class Uses(TorchFunctionMode):
             self._made_of[id(out)] = (out, source_names)
 
     def _product(self, weight: Any, flops: int | None) -> None:
-        """Note one product of what some parameters make."""
+        """Note one product by `weight`, which is made of parameters alone; `flops` is None where they are not known."""
         names = self._names(weight)
         if not names:
             return
