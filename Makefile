@@ -11,7 +11,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 SETUP := .venv/.headway-set-up
-SOURCES := src tests benchmarks examples
+SOURCES := src tests tools benchmarks examples
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
 .PHONY: demo check test test-long test-oldest sweep format lint types fast-tests
@@ -45,11 +45,11 @@ fast-tests: $(SETUP)
 OLDEST := .venv-oldest
 OLDEST_WORKERS ?= auto
 OLDEST_CORE := \
-	$(addprefix tests/count/test_,blocks.py compiled.py cost_model.py drivers.py experts.py kernels.py lora.py masks.py \
-		modules.py recompute.py saved.py setups.py trace.py workload.py) \
-	$(addprefix tests/meter/test_,batches.py goodput.py jsonl.py meter.py traffic.py) \
+	$(addprefix tests/count/test_,adapters.py cost_model.py drivers.py masks.py recompute.py workload.py) \
+	$(addprefix tests/tracing/test_,activations.py blocks.py compiled.py experts.py modules.py setups.py stand_ins.py trace.py) \
+	$(addprefix tests/meter/test_,batches.py goodput.py memory_traffic.py meter.py) tests/log/test_jsonl.py \
 	$(addprefix tests/models/test_,attention.py blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
-		patches.py recompute.py router.py segments.py varlen.py) tests/models/parallel/test_experts.py \
+		patch_embedding.py recompute.py router.py segments.py varlen.py) tests/models/parallel/test_experts.py \
 	$(addprefix tests/train/test_,checkpoint.py config.py device.py loop.py recompute.py record.py speed.py) \
 	$(addprefix tests/cli/test_,app.py devices.py flops.py index.py mfu.py pack.py parse.py resolve.py train.py verify.py) \
 	tests/fake_cuda
@@ -67,7 +67,7 @@ $(OLDEST)/.set-up: pyproject.toml constraints-oldest.txt
 	touch $@
 
 sweep: $(SETUP)
-	$(BIN)/python -m headway.count.tracing.sweep docs/architectures.md
+	$(BIN)/python -m tools.sweep docs/architectures.md
 
 format: $(SETUP)
 	$(BIN)/ruff check --fix $(SOURCES)

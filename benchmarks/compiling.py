@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 from contenders import BETAS, CLIP, EPS, IGNORED, LEARNING_RATE, WEIGHT_DECAY, build_model
 from headway.data.collate import Batch, Collator
-from headway.data.vision import vision_geometry
 from headway.models.compiling import CompileWatch, compile_blocks
+from headway.models.vision import vision_geometry
 from mixes import Mix, digits_mix, text_mix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 

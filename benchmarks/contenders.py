@@ -29,11 +29,11 @@ from trl import SFTConfig, SFTTrainer
 from headway.count import Workload
 from headway.data import EncodedSample
 from headway.data.collate import Collator, collate
-from headway.data.vision import vision_geometry
 from headway.models import load_model
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import loss_head
 from headway.models.kernels import use_kernels
+from headway.models.vision import vision_geometry
 from headway.train.config.speed import SpeedConfig
 from mixes import Mix
 

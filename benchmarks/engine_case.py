@@ -23,8 +23,8 @@ from transformers import AutoConfig
 
 from engine_memory import Memory, fitting_layers, predicted_memory
 from engine_setups import SETUPS
-from headway.count import CostModel, Workload, trace
-from headway.count.conventions import Step, architecture, get_convention
+from headway.conventions import Step, architecture, get_convention
+from headway.count import CostModel, Workload
 from headway.count.models import presets
 from headway.data.collate import Batch
 from headway.devices import peak_for
@@ -32,6 +32,7 @@ from headway.devices.ceilings import matmul_ceiling
 from headway.meter import Meter, Window
 from headway.models import load_model
 from headway.models.parallel import clip_
+from headway.tracing import trace
 from headway.train.build import build_trained
 from headway.train.device import choose_device, choose_precision
 from headway.train.optim import learning_rate, make_optimizer, set_learning_rate

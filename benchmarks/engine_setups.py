@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headway.count.tracing.build import preset_config
 from headway.data.collate import Batch, Collator
 from headway.data.encoded import EncodedSample
 from headway.data.samples import Origin
-from headway.data.vision import vision_geometry
-from headway.demo.small_model import small_config
 from headway.models import load_model, rope_index
 from headway.models.load import RopeIndex
-from headway.plan.mixes import MIXES
+from headway.models.vision import vision_geometry
+from headway.packing.length_mixes import MIXES
+from headway.synthetic.small_model import small_config
+from headway.tracing.build import preset_config
 from headway.train.config import TrainConfig, load_config
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -35,7 +35,7 @@ class Setup:
         recipe: the file in recipes/ whose model and packing length it has.
         model: a shipped model.
         packing_length: tokens of a pack.
-        mix: the lengths of its samples, by their name in `headway.plan.mixes`.
+        mix: the lengths of its samples, by their name in `headway.packing.length_mixes`.
         target: useful MFU aimed at on a H200.
     """
 

@@ -26,8 +26,8 @@ from PIL import Image
 from headway.data import Chat, Encoder
 from headway.data.index import build_index
 from headway.data.sources import Source, open_source
-from headway.demo.processor import write_processor
 from headway.models import load_processor
+from headway.synthetic.processor import write_processor
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 VOCABULARY = 16384

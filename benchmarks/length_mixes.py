@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.count import load_cost_model
-from headway.data.plan import Items
-from headway.data.plan.costs import patch_costs, segment_costs
-from headway.plan import mixes
+from headway.packing import Items, length_mixes
+from headway.packing.costs import patch_costs, segment_costs
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class LengthMix:
 
     Attributes:
         name: short.
-        drawn_from: the distribution, one of `headway.plan.mixes`.
+        drawn_from: the distribution, one of `headway.packing.length_mixes`.
         packing_length: token budget of a pack [tokens].
         model: a shipped cost model.
         num_samples: for the comparison.
@@ -32,18 +31,18 @@ class LengthMix:
     @property
     def description(self) -> str:
         """The distribution in words."""
-        mix = mixes.MIXES[self.drawn_from]
+        mix = length_mixes.MIXES[self.drawn_from]
         return f"{mix.name}: {mix.description}"
 
     def items(self, num_samples: int | None = None) -> Items:
         """Draw samples and count their FLOPs."""
         rng = np.random.default_rng([0, MIXES.index(self)])
-        tokens, merged, _ = mixes.MIXES[self.drawn_from].draw(rng, num_samples or self.num_samples)
-        patches = mixes.PATCHES_PER_TOKEN * merged
+        tokens, merged, _ = length_mixes.MIXES[self.drawn_from].draw(rng, num_samples or self.num_samples)
+        patches = length_mixes.PATCHES_PER_TOKEN * merged
         model = load_cost_model(self.model)
         costs = segment_costs(model, tokens)
         if self.name == "video":  # frames see no other frame, so a video costs its number of frames
-            frame = math.prod(mixes.VIDEO_FRAME)
+            frame = math.prod(length_mixes.VIDEO_FRAME)
             costs += patches / frame * patch_costs(model, np.array([frame]))[0]
         elif patches.any():
             costs += patch_costs(model, patches)

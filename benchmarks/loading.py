@@ -27,13 +27,13 @@ from torch.utils.data import DataLoader, Dataset
 from headway.data import Collator, Encoder
 from headway.data.feed import IndexedFeed, PackMaker, Share
 from headway.data.index import build_index
-from headway.data.media.patches import ImagePatches
-from headway.data.plan import Budget, Items, Order, Plan
+from headway.data.media.image_patches import ImagePatches
 from headway.data.policy import BadSamples
 from headway.data.sources import open_source
 from headway.data.workers import prepare_worker, worker_context
-from headway.demo.processor import write_processor
 from headway.models import load_processor
+from headway.packing import Budget, Items, Order, Plan
+from headway.synthetic.processor import write_processor
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 QUESTION = "What does the picture show? Describe it in one sentence."

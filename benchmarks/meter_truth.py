@@ -25,8 +25,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headway import Meter
-from headway.count import CostModel, Workload, trace
+from headway.count import CostModel, Workload
 from headway.devices import peak_for
+from headway.tracing import trace
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 # hidden size, layers, tokens of a batch, rounds of the pause of the host [s]

@@ -17,15 +17,15 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from mfu_tracker.gpu import GPUSpec
 from torch.utils.flop_counter import FlopCounterMode
 
-import headway.integrations.gpu_spec
 from headway import Workload, load_cost_model
+from headway.compat import mfu_tracker as compat
 from headway.devices import Peak
 from headway.meter import Meter
 
 LOG_EVERY = 10
 COST_MODEL = load_cost_model("qwen3-0.6b")
 PEAK = Peak("any", 1e30, "bf16", "an MFU that no step can pass")
-OUR_SPEC = headway.integrations.gpu_spec.GPUSpec("any", stated_flops_per_s={"bf16": 1e30}, stated_bytes_per_s=1e30)
+OUR_SPEC = compat.GPUSpec("any", stated_flops_per_s={"bf16": 1e30}, stated_bytes_per_s=1e30)
 SPEC = GPUSpec("any", (9, 0), 1, 1.0, 1.0, {"bf16": 1e30}, 1.0)
 
 
@@ -117,7 +117,7 @@ def headway_track(loop: Loop, steps: int) -> Iterator[Callable[[], float | None]
 
     def go() -> None:
         for step in range(steps):
-            with headway.track(10**9, 10**9, dtype="bf16", spec=OUR_SPEC) as result:
+            with compat.track(10**9, 10**9, dtype="bf16", spec=OUR_SPEC) as result:
                 loop.train()
             if step % LOG_EVERY == 0:
                 _ = result.mfu
@@ -262,7 +262,7 @@ CONTENDERS: dict[str, Contender] = {
     "bare Lightning loop": lightning,
     "headway.Meter, workload made by the collator": headway_workload,
     "headway.Meter, padding mask read": headway_batch,
-    "headway.track of a stated number": headway_track,
+    "headway's track of a stated number": headway_track,
     "mfu_tracker.track": mfu_tracker_track,
     "mfu_tracker.MFUOptimizerWrapper": mfu_tracker_wrapper,
     "torch FlopCounterMode": flop_counter_mode,

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, Qwen3Config
 
-from headway.count.tracing.build import preset_config
 from headway.data import EncodedSample, Encoder, Origin, read_samples
-from headway.demo.digits import write_digits
-from headway.demo.reader import write_reader
-from headway.demo.small_data import vocabulary_texts, write_small_data
-from headway.demo.small_model import write_small_model
 from headway.models import load_config, load_model, load_processor, rope_index
-from headway.models.patch_layout import normalised
-from headway.plan.mixes import MIXES
+from headway.models.pixel_patches import normalised
+from headway.packing.length_mixes import MIXES
+from headway.synthetic.digits import write_digits
+from headway.synthetic.reader import write_reader
+from headway.synthetic.small_data import vocabulary_texts, write_small_data
+from headway.synthetic.small_model import write_small_model
+from headway.tracing.build import preset_config
 
 MIX_MEDIAN, MIX_SIGMA, MIX_MAX = 128, 1.0, 2048  # tokens; the lognormal's median and sigma; lengths are clipped
 IMAGES_SCALE, IMAGES_DEPTH = 8, 9  # lengths and widths are divided by the one, layers by the other

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from headway.data.plan import STRATEGIES, Budget, Items, Order, Plan, PlannedStep, measure
-from headway.data.plan.measure import report_on
+from headway.packing import STRATEGIES, Budget, Items, Order, Plan, PlannedStep, measure
+from headway.packing.measure import report_on
 from length_mixes import MIXES, LengthMix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 from their_packers import ONLINE, VERSION, install, naive_packers, online_packers, pack_online

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from contenders import Shape, Timing, build_model, compare_first_losses, run_headway, run_trainer, run_trl
-from headway.count import CostModel, trace
+from headway.count import CostModel
+from headway.tracing import trace
 from mixes import Mix, digits_mix, images_mix, text_mix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 

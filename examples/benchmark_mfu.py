@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from headway import UtilizationResult, get_gpu_spec, profile_flops, track
+from headway.compat.mfu_tracker import UtilizationResult, get_gpu_spec, profile_flops, track
 
 SIZES = {  # layers, heads, width
     "tiny": (6, 8, 512),

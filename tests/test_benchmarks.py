@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from headway import Meter
-from headway.count import Workload, trace
+from headway.count import Workload
 from headway.count.models import load_cost_model
 from headway.devices import Peak
+from headway.tracing import trace
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))

@@ -11,78 +11,40 @@ The counting core needs numpy only; importing this package loads neither torch n
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import HeadwayError
+from headway.version import __version__
 
 if TYPE_CHECKING:
-    from headway.count import CostModel, FlopCount, Workload, load_cost_model, shipped_models, trace
+    from headway.count import CostModel, FlopCount, Workload, load_cost_model, shipped_models
     from headway.devices import Peak, peak_for
-    from headway.integrations.gpu_spec import GPUSpec, compute_mbu, compute_mfu, get_gpu_spec
-    from headway.integrations.hf_trainer import MFUCallback
-    from headway.integrations.optimizer import MFUOptimizerWrapper
-    from headway.integrations.profiling import (
-        FlopProfile,
-        flash_attn_flops,
-        profile_flops,
-        profile_flops_with_hfu,
-    )
-    from headway.integrations.results import UtilizationResult
-    from headway.integrations.setups import param_bytes
-    from headway.integrations.tracking import track
     from headway.meter import Meter, Window
-
-__version__ = "0.1.0"
+    from headway.tracing import trace
 
 _HOME = {
     "CostModel": "headway.count",
     "FlopCount": "headway.count",
+    "Meter": "headway.meter",
+    "Peak": "headway.devices",
+    "Window": "headway.meter",
     "Workload": "headway.count",
     "load_cost_model": "headway.count",
-    "shipped_models": "headway.count",
-    "trace": "headway.count",
-    "Peak": "headway.devices",
     "peak_for": "headway.devices",
-    "FlopProfile": "headway.integrations.profiling",
-    "GPUSpec": "headway.integrations.gpu_spec",
-    "MFUCallback": "headway.integrations.hf_trainer",
-    "MFUOptimizerWrapper": "headway.integrations.optimizer",
-    "UtilizationResult": "headway.integrations.results",
-    "compute_mbu": "headway.integrations.gpu_spec",
-    "compute_mfu": "headway.integrations.gpu_spec",
-    "flash_attn_flops": "headway.integrations.profiling",
-    "get_gpu_spec": "headway.integrations.gpu_spec",
-    "param_bytes": "headway.integrations.setups",
-    "profile_flops": "headway.integrations.profiling",
-    "profile_flops_with_hfu": "headway.integrations.profiling",
-    "track": "headway.integrations.tracking",
-    "Meter": "headway.meter",
-    "Window": "headway.meter",
+    "shipped_models": "headway.count",
+    "trace": "headway.tracing",
 }
 
 __all__ = [
     "CostModel",
     "FlopCount",
-    "FlopProfile",
-    "GPUSpec",
     "HeadwayError",
-    "MFUCallback",
-    "MFUOptimizerWrapper",
     "Meter",
     "Peak",
-    "UtilizationResult",
     "Window",
     "Workload",
     "__version__",
-    "compute_mbu",
-    "compute_mfu",
-    "flash_attn_flops",
-    "get_gpu_spec",
     "load_cost_model",
-    "param_bytes",
     "peak_for",
-    "profile_flops",
-    "profile_flops_with_hfu",
     "shipped_models",
     "trace",
-    "track",
 ]
 
 

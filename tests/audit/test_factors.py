@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from headway.audit import factors
 from headway.audit.intervals import Interval, common, hull, printed
+from headway.conventions import Step, architecture, conventions, get_convention
 from headway.count import Workload, load_cost_model
-from headway.count.conventions import Step, architecture, conventions, get_convention
 from headway.count.models import presets
 
 MODELS = {

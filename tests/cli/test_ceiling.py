@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from headway.devices import named_device
-from headway.devices.measure import Budget
+from headway.devices.measure import TimeBudget
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
     """Measure small shapes, few times, into a folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("headway.devices.ceilings._BUDGET", Budget(0.0, 60.0, 3))
+    monkeypatch.setattr("headway.devices.ceilings._BUDGET", TimeBudget(0.0, 60.0, 3))
     monkeypatch.setattr("headway.devices.ceilings._SHAPES", {"cpu": ((32, 16, 8), (64, 64, 64))})
     monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (2**20,)})
 

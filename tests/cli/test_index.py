@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from headway.demo.processor import write_processor
+from headway.synthetic.processor import write_processor
 
 QUESTION = {"role": "user", "content": "Which digits do you see?"}
 

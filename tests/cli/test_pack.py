@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from headway.demo.reader import write_reader
 from headway.models import load_processor
+from headway.synthetic.reader import write_reader
 
 STRATEGIES = ["balanced", "best_fit", "first_fit", "next_fit", "none"]
 

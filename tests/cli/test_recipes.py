@@ -11,7 +11,7 @@ import torch
 from headway.count import load_cost_model
 from headway.train.config import load_config
 from headway.train.dry_run import precision_of
-from processes import ROOT, run_processes
+from helpers.processes import ROOT, run_processes
 
 RECIPES = ROOT / "recipes"
 # name: model, devices, tokens per pack, processes that share one, as their pages say
@@ -172,7 +172,7 @@ def test_a_dry_run_of_a_shipped_model_needs_no_torch():
 
 
 def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
-    from headway.demo.reader import write_reader
+    from headway.synthetic.reader import write_reader
 
     write_reader(tmp_path / "model")
     plan = dry_run(headway, "digits", "--set", f"model.path={tmp_path / 'model'}", "--set", "plan.mix=vqa",
@@ -240,9 +240,9 @@ def test_two_processes_share_the_packs_of_the_recipe_that_asks_for_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2.5-vl-7b-image-61440", "qwen3-vl-30b-a3b-vqa-8192", "qwen3-vl-8b-image-61440"])
 def test_a_small_model_keeps_the_structure_of_the_real_one(name):
-    from headway.count import trace
-    from headway.count.tracing.build import preset_config
-    from headway.demo.small_model import small_config
+    from headway.synthetic.small_model import small_config
+    from headway.tracing import trace
+    from headway.tracing.build import preset_config
 
     source = preset_config(PAGES[name][0])
     small = small_config(source, 300)

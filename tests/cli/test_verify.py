@@ -3,8 +3,8 @@ import json
 import pytest
 import transformers
 
-from tiny_models import tiny_config
-from tiny_speech import tiny_speech_model
+from helpers.tiny_models import tiny_config
+from helpers.tiny_speech import tiny_speech_model
 
 _T5 = {
     "vocab_size": 160, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,

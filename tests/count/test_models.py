@@ -9,7 +9,7 @@ import pytest
 from headway.count import Workload, load_cost_model, shipped_models, storage
 from headway.count.models import FOLDER
 from headway.errors import UnknownModelError
-from published_models import UNSHIPPED
+from helpers.published_models import UNSHIPPED
 
 PAGE = Path(__file__).parents[2] / "docs" / "published-figures.md"
 _, _SHIPPED, _UNSHIPPED = PAGE.read_text(encoding="utf-8").split("\n## ")
@@ -59,7 +59,7 @@ def test_the_page_shows_what_is_computed_and_that_is_what_was_published(name):
 @pytest.mark.parametrize("name", sorted(UNSHIPPED_FIGURES))
 def test_models_that_do_not_ship_have_their_published_sizes_too(name):
     transformers = pytest.importorskip("transformers")
-    from headway.count import trace
+    from headway.tracing import trace
 
     model = trace(transformers.AutoConfig.for_model(**UNSHIPPED[name]), name=name)
     check_figures(name, model, UNSHIPPED_FIGURES[name], 0.015)
@@ -75,7 +75,7 @@ def test_ledgers_are_complete(name):
 
 def retraced(name, tmp_path):
     """Trace a preset again; versions of the libraries may differ from those that wrote the file."""
-    from headway.count.models.__main__ import trace_preset
+    from tools.shipped_models import trace_preset
 
     fresh = trace_preset(name)
     storage.save(fresh, tmp_path / "fresh.json")

@@ -11,10 +11,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from headway.count import Workload, load_cost_model, trace
+from headway.count import Workload, load_cost_model
 from headway.count.recompute import as_choice, recomputed_blocks
 from headway.errors import UsageError
-from witness import build, check_recompute, enable_checkpointing
+from headway.tracing import trace
+from helpers.pytorch_counter import build, check_recompute, enable_checkpointing
 
 # the method has two names: the old one is all that transformers 5.17 has, the new one the only one without a warning
 pytestmark = [

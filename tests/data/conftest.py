@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from headway.data import Chat, Encoder, read_samples
-from headway.demo.processor import write_processor
 from headway.models import load_processor
 from headway.models.load import Processor
+from headway.synthetic.processor import write_processor
 
 
 @pytest.fixture(autouse=True)

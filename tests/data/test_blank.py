@@ -8,9 +8,9 @@ from headway.data.blank import Modalities, with_blanks
 from headway.data.collate import Collator
 from headway.data.encoded import EncodedSample
 from headway.data.samples import Origin
-from headway.data.vision import vision_geometry
 from headway.models.load import load_model
-from tiny_models import tiny_config
+from headway.models.vision import vision_geometry
+from helpers.tiny_models import tiny_config
 
 BOTH = Modalities(images=True, videos=True)
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from headway.data import Encoder, read_samples
 from headway.errors import ConfigError, DataError
-from headway.models.patch_layout import normalised
+from headway.models.pixel_patches import normalised
 
 QUESTION = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which digit?"}]
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from whole_pipeline import Pipeline, pieces_of
+from helpers.whole_pipeline import Pipeline, pieces_of
 
 TOKENS = 200
 STREAM = {"lanes": 2, "shuffle": 5, "open_packs": 2}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.plan import STRATEGIES
-from whole_pipeline import Pipeline, packs_of, pieces_of
+from headway.packing import STRATEGIES
+from helpers.whole_pipeline import Pipeline, packs_of, pieces_of
 
 NAMES = ("pictures", "saved", "shard", "text", "ids")
 STREAM = {"lanes": 8, "shuffle": 5, "open_packs": 2}

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from headway.data.plan import STRATEGIES
 from headway.models.attention import use_attention
-from headway.models.patch_layout import normalised
-from whole_pipeline import Pipeline, key_of
+from headway.models.pixel_patches import normalised
+from headway.packing import STRATEGIES
+from helpers.whole_pipeline import Pipeline, key_of
 
 NAMES = ("pictures", "table", "shard", "saved", "films", "text", "ids")
 STREAM = {"lanes": 2, "shuffle": 4, "open_packs": 3}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.policy import OUTCOMES, BadSamples, SampleCounts, Tally, sample_error
+from headway.data.policy import OUTCOMES, BadSamples, RowTally, SampleCounts, sample_error
 from headway.data.samples import Origin, SampleError
 from headway.errors import CheckpointError, ConfigError, DataError
 
@@ -28,7 +28,7 @@ def test_an_error_stops_at_the_first_bad_sample():
     counts = counts_of(chats=10)
     with pytest.raises(SampleError, match=r"^chats\.jsonl, line 1: it is empty"):
         BadSamples().handle(bad(), counts)
-    assert counts["chats"]["skipped"] == Tally(0, 0)
+    assert counts["chats"]["skipped"] == RowTally(0, 0)
 
 
 def test_skipped_samples_are_counted_and_named_in_the_quarantine(tmp_path):
@@ -40,8 +40,8 @@ def test_skipped_samples_are_counted_and_named_in_the_quarantine(tmp_path):
         {"source": "chats", "file": "chats.jsonl", "row": 7, "place": "line 8", "reason": "naïve\nwords"},
         {"source": "books", "file": "chats.jsonl", "row": 0, "place": "line 1", "reason": "it is empty. Fill it."},
     ]
-    assert (counts["chats"]["skipped"], counts["books"]["skipped"]) == (Tally(1, 5), Tally(1, 0))
-    assert counts.total("skipped") == Tally(2, 5)
+    assert (counts["chats"]["skipped"], counts["books"]["skipped"]) == (RowTally(1, 5), RowTally(1, 0))
+    assert counts.total("skipped") == RowTally(2, 5)
 
 
 def test_one_more_than_the_limit_stops():

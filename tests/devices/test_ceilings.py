@@ -8,11 +8,11 @@ import torch
 
 from headway.devices import copy_ceiling, matmul_ceiling, measure
 from headway.devices.ceilings import cache_folder, environment
-from headway.devices.measure import Budget, Measurement, sweep_copy, sweep_matmul
+from headway.devices.measure import Measurement, TimeBudget, sweep_copy, sweep_matmul
 from headway.errors import UnknownDeviceError
 
 CPU = torch.device("cpu")
-SHORT = Budget(shape_s=0.0, total_s=60.0, min_repeats=4)
+SHORT = TimeBudget(shape_s=0.0, total_s=60.0, min_repeats=4)
 
 
 @pytest.fixture(autouse=True)

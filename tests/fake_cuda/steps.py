@@ -26,16 +26,16 @@ from fake_cuda.device import pretend_cuda
 from fake_cuda.watch import Wait, Watch
 from headway.count import CostModel
 from headway.count.models import shipped_name
-from headway.count.tracing.build import preset_config
 from headway.data import EncodedSample, Origin
 from headway.data.collate import Batch, Collator
-from headway.data.plan import Budget, Items, Order, Plan
-from headway.data.vision import vision_geometry
-from headway.demo.reader import write_reader
 from headway.models.load import load_model, rope_index
 from headway.models.parallel.clip import clip_
 from headway.models.router import RouterLoad
-from headway.plan.mixes import MIXES
+from headway.models.vision import vision_geometry
+from headway.packing import Budget, Items, Order, Plan
+from headway.packing.length_mixes import MIXES
+from headway.synthetic.reader import write_reader
+from headway.tracing.build import preset_config
 from headway.train.build import Trained, build_trained
 from headway.train.config import TrainConfig, load_config
 from headway.train.device import choose_precision

@@ -6,10 +6,10 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headway import Workload, trace
-from headway.count.tracing.build import model_class
 from headway.devices import Peak
 from headway.integrations import AccelerateMeter
-from tiny_models import tiny_config
+from headway.tracing.build import model_class
+from helpers.tiny_models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 

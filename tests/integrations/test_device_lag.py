@@ -2,9 +2,9 @@
 
 import pytest
 
-from headway.integrations import track
-from headway.integrations.gpu_spec import GPUSpec
-from lagging_loops import (
+from headway.compat.mfu_tracker import track
+from headway.compat.mfu_tracker.gpu_spec import GPUSpec
+from helpers.lagging_loops import (
     LOGGING_S,
     SAVING_S,
     STEPS,
@@ -16,8 +16,8 @@ from lagging_loops import (
     track_a_meter,
     work_of_a_step,
 )
-from one_step import collate, tiny
-from pretended import DEVICE_S, HOST_S, Device, HostMark, measured
+from helpers.one_step import collate, tiny
+from helpers.pretended import DEVICE_S, HOST_S, Device, HostMark, measured
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerator"),

@@ -8,14 +8,14 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from headway import Workload, trace
-from headway.count.tracing.build import model_class
 from headway.devices import Peak
 from headway.errors import UsageError
 from headway.integrations import HeadwayCallback
 from headway.meter import Goodput
-from one_linear import Clock
-from tiny_models import tiny_config
-from tracker_files import leave_settings_out, read_events, read_mlflow, wandb_history
+from headway.tracing.build import model_class
+from helpers.one_linear import Clock
+from helpers.tiny_models import tiny_config
+from helpers.tracker_files import leave_settings_out, read_events, read_mlflow, wandb_history
 
 LENGTHS = [5, 9] * 16
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")

@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from headway import Workload, trace
-from headway.count.tracing.build import model_class
 from headway.devices import Peak
 from headway.errors import UsageError
 from headway.integrations import HeadwayMonitor
-from tiny_models import tiny_config
+from headway.tracing.build import model_class
+from helpers.tiny_models import tiny_config
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers:UserWarning",

@@ -18,12 +18,12 @@ import torch
 
 from headway import Workload, load_cost_model
 from headway.count import CostModel, storage
-from headway.count.cost_model import Gradient, Parameter, Row
+from headway.count.rows import Gradient, Parameter, Row
 from headway.devices import Peak
 from headway.errors import UsageError, WorkloadError
 from headway.integrations import FlopsAccumulator
 from headway.meter import Meter
-from one_linear import Clock
+from helpers.one_linear import Clock
 
 PEAK = Peak("test device", 1e30, "fp32", "made up for a test")
 # FLOPs of forward and both gradients: 18 per token, 12 per causal pair, 30 per patch, 6 per pair of patches of a frame

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
+from headway.log.jsonl import read_jsonl
 from headway.meter import Meter
-from headway.meter.jsonl import read_jsonl
 from headway.meter.window import SCHEMA_VERSION
-from lagging_loops import COST_MODEL, hugging_face, in_accelerate, in_lightning, in_megatron, track_a_meter
-from one_step import PEAK, ROWS, loader, tiny
-from pretended import Device
+from helpers.lagging_loops import COST_MODEL, hugging_face, in_accelerate, in_lightning, in_megatron, track_a_meter
+from helpers.one_step import PEAK, ROWS, loader, tiny
+from helpers.pretended import Device
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerator"),
@@ -56,9 +56,9 @@ def test_every_integration_writes_the_record_of_a_plain_loop(tmp_path, loop, pla
 
 
 def test_the_engine_writes_the_same_record_and_its_own_numbers(tmp_path, plain_names):
-    from engine_runs import configuration, write_model
     from headway.train.config import parse_config
     from headway.train.loop import train
+    from helpers.engine_runs import configuration, write_model
 
     turns = [{"role": "user", "content": "Which picture is it?"}, {"role": "assistant", "content": "It is the one."}]
     (tmp_path / "text.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 16))

@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from headway import Workload, trace
-from one_step import LENGTHS, tiny
+from helpers.one_step import LENGTHS, tiny
+from helpers.processes import HELPERS, PYTHONPATH
 
-SCRIPT = Path(__file__).parents[1] / "metered_ranks.py"
-SOURCE = Path(__file__).parents[2] / "src"
+SCRIPT = HELPERS / "metered_ranks.py"
 WAYS = ["ddp", "fsdp2", "accelerate", "transformers_trainer", "lightning_trainer"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def measured(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "windows.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         [*command, str(SCRIPT), str(path)], check=False, env=environment, capture_output=True, text=True, timeout=300
     )

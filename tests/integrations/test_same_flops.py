@@ -11,11 +11,11 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-import checkpointing
 from headway import Workload, trace
 from headway.integrations import FlopsAccumulator, HeadwayCallback, HeadwayMonitor
 from headway.meter import Meter
-from one_step import (
+from helpers import checkpointing
+from helpers.one_step import (
     LENGTHS,
     PEAK,
     ROWS,
@@ -26,7 +26,7 @@ from one_step import (
     tiny,
     trainer_arguments,
 )
-from tiny_tokenizer import tiny_tokenizer
+from helpers.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerator"),

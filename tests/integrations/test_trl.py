@@ -6,13 +6,13 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-import checkpointing
 from headway import Workload, trace
-from headway.count.tracing.build import model_class
 from headway.devices import Peak
 from headway.integrations import HeadwayCallback
-from tiny_models import tiny_config
-from tiny_tokenizer import tiny_tokenizer
+from headway.tracing.build import model_class
+from helpers import checkpointing
+from helpers.tiny_models import tiny_config
+from helpers.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.slow,

@@ -178,7 +178,7 @@ def pretend(settings):
 
     from headway.devices import Peak
     from headway.integrations import with_headway
-    from pretended import DEVICE_S, HOST_S, HostMark, measured
+    from helpers.pretended import DEVICE_S, HOST_S, HostMark, measured
 
     def run(device, **options):
         windows = []

@@ -6,7 +6,7 @@ import torch
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
 
 from headway.count import CostModel, Workload
-from headway.count.cost_model import Row
+from headway.count.rows import Row
 from headway.errors import WorkloadError
 from headway.meter import workload_of
 

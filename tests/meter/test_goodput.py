@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError, LogError, UsageError
+from headway.log.jsonl import LineFile, read_jsonl
 from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import BUCKETS, account, read_goodput
-from headway.meter.jsonl import LineFile, read_jsonl
 
 PROCESS = Path(__file__).parent / "goodput_process.py"
 NEVER_S = 1e6  # a heartbeat that a test does not wait for

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.count import CostModel, Workload, trace
-from headway.count.tracing.build import model_class
+from headway.count import CostModel, Workload
 from headway.devices import Peak
 from headway.errors import UsageError
+from headway.log.jsonl import read_jsonl
 from headway.meter import Goodput, Meter
-from headway.meter.jsonl import read_jsonl
-from headway.meter.moved import traffic_of
-from one_linear import COST_MODEL, Clock
-from tiny_models import tiny_config
+from headway.meter.model_traffic import traffic_of
+from headway.tracing import trace
+from headway.tracing.build import model_class
+from helpers.one_linear import COST_MODEL, Clock
+from helpers.tiny_models import tiny_config
 
 # one linear layer of 3 x 5: 30 FLOPs per token and phase, the forward run again under checkpointing
 PER_TOKEN = 90
@@ -247,8 +248,8 @@ import torch.distributed as dist
 from headway.count import Workload, storage
 from headway.devices import Peak
 from headway.meter import Goodput, Meter
-from headway.meter.jsonl import read_jsonl
-from headway.meter.moved import traffic_of
+from headway.log.jsonl import read_jsonl
+from headway.meter.model_traffic import traffic_of
 
 rank, port, path, fate, num_steps, log_every = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), int(sys.argv[6])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)

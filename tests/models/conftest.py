@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from transformers import PreTrainedConfig
 
-import tiny_models
 from headway.data import Chat, read_samples
-from headway.demo.processor import write_processor
 from headway.models import load_processor
 from headway.models.load import Processor
+from headway.synthetic.processor import write_processor
+from helpers import tiny_models
 
 
 @pytest.fixture(autouse=True)

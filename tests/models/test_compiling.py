@@ -8,13 +8,13 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-import tiny_models
 from headway.errors import TrainingError
 from headway.models.attention import use_attention
 from headway.models.compiling import CompileWatch, WarmUp, compile_blocks
 from headway.models.recompute import recompute_blocks
-from kept_attention import attention_calls
-from processes import run_processes
+from helpers import tiny_models
+from helpers.kept_attention import attention_calls
+from helpers.processes import run_processes
 
 PACKS = ([31], [20, 13, 7], [5, 5], [2, 40, 3, 9, 16])
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 import transformers
 
-from headway.count import trace
 from headway.errors import ConfigError
 from headway.models.float8 import check_float8, use_float8
 from headway.models.head import loss_head
 from headway.models.load import load_model
+from headway.tracing import trace
 from headway.train.config import RunConfig
 from headway.train.device import choose_precision
-from tiny_models import tiny_config
+from helpers.tiny_models import tiny_config
 
 
 def build(family, **sizes):

@@ -20,7 +20,7 @@ from headway.models.head import loss_head
 from headway.models.kernels import gated_mlps, rms_norms, rotary_functions, use_kernels
 from headway.models.segments import segment_attention
 from headway.models.varlen import varlen_attention
-from tiny_models import tiny_config
+from helpers.tiny_models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

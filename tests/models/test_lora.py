@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from headway.count import Workload, trace
+from headway.count import Workload
 from headway.errors import ConfigError
 from headway.models.load import load_model
 from headway.models.lora import (
@@ -16,7 +16,8 @@ from headway.models.lora import (
     merged,
     without_adapters,
 )
-from tiny_models import VISION_FAMILIES, tiny_config
+from headway.tracing import trace
+from helpers.tiny_models import VISION_FAMILIES, tiny_config
 
 # peft asks transformers for a name that is going away
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -5,8 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-import tiny_models
-from headway.count import Workload, trace
+from headway.count import Workload
 from headway.count.recompute import as_choice
 from headway.errors import ConfigError
 from headway.models.attention import use_attention
@@ -14,7 +13,9 @@ from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but_attention, recompute_blocks
 from headway.models.varlen import varlen_attention
-from kept_attention import attention_calls
+from headway.tracing import trace
+from helpers import tiny_models
+from helpers.kept_attention import attention_calls
 
 
 def model_of(family, **changes):

@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from headway.models import load_model
 from headway.models.widths import align_widths
-from tiny_models import tiny_config
+from helpers.tiny_models import tiny_config
 
 
 def model_of(family, width):

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headway.count import Workload, load_cost_model, trace
-from headway.count.saved import shipped_activations
-from headway.count.tracing.build import model_class
-from headway.count.tracing.saved_blocks import saved_by_block
+from headway.count import Workload, load_cost_model
+from headway.count.activations import shipped_activations
 from headway.plan.memory import Sharing, State, plan_memory
+from headway.tracing import trace
+from headway.tracing.block_activations import saved_by_block
+from headway.tracing.build import model_class
 from headway.train.config.optim import OptimConfig
 from headway.train.optim import make_optimizer
-from processes import run_processes
-from tiny_models import tiny_config
+from helpers.processes import run_processes
+from helpers.tiny_models import tiny_config
 
 PARAMS = 7_615_616_512  # of Qwen2.5-7B, as published
 H, V, LAYERS = 3584, 152_064, 28
@@ -175,10 +176,10 @@ _SHARE = """
 import json, sys, torch
 from torch.distributed.tensor import DTensor
 from headway.models.load import load_model
-from headway.plan.mesh_shape import MeshShape
+from headway.plan.mesh import MeshShape
 from headway.models.parallel import build_mesh, shard_model
 from headway.train.ranks import join_ranks
-from tiny_models import tiny_config
+from helpers.tiny_models import tiny_config
 join_ranks(torch.device("cpu"))
 config = tiny_config("qwen3")
 model = load_model(config, device="meta", random_init=True)

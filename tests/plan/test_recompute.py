@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway import Workload, load_cost_model
-from headway.count.saved import SavedActivations, SavedBlock
+from headway.count.activations import SavedActivations, SavedBlock
 from headway.errors import PlanError
 from headway.plan.recompute import BlockBytes, block_bytes, least_recomputed, most_kept
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import yaml
 
-from headway.demo.digits import write_digits
-from headway.demo.reader import write_reader
+from headway.synthetic.digits import write_digits
+from headway.synthetic.reader import write_reader
 from headway.train.config import parse_config
 
 

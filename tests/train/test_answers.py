@@ -10,17 +10,17 @@ import yaml
 
 from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
-from headway.data.plan.budget import Budget
 from headway.errors import ConfigError
 from headway.models.head import loss_head
 from headway.models.load import load_model, load_processor, rope_index
+from headway.packing.budget import Budget
 from headway.train.answers import Questions
 from headway.train.config import parse_config
 from headway.train.evaluate import EvalSet
 from headway.train.loop import train
 from headway.train.ranks import Ranks
-from processes import TRAIN, run_processes
-from run_records import read_metrics
+from helpers.processes import TRAIN, run_processes
+from helpers.run_records import read_metrics
 
 CPU, BUDGET, ALONE = torch.device("cpu"), Budget(160, None), Ranks(0, 1)
 

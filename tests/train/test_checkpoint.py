@@ -26,7 +26,7 @@ from headway.train.checkpoint import (
     training_tensors,
 )
 from headway.train.ranks import Ranks
-from refusing_disk import a_full_disk
+from helpers.refusing_disk import a_full_disk
 
 ALONE = Ranks(0, 1)
 

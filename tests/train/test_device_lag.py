@@ -14,7 +14,7 @@ from headway.train.config import parse_config
 from headway.train.evaluate import EvalSet
 from headway.train.loop import train
 from headway.train.optim import Optimizer
-from pretended import Device, HostMark, check_time
+from helpers.pretended import Device, HostMark, check_time
 
 HOST_S, DEVICE_S, EVALUATION_S, SAVING_S = 0.010, 0.050, 0.4, 0.2
 

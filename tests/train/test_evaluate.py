@@ -5,7 +5,7 @@ from headway.data import Budget, Encoder, read_samples
 from headway.errors import DataError
 from headway.models.head import loss_head
 from headway.models.load import load_model, load_processor, rope_index
-from headway.models.patch_layout import normalised
+from headway.models.pixel_patches import normalised
 from headway.train.config import parse_config
 from headway.train.evaluate import EvalSet
 from headway.train.loop import train

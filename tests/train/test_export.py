@@ -14,7 +14,7 @@ from headway.models.lora import add_adapters, initialise_adapters, write_adapter
 from headway.train.checkpoint import CheckpointSaver, Contents, random_state, training_tensors
 from headway.train.checkpoint.export import export, find_checkpoint_in
 from headway.train.ranks import Ranks
-from tiny_models import FAMILIES, tiny_config
+from helpers.tiny_models import FAMILIES, tiny_config
 
 
 def saved(root, model, average=None):

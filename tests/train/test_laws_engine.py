@@ -6,18 +6,17 @@ row of `CASES`.
 """
 
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
-from engine_runs import IS_LONG, STEPS, configuration, write_data, write_model
-from processes import run_processes
-from run_records import read_metrics
-from tiny_models import VISION_FAMILIES
+from helpers.engine_runs import IS_LONG, STEPS, configuration, write_data, write_model
+from helpers.processes import HELPERS, run_processes
+from helpers.run_records import read_metrics
+from helpers.tiny_models import VISION_FAMILIES
 
-RUNS = Path(__file__).parents[1] / "engine_runs.py"
+RUNS = HELPERS / "engine_runs.py"
 FAMILIES = ("qwen3", "qwen3_vl", "qwen3_vl_moe")
 SEEING, MIXTURES = FAMILIES[1:2], FAMILIES[2:]
 

@@ -11,13 +11,13 @@ import pytest
 import webdataset
 from PIL import Image
 
-from headway.demo.digits import write_digits
-from headway.demo.reader import write_reader
 from headway.errors import TrainingError
+from headway.synthetic.digits import write_digits
+from headway.synthetic.reader import write_reader
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import parse_config
 from headway.train.loop import train
-from run_records import read_metrics
+from helpers.run_records import read_metrics
 
 NAMES = ("lines", "table", "shards", "saved")
 ROWS = 600  # of each source

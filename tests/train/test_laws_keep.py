@@ -21,8 +21,8 @@ from headway.train.checkpoint import find_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
 from headway.train.ranks import Ranks
-from processes import ROOT, TRAIN, run_processes, start_processes
-from run_records import read_metrics
+from helpers.processes import ROOT, TRAIN, run_processes, start_processes
+from helpers.run_records import read_metrics
 
 STEPS, PACKS = 15, 4
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

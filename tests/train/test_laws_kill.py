@@ -18,8 +18,8 @@ from headway.train.check import check_run
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
-from processes import TRAIN, run_processes, start_processes
-from run_records import read_metrics
+from helpers.processes import TRAIN, run_processes, start_processes
+from helpers.run_records import read_metrics
 
 STEPS = 24
 STREAM = {"lanes": 4, "shuffle": 16, "open_packs": 3}

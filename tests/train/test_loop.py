@@ -7,17 +7,17 @@ import signal
 import pytest
 import torch
 
-from headway.count import trace
 from headway.data import Encoder, read_samples
 from headway.errors import CheckpointError, ConfigError, DataError, TrainingError
 from headway.models.load import load_model, load_processor, rope_index
-from headway.models.patch_layout import normalised
+from headway.models.pixel_patches import normalised
+from headway.tracing import trace
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import parse_config
 from headway.train.data import open_feed
 from headway.train.loop import train
 from headway.train.ranks import Ranks
-from run_records import read_metrics
+from helpers.run_records import read_metrics
 
 
 def steps_of(config):

@@ -16,8 +16,8 @@ from headway.errors import ConfigError
 from headway.models.load import load_model
 from headway.train.config import load_config, parse_config
 from headway.train.loop import train
-from processes import TRAIN, run_processes
-from run_records import read_metrics
+from helpers.processes import TRAIN, run_processes
+from helpers.run_records import read_metrics
 
 
 @pytest.fixture

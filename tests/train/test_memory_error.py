@@ -18,8 +18,8 @@ from headway.train.config import parse_config
 from headway.train.config.optim import EmaConfig
 from headway.train.memory_error import Explanation, asked_bytes, held_bytes, possible_savings
 from headway.train.optim import WeightAverage
-from headway.train.watch import Place
-from tiny_models import tiny_config
+from headway.train.watch import LoopPhase
+from helpers.tiny_models import tiny_config
 
 SOURCE = Path(__file__).parents[2] / "src"
 OUT_OF_MEMORY = """
@@ -100,7 +100,7 @@ def test_each_part_is_what_its_tensors_take(run):
 
 def test_estimates_follow_from_what_is_held(run, raw):
     raw["optim"]["ema"] = {"decay": 0.5}
-    place = Place(3)
+    place = LoopPhase(3)
     place.at("forward", batch=SimpleNamespace(workload=Workload([60, 40])))
     held = {"weights": 100, "gradients": 100, "optimizer": 200, "average": 100}
     savings = dict(possible_savings(held, 1_000_000, run, parse_config(raw), place))
@@ -128,7 +128,7 @@ def on_cuda(run, raw, monkeypatch):
         monkeypatch.setattr(memory_error, "used_bytes", lambda _: 2**30)
         total = SimpleNamespace(total_memory=total_bytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
-        place = Place(3)
+        place = LoopPhase(3)
         place.at("forward", batch=SimpleNamespace(workload=Workload([50_652], images=[(1, 336, 378)])))
         return Explanation(run, config, place)(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
 
@@ -167,7 +167,7 @@ def test_what_was_asked_for_is_read_from_the_error(text, expected):
 def test_only_settings_that_are_not_yet_made_are_named(run, raw):
     raw["speed"] = {"recompute": "full", "loss_chunk": None}
     raw["optim"]["state"] = "8bit"
-    place = Place(3)
+    place = LoopPhase(3)
     place.at("forward", batch=SimpleNamespace(workload=Workload([3000, 48])))
     held = {"weights": 100, "gradients": 100, "optimizer": 200, "average": 0}
     savings = dict(possible_savings(held, 1_000_000, run, parse_config(raw), place))

@@ -16,7 +16,7 @@ from headway.train.config import OptimConfig, parse_config
 from headway.train.config.optim import MuonConfig
 from headway.train.nonfinite import take_step
 from headway.train.optim import Optimizer
-from run_records import read_metrics
+from helpers.run_records import read_metrics
 
 
 def optimizer_of(model, rule, held):

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from headway.errors import ConfigError
 from headway.train.config import parse_config
 from headway.train.loop import train
-from run_records import read_metrics
+from helpers.run_records import read_metrics
 
 
 def test_a_profile_holds_the_steps_that_were_asked_for(raw):

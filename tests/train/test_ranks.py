@@ -12,8 +12,8 @@ from headway.train.config import ParallelConfig, load_config, parse_config
 from headway.train.loop import train
 from headway.train.prepare import make_mesh
 from headway.train.ranks import Ranks, agree_on_meeting
-from processes import TRAIN, run_processes
-from run_records import read_metrics
+from helpers.processes import TRAIN, run_processes
+from helpers.run_records import read_metrics
 
 
 def test_one_process_sums_to_itself():

@@ -11,13 +11,13 @@ from headway.models.recompute import checkpointed_but_attention, is_recomputed
 from headway.train.config import parse_config
 from headway.train.prepare import prepare
 from headway.train.run_folder import RunFolder
-from headway.train.watch import Place
+from headway.train.watch import LoopPhase
 
 
 def prepared(raw, recompute):
     config = parse_config({**raw, "speed": {"recompute": recompute}})
     with RunFolder(config.run.folder) as folder:
-        return prepare(config, resume=False, place=Place(), folder=folder)
+        return prepare(config, resume=False, place=LoopPhase(), folder=folder)
 
 
 def with_folder(raw, name):

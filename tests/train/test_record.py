@@ -7,8 +7,8 @@ from headway.errors import TrainingError
 from headway.train.progress import evaluation_line, step_line
 from headway.train.record import MetricsLog, write_json, write_whole
 from headway.train.recorder import HostCopy
-from refusing_disk import a_full_disk
-from run_records import read_metrics
+from helpers.refusing_disk import a_full_disk
+from helpers.run_records import read_metrics
 
 
 def lines(*steps):

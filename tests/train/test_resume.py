@@ -11,8 +11,8 @@ from headway.meter.goodput_report import read_goodput
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
-from processes import start_processes
-from run_records import read_metrics
+from helpers.processes import start_processes
+from helpers.run_records import read_metrics
 
 STEPS = 60
 # What a resumed run must repeat exactly; times and rates differ from run to run.

@@ -6,8 +6,8 @@ from headway.train.config import parse_config
 from headway.train.loop import train
 from headway.train.prepare import prepare
 from headway.train.run_folder import RunFolder
-from headway.train.watch import Place
-from run_records import read_metrics
+from headway.train.watch import LoopPhase
+from helpers.run_records import read_metrics
 
 
 def test_a_step_records_how_its_slots_were_routed(raw, mixture, tmp_path):
@@ -19,7 +19,7 @@ def test_a_step_records_how_its_slots_were_routed(raw, mixture, tmp_path):
     raw["run"]["folder"] = str(tmp_path / "again")
     config = parse_config(raw)
     with RunFolder(config.run.folder) as folder:
-        run = prepare(config, resume=False, place=Place(), folder=folder)
+        run = prepare(config, resume=False, place=LoopPhase(), folder=folder)
     loads = torch.zeros(2, 8)
 
     def count(layer):

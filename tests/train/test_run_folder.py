@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError
-from headway.meter.jsonl import LineFile
+from headway.log.jsonl import LineFile
 from headway.train import loop
 from headway.train.record import METRICS
 from headway.train.run_folder import RunFolder
-from refusing_disk import a_full_disk
+from helpers.refusing_disk import a_full_disk
 
 
 def begin(config):

@@ -11,7 +11,7 @@ from headway.train import device as train_device
 from headway.train import speed as train_speed
 from headway.train.config.speed import SpeedConfig
 from headway.train.speed import compiles, put_in_kernels
-from tiny_models import tiny_config
+from helpers.tiny_models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

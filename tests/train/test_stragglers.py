@@ -6,9 +6,9 @@ from statistics import median
 import pytest
 import yaml
 
-from engine_runs import configuration, write_model
-from processes import ROOT, run_processes
-from run_records import read_metrics
+from helpers.engine_runs import configuration, write_model
+from helpers.processes import HELPERS, run_processes
+from helpers.run_records import read_metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS = 8
@@ -38,7 +38,7 @@ def train(text, folder, parallel, *seconds):
     }
     raw = configuration(*text, folder / "run", processes=2, overrides=overrides)
     (folder / "config.yaml").write_text(yaml.safe_dump(raw))
-    script = ROOT / "tests/uneven_ranks.py"
+    script = HELPERS / "uneven_ranks.py"
     first, _ = run_processes(["python", script, folder / "config.yaml", folder, *seconds], 2)
     walls = [json.loads((folder / f"walls-{rank}.json").read_text()) for rank in range(2)]
     records = [one for one in read_metrics(folder / "run/metrics.jsonl") if one["kind"] == "step"]

@@ -10,13 +10,13 @@ import pytest
 
 from headway.errors import RankLostError, TrainingError
 from headway.train import watch
-from headway.train.watch import Place, Watchdog, told
+from headway.train.watch import LoopPhase, Watchdog, told
 
 
 def hang(tmp_path, monkeypatch, path):
     """Let a watchdog find that nothing moves; the exit code that it ends the process with."""
     ended = threading.Event()
-    codes, place = [], Place()
+    codes, place = [], LoopPhase()
 
     def end(code):
         codes.append(code)
@@ -68,7 +68,7 @@ def test_time_in_which_the_process_was_suspended_is_not_counted(tmp_path, monkey
     real = time.monotonic
     monkeypatch.setattr(watch.time, "monotonic", lambda: real() + leap[0])
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
-    place = Place()
+    place = LoopPhase()
     looks = []
     dog = Watchdog(place, 3600.0, tmp_path / "hung.txt", rank=0)
     wait = dog._over.wait
@@ -86,7 +86,7 @@ def test_time_in_which_the_process_was_suspended_is_not_counted(tmp_path, monkey
 
 def test_what_may_take_long_is_not_watched(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
-    place = Place()
+    place = LoopPhase()
     place.at("reading and measuring the data", watched=False)
     dog = Watchdog(place, 0.001, tmp_path / "hung.txt", rank=0)
     looks = []
@@ -97,7 +97,7 @@ def test_what_may_take_long_is_not_watched(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_told_with_file_and_place():
-    place = Place()
+    place = LoopPhase()
     place.at("opening the run folder", step=4)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a/run.json")
     with (
@@ -108,7 +108,7 @@ def test_a_full_disk_is_told_with_file_and_place():
 
 
 def test_a_lost_connection_is_not_taken_for_a_disk():
-    with pytest.raises(RankLostError), told(Place(), str):
+    with pytest.raises(RankLostError), told(LoopPhase(), str):
         raise RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1")
-    with pytest.raises(ConnectionResetError), told(Place(), str):
+    with pytest.raises(ConnectionResetError), told(LoopPhase(), str):
         raise ConnectionResetError(errno.ECONNRESET, "reset")

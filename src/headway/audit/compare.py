@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.count.conventions import PARTS, conventions, get_convention, tool_peak
+from headway.conventions import PARTS, conventions, get_convention, tool_peak
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headway.count.conventions import Architecture, Bill, Convention, Step
+    from headway.conventions import Architecture, Bill, Convention, Step
     from headway.devices import Peak
 
 _NOTED = 0.0005  # differences below this share of the useful FLOPs are left out of the explanation

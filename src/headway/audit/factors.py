@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.count.conventions import PARTS, get_convention
+from headway.conventions import PARTS, get_convention
 from headway.count.masks import full_pairs
 
 if TYPE_CHECKING:
-    from headway.count.conventions import Architecture, Convention, Step
+    from headway.conventions import Architecture, Convention, Step
 
 _PARTS_IN_ORDER = (
     ("causal", "attention"),

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     from headway.audit.factors import Factor
     from headway.audit.identify import Identified
-    from headway.audit.restate import RestatedRow
-    from headway.audit.rows import Log
+    from headway.audit.rows import Log, RestatedRow
     from headway.devices import Peak
 
 _AGREEMENT = 0.005  # factors must multiply to the reported over the useful MFU this closely

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.audit.intervals import Interval, common, hull
-from headway.count.conventions import conventions, get_convention
-from headway.count.conventions.tool_peaks import plausible_peaks
+from headway.conventions import conventions, get_convention
+from headway.conventions.tool_peaks import plausible_peaks
 from headway.errors import LogError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from headway.audit.rows import Log
-    from headway.count.conventions import Architecture, Convention, Step
+    from headway.conventions import Architecture, Convention, Step
 
 _SAME = 1e-9  # rules whose numbers agree to this share are one rule on this model
 _SLACK = 1e-9  # for the arithmetic of floats

@@ -12,34 +12,17 @@ from headway.audit import findings
 from headway.audit.factors import Factor, factors
 from headway.audit.identify import Fit, Identified, identify
 from headway.audit.intervals import Interval
-from headway.audit.rows import Log, LogRow, per_device
-from headway.count.conventions import get_convention
+from headway.audit.rows import Log, LogRow, RestatedRow, per_device
+from headway.conventions import get_convention
 from headway.errors import LogError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headway.count.conventions import Architecture, Step
+    from headway.conventions import Architecture, Step
     from headway.devices import Peak
 
 _SAME_PEAK = 1e-9  # peaks that agree to this share are one
-
-
-@dataclass(frozen=True, slots=True)
-class RestatedRow:
-    """One row of a log in `useful`.
-
-    Attributes:
-        row: what it reports, of one device.
-        flops_per_token: useful FLOPs per token position that the log counts.
-        mfu: useful MFU, a fraction; None without a peak.
-        seconds: time that it stands for [s], or any measure proportional to it; 0 where the log has none.
-    """
-
-    row: LogRow
-    flops_per_token: float
-    mfu: float | None
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,3 +93,20 @@ def per_device(log: Log, num_ranks: int) -> Log:
 def near(value: float, share: float) -> Printed:
     """A number that was printed with more digits than matter."""
     return Printed(value, Interval(value, value).widened(share))
+
+
+@dataclass(frozen=True, slots=True)
+class RestatedRow:
+    """One row of a log in `useful`.
+
+    Attributes:
+        row: what it reports, of one device.
+        flops_per_token: useful FLOPs per token position that the log counts.
+        mfu: useful MFU, a fraction; None without a peak.
+        seconds: time that it stands for [s], or any measure proportional to it; 0 where the log has none.
+    """
+
+    row: LogRow
+    flops_per_token: float
+    mfu: float | None
+    seconds: float

@@ -11,8 +11,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-import headway
-import headway.quiet
 from headway.cli import (
     audit,
     ceiling,
@@ -32,6 +30,7 @@ from headway.cli import (
     verify,
 )
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
+from headway.version import __version__
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
 _ERROR_WIDTH = 120
@@ -65,7 +64,7 @@ app.command("demo", short_help="Train a small model to read handwritten digits."
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"headway {headway.__version__}")
+        print(f"headway {__version__}")
         raise typer.Exit
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from headway.audit import Audit
     from headway.audit.intervals import Interval, Printed
-    from headway.audit.restate import RestatedRow
+    from headway.audit.rows import RestatedRow
+    from headway.conventions import Step
     from headway.count import CostModel
-    from headway.count.conventions import Step
 
 SCHEMA_VERSION = 1
 _WIDTH = 120
@@ -153,8 +153,8 @@ def _steps(
     Raises:
         UsageError: a sample is longer than a row, or slots that cannot hold the tokens.
     """
+    from headway.conventions import Step
     from headway.count import Workload
-    from headway.count.conventions import Step
 
     given = parse_segments(segments) if segments is not None else None
     image_grids = parse_grids("--images", images) if images is not None else []

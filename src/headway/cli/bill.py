@@ -9,8 +9,8 @@ from headway.errors import UnknownConventionError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
+    from headway.conventions import Architecture, Convention, Step
     from headway.count import CostModel, Workload
-    from headway.count.conventions import Architecture, Convention, Step
 
 SCHEMA_VERSION = 1
 

@@ -25,7 +25,7 @@ from headway.report import (
 
 if TYPE_CHECKING:
     from headway.audit import Compared
-    from headway.count.conventions import Step
+    from headway.conventions import Step
     from headway.devices import Peak
 
 SCHEMA_VERSION = 1
@@ -58,7 +58,7 @@ def compare(
     Example: headway compare qwen3-vl-8b --segments 4096*3,512 --images 1x32x48*2 --device H100 --step-time 1.9
     """
     from headway.audit import compare as compare_step
-    from headway.count.conventions import Step
+    from headway.conventions import Step
     from headway.devices import named_peak
 
     if device is None or step_time is None:

@@ -46,12 +46,12 @@ def demo(
         quarter = max(1, steps // 4)
         overrides += [f"optim.steps={steps}", f"optim.warmup_steps={steps // 32}"]
         overrides += [f"eval.every={quarter}", f"checkpoint.every={quarter}"]
-    with as_file(files("headway.demo") / "digits.yaml") as recipe:
+    with as_file(files("headway.synthetic") / "digits.yaml") as recipe:
         config = load_config(recipe, (*overrides, *(settings or ())))
 
     with needs_extra("training"):
-        from headway.demo.digits import write_digits
-        from headway.demo.reader import write_reader
+        from headway.synthetic.digits import write_digits
+        from headway.synthetic.reader import write_reader
         from headway.train.loop import train
         from headway.train.run_folder import refuse_existing_run
 

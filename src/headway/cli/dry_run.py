@@ -18,7 +18,7 @@ from headway.report import (
 )
 
 if TYPE_CHECKING:
-    from headway.count.saved import SavedActivations
+    from headway.count.activations import SavedActivations
     from headway.train.config import TrainConfig
     from headway.train.dry_run import DryRun, Packs
 
@@ -49,7 +49,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     Raises:
         HeadwayError: an unknown model or device, a mesh that does not fit, or a setting that cannot take effect.
     """
-    from headway.count.saved import SavedByPrecision
+    from headway.count.activations import SavedByPrecision
     from headway.devices import named_device
     from headway.train.dry_run import dry_run
 
@@ -64,14 +64,14 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
 
 def _saved(name: str, precision: str) -> "SavedActivations":
     """What autograd saves of a model: as it ships, or traced."""
+    from headway.count.activations import shipped_activations
     from headway.count.models import shipped_name
-    from headway.count.saved import shipped_activations
 
     shipped = shipped_name(name)
     if shipped is not None:
         return shipped_activations(shipped, precision)
     with needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"):
-        from headway.count.tracing.saved_blocks import saved_of_config
+        from headway.tracing.block_activations import saved_of_config
 
         return saved_of_config(resolve_config(name), precision)
 

@@ -17,8 +17,8 @@ from headway.errors import UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
+    from headway.conventions import Convention
     from headway.count import CostModel, FlopCount, FlopRow, Workload
-    from headway.count.conventions import Convention
 
 SCHEMA_VERSION = 1
 
@@ -65,7 +65,7 @@ def flops(
 
     Example: headway flops qwen3-vl-8b --segments 4096*3,512 --images 1x32x48*2
     """
-    from headway.count.conventions import Step, get_convention
+    from headway.conventions import Step, get_convention
 
     rule = get_convention(convention)
     _check_options(rule, recompute, forward_only, by, seq_len)

@@ -13,7 +13,7 @@ from headway.errors import UsageError
 from headway.report import format_count, format_duration, format_flops, format_rate, format_share, render_pairs
 
 if TYPE_CHECKING:
-    from headway.plan import Plan
+    from headway.plan import Solution
 
 SCHEMA_VERSION = 1
 _SECONDS_PER_DAY = 86400
@@ -133,7 +133,7 @@ def _work(
     return found
 
 
-def _render(plan: "Plan") -> str:
+def _render(plan: "Solution") -> str:
     from headway.plan import QUANTITIES
 
     pairs = []

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headway.data.index import LengthIndex
-    from headway.data.plan import OverlongCounts, PlanReport
-    from headway.data.plan.items import Lengths
+    from headway.packing import OverlongCounts, PlanReport
+    from headway.packing.items import Lengths
 
 Name = TypeVar("Name", bound=str)
 
@@ -93,10 +93,10 @@ def pack(
 
     Example: headway pack --lengths lengths.csv --packing-length 51200 --ranks 32
     """
-    from headway.data.plan import STRATEGIES, Budget, Items, Order, Plan, measure
-    from headway.data.plan.items import OVERLONG
-    from headway.data.plan.lengths import read_lengths
-    from headway.data.plan.steps import BALANCE
+    from headway.packing import STRATEGIES, Budget, Items, Order, Plan, measure
+    from headway.packing.items import OVERLONG
+    from headway.packing.lengths import read_lengths
+    from headway.packing.steps import BALANCE
 
     if bool(data) == (lengths is not None):
         raise UsageError(

@@ -11,7 +11,7 @@ from headway.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headway.data.plan import Budget
+    from headway.packing import Budget
 
 FORMATS = (".png", ".svg")
 _BINS = 60

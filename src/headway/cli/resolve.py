@@ -8,8 +8,8 @@ from headway.cli.extras import needs_extra
 from headway.errors import UnknownModelError
 
 if TYPE_CHECKING:
+    from headway.conventions import Architecture
     from headway.count import CostModel
-    from headway.count.conventions import Architecture
 
 
 def resolve_cost_model(name: str) -> "CostModel":
@@ -32,7 +32,7 @@ def resolve_cost_model(name: str) -> "CostModel":
     if shipped is not None and (shipped == name.lower() or not Path(name).exists()):
         return load_cost_model(shipped)
     with needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"):
-        from headway.count import trace
+        from headway.tracing import trace
 
         return trace(resolve_config(name))
 
@@ -50,7 +50,7 @@ def resolve_architecture(name: str, cost_model: "CostModel") -> "Architecture":
     Raises:
         UnknownModelError: the configuration is no JSON object, or not that of a transformer.
     """
-    from headway.count.conventions import architecture
+    from headway.conventions import architecture
     from headway.count.models import presets
 
     if name.lower() in presets():
@@ -89,8 +89,8 @@ def resolve_config(name: str) -> Any:
             f"Hub id (OWNER/MODEL). {nearest(name)}"
         )
     with needs_extra(f"building the configuration of {name!r}"):
-        from headway.count.tracing.build import preset_config
         from headway.models.load import load_config
+        from headway.tracing.build import preset_config
 
         if name.lower() in presets():
             return preset_config(name.lower())

@@ -14,7 +14,7 @@ from headway.errors import HeadwayError, UsageError
 from headway.report import Column, format_count, render_pairs, render_table
 
 if TYPE_CHECKING:
-    from headway.count.tracing.verify import Line
+    from headway.tracing.verify import Line
 
 SCHEMA_VERSION = 1
 
@@ -50,10 +50,10 @@ def verify(
 def _run(name: str, layers: int, device: str) -> tuple[list["Line"], set[str], str]:
     import torch
 
-    from headway.count import trace
-    from headway.count.tracing.build import model_class, with_layers
-    from headway.count.tracing.inputs import Inputs
-    from headway.count.tracing.verify import verify as compare
+    from headway.tracing import trace
+    from headway.tracing.build import model_class, with_layers
+    from headway.tracing.inputs.model_inputs import Inputs
+    from headway.tracing.verify import verify as compare
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch sees no CUDA device here. Leave the option out to run on the CPU.")

@@ -14,8 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.count import drivers
+from headway.count.adapters import reaching, targets_of, with_adapters
 from headway.count.flop_count import FlopCount, FlopRow
 from headway.count.recompute import run_again
+from headway.count.rows import ParamCount, Parameter, Row
 from headway.errors import UsageError, WorkloadError
 
 if TYPE_CHECKING:
@@ -27,88 +29,6 @@ By = Literal["component", "module"]
 
 SINGLE_FRAMES = {"frames": "1"}
 """In the source of a ledger that was traced on single frames: of a clip it knows nothing."""
-ALWAYS = -1
-"""`Gradient.needs` of a gradient that flows on to an input of the model: it is computed whatever is trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter tensor of a model.
-
-    Attributes:
-        name: dotted name, as `named_parameters()` gives it.
-        numel: number of elements.
-        active: elements that one token's forward uses (top-k of the experts); `numel` where all are.
-        component: the component it belongs to, such as `vision.mlp`.
-        trainable: whether it gets a gradient.
-    """
-
-    name: str
-    numel: int
-    active: int
-    component: str
-    trainable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """One matrix product of the backward pass.
-
-    Attributes:
-        phase: `dgrad` for the gradient of an activation, `wgrad` for that of a weight.
-        flops: FLOPs per unit of the row's driver.
-        needs: bit i set when training parameter i makes autograd compute it; or `ALWAYS`.
-    """
-
-    phase: Literal["dgrad", "wgrad"]
-    flops: int
-    needs: int
-
-    def runs(self, trained: int) -> bool:
-        """Whether autograd computes it.
-
-        Args:
-            trained: bit i set when parameter i is trained.
-        """
-        return self.needs == ALWAYS or bool(self.needs & trained)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One operation of one module.
-
-    Attributes:
-        module: dotted path of the module that ran it.
-        op: `linear`, `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
-        component: such as `language.mlp`.
-        driver: what its cost is proportional to (see `headway.count.drivers`).
-        forward: FLOPs per unit of the driver.
-        gradients: the backward's products.
-        block: the checkpointable block that holds it, "" for none.
-        recomputed: whether checkpointing that block runs this forward again. Recomputation stops at the last tensor
-            that backward needs, so a block's closing projection usually is not.
-        features: (in, out) of a linear module, for LoRA; None for other operations.
-    """
-
-    module: str
-    op: str
-    component: str
-    driver: str
-    forward: int
-    gradients: tuple[Gradient, ...] = ()
-    block: str = ""
-    recomputed: bool = False
-    features: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ParamCount:
-    """Numbers of parameters: all, those one token uses, those trained."""
-
-    total: int
-    active: int
-    trainable: int
-
 
 _Coefficients = list[
     tuple[str, str, int, int, int, int]
@@ -348,12 +268,24 @@ class CostModel:
         Raises:
             WorkloadError: the cost model does not tell what one of them costs.
         """
-        from headway.count.adapters import reaching
-
         inputs = tuple(inputs)
         if inputs not in self._reaching:
-            self._reaching[inputs] = reaching(self, inputs)
+            traced = set(filter(None, self.source.get("input_gradients", "").split(", ")))
+            self._reaching[inputs] = self if traced.issuperset(inputs) else self._with_more(traced, inputs)
         return self._reaching[inputs]
+
+    def _with_more(self, traced: set[str], inputs: tuple[str, ...]) -> CostModel:
+        """Bill the gradients of more inputs than those it was traced with."""
+        embeddings = [i for i, p in enumerate(self.parameters) if p.name == self.source.get("embeddings")]
+        is_known = embeddings and "source" not in self.towers
+        if unknown := [name for name in inputs if name not in traced and not (name == "inputs_embeds" and is_known)]:
+            raise WorkloadError(
+                f"{', '.join(unknown)} requires a gradient, and what that costs is not known of {self.name}. Trace it "
+                "with such inputs: trace(model, inputs=...) with arguments that require a gradient; or detach() them "
+                "if nothing in front of the model is trained."
+            )
+        known = {"input_gradients": ", ".join(sorted({*traced, *inputs}))}
+        return replace(self, rows=reaching(self.rows, embeddings[0]), source=self.source | known)
 
     def lora(self, rank: int, targets: Sequence[str] | None = None) -> CostModel:
         """Return this model with low-rank adapters on its linear modules and everything else frozen.
@@ -371,9 +303,8 @@ class CostModel:
         """
         if rank < 1:
             raise UsageError(f"--lora {rank}: the rank must be at least 1.")
-        from headway.count.adapters import targets_of, with_adapters
-
-        return with_adapters(self, rank, targets_of(self, targets))
+        rows, parameters = with_adapters(self.rows, self.parameters, rank, targets_of(self.rows, targets, self.name))
+        return replace(self, rows=rows, parameters=parameters)
 
 
 def _times(table: _Coefficients, units: dict[str, int]) -> FlopCount:

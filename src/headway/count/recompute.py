@@ -30,7 +30,7 @@ from headway.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from headway.count.cost_model import Row
+    from headway.count.rows import Row
 
 _ATTENTION = "attention"
 _MAX_DIGITS = 9  # of a number of blocks

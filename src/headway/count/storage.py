@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from headway.count.cost_model import ALWAYS, CostModel, Gradient, Parameter, Row
+from headway.count.cost_model import CostModel
+from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.errors import CostModelError
 
 if TYPE_CHECKING:

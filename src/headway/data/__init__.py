@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headway.data.collate import Batch, Collator
     from headway.data.encode import EncodedSample, Encoder
-    from headway.data.plan import Budget, Size
     from headway.data.samples import (
         AudioPart,
         Chat,
@@ -22,13 +21,14 @@ if TYPE_CHECKING:
         Sample,
         TextPart,
         VideoPart,
-        read_samples,
     )
+    from headway.data.sources import read_samples
+    from headway.packing import Budget, Size
 
 _HOME = {
     "AudioPart": "headway.data.samples",
     "Batch": "headway.data.collate",
-    "Budget": "headway.data.plan",
+    "Budget": "headway.packing",
     "Chat": "headway.data.samples",
     "Collator": "headway.data.collate",
     "Document": "headway.data.samples",
@@ -39,10 +39,10 @@ _HOME = {
     "Message": "headway.data.samples",
     "Origin": "headway.data.samples",
     "Sample": "headway.data.samples",
-    "Size": "headway.data.plan",
+    "Size": "headway.packing",
     "TextPart": "headway.data.samples",
     "VideoPart": "headway.data.samples",
-    "read_samples": "headway.data.samples",
+    "read_samples": "headway.data.sources",
 }
 
 __all__ = [

@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from headway.count import Workload
 from headway.data.encoded import IGNORED, EncodedSample
 from headway.data.samples import Origin
-from headway.data.vision import VisionGeometry
 from headway.errors import ConfigError, DataError
-from headway.models.patch_layout import normalised
+from headway.models.pixel_patches import normalised
+from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders
 
 PADDING_TOKEN = 0  # any id but a placeholder's: nothing attends to it and nothing is learnt from it

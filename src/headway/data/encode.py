@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from headway.data.chat import ChatTemplate, Span
 from headway.data.encoded import IGNORED, EncodedSample
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
-from headway.data.media.lengths import Grid, Lengths
+from headway.data.media.lengths import Grid, SampleLengths
 from headway.data.media.opened import MediaReader, OpenedMedia
-from headway.data.media.placeholders import MAX_CHARACTERS, Tokeniser, Tokens
+from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.samples import Chat, Document, Sample
 from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
-from headway.models.patch_layout import Scale
+from headway.models.pixel_patches import Scale
 
 __all__ = ["IGNORED", "EncodedSample", "Encoder"]
 
@@ -36,7 +36,7 @@ _VERSION = 2  # of what encoding does with a sample; raised when the same settin
 class _Planned:
     """A sample whose media are open and whose tokens are known."""
 
-    tokens: Tokens
+    tokens: SampleTokens
     media: OpenedMedia
 
 
@@ -93,7 +93,7 @@ class Encoder:
         with self._planned(sample) as planned:
             return self._tensors(sample, planned)
 
-    def measure(self, sample: Sample) -> Lengths:
+    def measure(self, sample: Sample) -> SampleLengths:
         """The sizes of `encode(sample)`, from media headers, without decoding them.
 
         Raises:
@@ -102,7 +102,7 @@ class Encoder:
         with self._planned(sample) as planned:
             tokens = planned.tokens
             targets = np.flatnonzero(tokens.supervised_S[1:]) + 1
-            return Lengths(
+            return SampleLengths(
                 tokens=len(tokens.ids_S),
                 supervised=len(targets),
                 first_target=int(targets[0]),

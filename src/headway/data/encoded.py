@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from headway.data.media.lengths import Lengths
-from headway.data.plan.budget import Size
+from headway.data.media.lengths import SampleLengths
 from headway.data.samples import Origin
+from headway.packing.budget import Size
 
 IGNORED = -100  # the label that PyTorch's cross entropy leaves out
 
@@ -84,10 +84,10 @@ class EncodedSample:
         return sum(value.numel() * value.element_size() for value in held if isinstance(value, torch.Tensor))
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> SampleLengths:
         """The sizes that `Encoder.measure` gives of the same sample."""
         targets = (self.labels_S[1:] != IGNORED).nonzero()
-        return Lengths(
+        return SampleLengths(
             tokens=self.tokens,
             supervised=len(targets),
             first_target=int(targets[0]) + 1 if len(targets) else 0,

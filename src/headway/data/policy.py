@@ -26,7 +26,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 _ENOUGH_TO_JUDGE = 100  # of fewer samples read, a share says little
 
 
-class Tally(NamedTuple):
+class RowTally(NamedTuple):
     """How many, and how much.
 
     Attributes:
@@ -45,11 +45,11 @@ class SampleCounts:
     >>> counts.count("chats", "read", tokens=12)
     >>> counts.count("chats", "used", tokens=12)
     >>> counts["chats"]["used"]
-    Tally(samples=1, tokens=12)
+    RowTally(samples=1, tokens=12)
     """
 
     def __init__(self) -> None:
-        self._tallies: dict[str, dict[Outcome, Tally]] = {}
+        self._tallies: dict[str, dict[Outcome, RowTally]] = {}
 
     def count(self, source: str, outcome: Outcome, samples: int = 1, tokens: int = 0) -> None:
         """Count samples of a source.
@@ -60,9 +60,9 @@ class SampleCounts:
             samples: how many.
             tokens: theirs, together [tokens].
         """
-        tallies = self._tallies.setdefault(source, dict.fromkeys(OUTCOMES, Tally()))
+        tallies = self._tallies.setdefault(source, dict.fromkeys(OUTCOMES, RowTally()))
         before = tallies[outcome]
-        tallies[outcome] = Tally(before.samples + samples, before.tokens + tokens)
+        tallies[outcome] = RowTally(before.samples + samples, before.tokens + tokens)
 
     def add(self, other: "SampleCounts") -> None:
         """Count what others counted, as of another rank."""
@@ -75,14 +75,14 @@ class SampleCounts:
         """Names of the sources that something was counted of, in the order of their first samples."""
         return tuple(self._tallies)
 
-    def __getitem__(self, source: str) -> Mapping[Outcome, Tally]:
+    def __getitem__(self, source: str) -> Mapping[Outcome, RowTally]:
         """A source's tallies by outcome; all 0 for one that nothing was counted of."""
-        return self._tallies.get(source) or dict.fromkeys(OUTCOMES, Tally())
+        return self._tallies.get(source) or dict.fromkeys(OUTCOMES, RowTally())
 
-    def total(self, outcome: Outcome) -> Tally:
+    def total(self, outcome: Outcome) -> RowTally:
         """Samples and tokens with one outcome, over all sources."""
         tallies = [tallies[outcome] for tallies in self._tallies.values()]
-        return Tally(sum(tally.samples for tally in tallies), sum(tally.tokens for tally in tallies))
+        return RowTally(sum(tally.samples for tally in tallies), sum(tally.tokens for tally in tallies))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SampleCounts) and self._tallies == other._tallies

@@ -198,29 +198,3 @@ class SampleError(DataError):
 
     def __str__(self) -> str:
         return printable(f"{self.origin}: {self.reason}")
-
-
-def read_samples(path: str | Path) -> list[Sample]:
-    """Read a whole dataset into memory, in order.
-
-    Args:
-        path: anything that `headway.data.sources.open_source` opens.
-
-    Raises:
-        DataError: the dataset is missing or empty, or a row cannot be used; the message names file and row.
-
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "chats.jsonl"
-    >>> _ = file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
-    >>> read_samples(file)[0].messages
-    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None),)
-    """
-    from headway.data.sources import open_source  # sources are made of these types
-
-    samples: list[Sample] = []
-    for shard in open_source(path).shards:
-        for _, sample in shard.rows():
-            if isinstance(sample, DataError):
-                raise sample
-            samples.append(sample)
-    return samples

@@ -7,14 +7,14 @@ machine may have been busier when that was written, and a share of less than it 
 
 from functools import cache
 
-from headway.devices.lookup import Peak
-from headway.devices.measure import Budget, sweep_matmul
+from headway.devices.measure import TimeBudget, sweep_matmul
 from headway.devices.names import OVERRIDE_VARIABLE
+from headway.devices.peak import Peak
 from headway.devices.probe import cpu_name
 from headway.errors import UnknownDeviceError
 
 _SIZES = (256, 512, 1024, 1536, 2048)
-_BUDGET = Budget(shape_s=0.4, total_s=2.0, min_repeats=3)
+_BUDGET = TimeBudget(shape_s=0.4, total_s=2.0, min_repeats=3)
 
 
 def measure_ceiling(dtype_name: str) -> Peak:

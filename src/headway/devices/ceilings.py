@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cache import cache_root
-from headway.devices.lookup import Peak
-from headway.devices.measure import Budget, Measurement, sweep_copy, sweep_matmul
+from headway.devices.measure import Measurement, TimeBudget, sweep_copy, sweep_matmul
+from headway.devices.peak import Peak
 from headway.devices.probe import report
 from headway.errors import UnknownDeviceError
 
@@ -31,7 +31,7 @@ _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "
 _LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}  # of CUDA devices
 
 _FORMAT = 1
-_BUDGET = Budget(shape_s=0.5, total_s=4.0, min_repeats=5)
+_BUDGET = TimeBudget(shape_s=0.5, total_s=4.0, min_repeats=5)
 # Squares, and a projection as transformers have it (tokens x hidden x wider); in ascending work.
 _SHAPES = {
     "cpu": ((256,) * 3, (512,) * 3, (1024,) * 3, (2048, 512, 2048), (1536,) * 3, (2048,) * 3),

@@ -3,10 +3,11 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from headway.devices.ceiling import measure_ceiling
 from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_devices, way_out
+from headway.devices.peak import Peak
 from headway.devices.probe import Reported, report
 from headway.devices.table import DTYPES, Device, all_devices
 from headway.errors import UnknownDeviceError, UsageError
@@ -27,25 +28,6 @@ _DTYPE_NAMES: Mapping[str, str] = {
 }
 _TORCH_TYPES = ("cpu", "cuda", "hpu", "meta", "mps", "xla", "xpu")
 _SLOWEST_FLOPS_PER_S = 1e6  # a number below it, such as 4060, was meant as a name
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The most that one device can do, and where the number comes from.
-
-    Attributes:
-        name: the device, e.g. "NVIDIA H100 80GB HBM3".
-        flops_per_s: dense rate [FLOP/s], never the sparse one.
-        dtype: the arithmetic it holds for, such as "bf16" or "tf32"; "fp8+bf16" for a mixture.
-        source: datasheet with its date, the benchmark that measured it, or the variable or file that set it.
-        kind: "datasheet"; "ceiling", measured on this very device; or "override", given by the user.
-    """
-
-    name: str
-    flops_per_s: float
-    dtype: str
-    source: str
-    kind: Literal["datasheet", "ceiling", "override"] = "datasheet"
 
 
 def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
@@ -77,8 +59,6 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
     if override is not None:
         return Peak(reported.name, _parse_override(override), dtype_name, f"{OVERRIDE_VARIABLE}={override}", "override")
     if device.type == "cpu" and not _stated_by_the_user(reported):
-        from headway.devices.ceiling import measure_ceiling
-
         return measure_ceiling(dtype_name)
     found = matches(reported)
     if not isinstance(dtype, str) and dtype_name == "tf32" and "tf32" not in found[0].peak_flops_per_s:

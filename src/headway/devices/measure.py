@@ -45,7 +45,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class TimeBudget:
     """How long a sweep over shapes may take.
 
     Attributes:
@@ -60,7 +60,7 @@ class Budget:
 
 
 def sweep_matmul(
-    device: "torch.device", dtype: "torch.dtype", shapes: Sequence[tuple[int, int, int]], budget: Budget
+    device: "torch.device", dtype: "torch.dtype", shapes: Sequence[tuple[int, int, int]], budget: TimeBudget
 ) -> list[Measurement]:
     """Time products of several shapes, small ones first, until the budget is spent.
 
@@ -87,7 +87,7 @@ def sweep_matmul(
     return found
 
 
-def sweep_copy(device: "torch.device", sizes: Sequence[int], budget: Budget) -> list[Measurement]:
+def sweep_copy(device: "torch.device", sizes: Sequence[int], budget: TimeBudget) -> list[Measurement]:
     """Time copies of several sizes [byte] within the device's memory.
 
     Returns:

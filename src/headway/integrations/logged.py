@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.errors import UsageError
-from headway.meter.sinks import flatten
+from headway.log.sink import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from headway.count import CostModel, trace
 from headway.integrations.forwards import ForwardCalls
+from headway.tracing import trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from headway.count import Workload
+    from headway.count import CostModel, Workload
     from headway.meter import Meter
 
 

@@ -19,11 +19,12 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 from torchtitan.train import Trainer
 
-from headway.count import CostModel, Workload, trace
+from headway.count import CostModel, Workload
 from headway.errors import HeadwayError, TraceError, UsageError, WorkloadError
 from headway.integrations.callers import caller_of
 from headway.meter import Meter
-from headway.meter.surroundings import peak_of
+from headway.meter.environment import peak_of
+from headway.tracing import trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

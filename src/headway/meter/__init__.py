@@ -4,11 +4,12 @@
 records go (`open_sink`, `Sinks`), `Goodput` keeps where every second of a run went.
 """
 
+from headway.log.sink import Sink
+from headway.log.sinks import Sinks, open_sink
 from headway.meter.batches import workload_of
 from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import GoodputReport
 from headway.meter.meter import Meter
-from headway.meter.sinks import Sink, Sinks, open_sink
 from headway.meter.window import Window
 
 __all__ = [

@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from headway.errors import UsageError
+from headway.log.jsonl import LineFile, read_jsonl
 from headway.meter import clock as meter_clock
 from headway.meter.goodput_report import BUCKETS, SCHEMA_VERSION, Bucket, GoodputReport, account
-from headway.meter.jsonl import LineFile, read_jsonl
 
 
 class Goodput:

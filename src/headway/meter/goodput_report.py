@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from headway.errors import LogError
-from headway.meter.jsonl import read_jsonl
+from headway.log.jsonl import read_jsonl
 from headway.report import Column, format_count, format_duration, format_share, render_pairs, render_table
 
 Bucket = Literal["set-up", "compile", "data wait", "step", "evaluation", "checkpoint", "recovery", "idle"]

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from headway.count import CostModel, Workload
 from headway.errors import RankLostError, UsageError
+from headway.log.sinks import Sinks
 from headway.meter.async_copy import on_host
 from headway.meter.batches import asked_gradients, needed, workload_of
 from headway.meter.busy import ForwardTimer
-from headway.meter.pending import Billing, PendingSteps, Step
-from headway.meter.sinks import Sinks
-from headway.meter.step_clock import StepClock
-from headway.meter.surroundings import (
+from headway.meter.environment import (
     bandwidth_of,
     device_here,
     device_of,
@@ -23,16 +21,18 @@ from headway.meter.surroundings import (
     trace_of,
     traffic_or_warn,
 )
+from headway.meter.host_gather import Together
+from headway.meter.pending import Billing, PendingStep, PendingSteps
+from headway.meter.step_clock import StepClock
 from headway.meter.tally import Tally, Yardstick
-from headway.meter.together import Together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from headway.devices import Peak
+    from headway.log.sink import Sink
     from headway.meter.goodput import Goodput
-    from headway.meter.sinks import Sink
     from headway.meter.window import Window
 
 
@@ -228,7 +228,7 @@ class Meter(StepClock):
         left_out = time.compiled or self.num_steps <= self.num_warmup_steps
         forwards = [] if self._forwards is None else self._forwards.take()
         self._left_out += [self.num_steps] if left_out else []
-        self._pending.add(Step(self.num_steps, time, forwards, skipped, left_out, self._batches, extra))
+        self._pending.add(PendingStep(self.num_steps, time, forwards, skipped, left_out, self._batches, extra))
         self._energy.step(left_out=left_out and self._exchanges)
         self._batches = []
         if not self._exchanges:

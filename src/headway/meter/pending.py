@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from headway.meter.busy import Span
     from headway.meter.clock import Mark
     from headway.meter.goodput import Goodput
+    from headway.meter.memory_traffic import Traffic
     from headway.meter.step_clock import StepTime
-    from headway.meter.traffic import Traffic
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
@@ -44,7 +44,7 @@ class Billing:
 
 
 @dataclass(slots=True)
-class Step:
+class PendingStep:
     """One step as it was noted down.
 
     Attributes:
@@ -96,7 +96,7 @@ class PendingSteps:
         self._goodput = goodput
         self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
         self._keys = tuple(dict.fromkeys((row.component, row.driver) for model in cost_models for row in model.rows))
-        self._steps: deque[Step] = deque()
+        self._steps: deque[PendingStep] = deque()
         self._keeps_steps = keeps_steps
         self._added_up: dict[int, Sums] = {}  # by the step's number
         self._workloads: defaultdict[Billing, list[Workload]] = defaultdict(list)
@@ -105,7 +105,7 @@ class PendingSteps:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: PendingStep) -> None:
         """Note a step down."""
         self._steps.append(step)
 
@@ -161,7 +161,7 @@ class PendingSteps:
             if sum(map(len, self._workloads.values())) >= _MOST:
                 self._count()
 
-    def _take_in(self, step: Step, *, counted: bool) -> None:
+    def _take_in(self, step: PendingStep, *, counted: bool) -> None:
         totals = self._sums.totals
         time = step.time
         wall_ns = max(0, round((time.end.seconds_since(self._last_end) - time.away_s) * NS))

@@ -9,8 +9,8 @@ from headway.errors import UsageError
 from headway.meter import clock as meter_clock
 from headway.meter.busy import Span
 from headway.meter.energy import WindowEnergy
+from headway.meter.environment import Compilation
 from headway.meter.sums import NS
-from headway.meter.surroundings import Compilation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

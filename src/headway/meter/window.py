@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from headway.meter.traffic import mbu
+from headway.meter.memory_traffic import mbu
 from headway.meter.utilisation import Utilisation
 
 SCHEMA_VERSION = 1

@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from headway.errors import ConfigError
 from headway.models.autocast import product_dtype
 from headway.models.grouped import grouped_linear
-from headway.models.take import take
+from headway.models.permute_rows import take
 
 NAME = "headway_experts"
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")

@@ -25,8 +25,8 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.models.attention import register, use_attention
-from headway.models.draw import draw_weights
 from headway.models.experts import use_experts
+from headway.models.init_weights import draw_weights
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
 

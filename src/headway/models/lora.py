@@ -42,7 +42,7 @@ def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> lis
     found: set[str] = set()
     for target in [None] if targets is None else targets:
         try:
-            named = targets_of(cost_model, None if target is None else [target])
+            named = targets_of(cost_model.rows, None if target is None else [target], cost_model.name)
         except UsageError as error:
             raise ConfigError(f"model.lora.targets: {str(error).removeprefix('--lora ')}") from error
         hits = {name for name in named if f"{name}.weight" in learning}

@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.utils.hub import PushToHubMixin, cached_file
 from transformers.video_utils import VideoMetadata, make_batched_metadata, make_batched_videos
 
-from headway.models.patch_layout import lay_out, pixel_scale
+from headway.models.pixel_patches import lay_out, pixel_scale
 
 VIDEO_PROCESSORS = {
     "Qwen2VLProcessor": "Qwen2VLVideoProcessor",

@@ -1,19 +1,8 @@
-"""The arithmetic of time: step time, tokens/s, MFU, chips, hours and cost, each from a sufficient set of the others.
+"""Arithmetic of a run before it starts: time and cost, memory, what to recompute, the mesh of processes.
 
-`solve` takes what is known by name and gives everything that follows; the single identities are functions beside it.
+`solve` takes what is known of step time, tokens/s, MFU, chips, hours and cost by name, and gives all that follows.
 """
 
-from headway.plan.identities import mfu_of_rate, mfu_of_step, optimal_step_s, training_cost, training_time_s
-from headway.plan.solve import QUANTITIES, Plan, Quantity, solve
+from headway.plan.solve import QUANTITIES, Quantity, Solution, solve
 
-__all__ = [
-    "QUANTITIES",
-    "Plan",
-    "Quantity",
-    "mfu_of_rate",
-    "mfu_of_step",
-    "optimal_step_s",
-    "solve",
-    "training_cost",
-    "training_time_s",
-]
+__all__ = ["QUANTITIES", "Quantity", "Solution", "solve"]

@@ -21,17 +21,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from headway.count import drivers
-from headway.count.hidden import hidden_matrices
+from headway.count.activations import bytes_of
 from headway.count.recompute import recomputed_blocks
-from headway.count.saved import bytes_of
+from headway.count.rows import hidden_matrices
 from headway.plan.recompute import block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
     from headway.count import CostModel, Workload
-    from headway.count.cost_model import Parameter
-    from headway.count.saved import SavedActivations
+    from headway.count.activations import SavedActivations
+    from headway.count.rows import Parameter
 
 FLOAT32, BFLOAT16 = 4, 2
 """Bytes of a number."""
@@ -173,7 +173,7 @@ def plan_memory(
     trained = [p for p in cost_model.parameters if p.trainable]
     held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
     gradients = _shared(state.weight_bytes * _numel(trained), sharing)
-    by_muon = hidden_matrices(cost_model) if state.muon else frozenset()
+    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if state.muon else frozenset()
     moments = sum(p.numel * (1 if p.name in by_muon else 2) for p in trained)
     optimizer = _shared(state.moment_bytes * moments, sharing)
     average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.count.saved import bytes_of
+from headway.count.activations import bytes_of
 from headway.errors import PlanError
 from headway.report import format_bytes
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from headway.count import CostModel, Workload
-    from headway.count.saved import SavedActivations
+    from headway.count.activations import SavedActivations
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ _IDENTITIES: tuple[_Identity, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Solution:
     """Everything that follows.
 
     Attributes:
@@ -104,7 +104,7 @@ class Plan:
         return tuple(quantity for quantity in QUANTITIES if quantity.key not in self.values)
 
 
-def solve(given: Mapping[str, float]) -> Plan:
+def solve(given: Mapping[str, float]) -> Solution:
     """Derive every quantity that the given ones determine.
 
     Args:
@@ -152,7 +152,7 @@ def solve(given: Mapping[str, float]) -> Plan:
             "--chips, --device and --step-time with --tokens-per-step, or tokens/s; a training time needs "
             "--total-tokens and tokens/s, or an MFU with chips, device and model; chips needed follow from --within."
         )
-    return Plan(values, frozenset(given), _warnings(values))
+    return Solution(values, frozenset(given), _warnings(values))
 
 
 def _check(exponents: Mapping[str, int], scale: float, values: Mapping[str, float], given: Mapping[str, float]) -> None:

@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
 from headway.data.encoded import IGNORED, EncodedSample
-from headway.data.plan.budget import Size
-from headway.data.plan.packer import pack
 from headway.data.samples import Chat
 from headway.errors import ConfigError
 from headway.models.parallel.sequence import local_slots
+from headway.packing.bins import pack
+from headway.packing.budget import Size
 from headway.train.ranks import Ranks
 
 _SHOWN = 200  # characters of an answer that trackers get

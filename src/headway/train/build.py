@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from headway.count import CostModel, trace
-from headway.data.vision import vision_tower
+from headway.count import CostModel
 from headway.errors import CheckpointError
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.draw import draw_weights
 from headway.models.flash import choose_kernel
 from headway.models.float8 import use_float8
 from headway.models.head import LossHead, loss_head
+from headway.models.init_weights import draw_weights
 from headway.models.load import load_config, load_model
 from headway.models.lora import initialise_adapters, without_adapters
 from headway.models.materialise import make_room, read_weights
@@ -23,7 +22,9 @@ from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.parallel.sequence import share_packs
 from headway.models.recompute import recompute_blocks
+from headway.models.vision import vision_tower
 from headway.models.widths import align_widths
+from headway.tracing import trace
 from headway.train.checkpoint import Checkpoint, refuse_half_written
 from headway.train.config import TrainConfig
 from headway.train.device import Precision

@@ -10,14 +10,14 @@ from headway.data.collate import Collator
 from headway.data.encode import Encoder
 from headway.data.feed import Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import LengthIndex, build_index
-from headway.data.plan.budget import Budget
-from headway.data.plan.items import Items
-from headway.data.plan.order import Order, Play, Stage
-from headway.data.plan.plan import Plan
 from headway.data.policy import BadSamples
 from headway.data.sources import Source, open_source
-from headway.data.vision import vision_geometry
 from headway.errors import ConfigError
+from headway.models.vision import vision_geometry
+from headway.packing.budget import Budget
+from headway.packing.items import Items
+from headway.packing.order import Order, Play, Stage
+from headway.packing.plan import Plan
 from headway.train.config import TrainConfig
 from headway.train.config.data import DataConfig, MixPart, SourceConfig
 from headway.train.ranks import Ranks

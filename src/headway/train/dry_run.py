@@ -12,18 +12,18 @@ from typing import Any, Literal
 import numpy as np
 
 from headway.count import CostModel, FlopCount, Workload
-from headway.count.cost_model import ParamCount
+from headway.count.activations import SavedActivations
 from headway.count.recompute import as_choice
-from headway.count.saved import SavedActivations
-from headway.data.plan import Budget, Items, Order, OverlongCounts, Plan, PlanReport
-from headway.data.plan.costs import square_grid
-from headway.data.plan.lengths import LengthTable, read_lengths
-from headway.data.plan.measure import report_on
+from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
+from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
+from headway.packing.costs import square_grid
+from headway.packing.length_mixes import MIXES
+from headway.packing.lengths import LengthTable, read_lengths
+from headway.packing.measure import report_on
 from headway.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Sharing, State, plan_memory
-from headway.plan.mesh_shape import MeshShape
-from headway.plan.mixes import MIXES
+from headway.plan.mesh import MeshShape
 from headway.plan.recompute import block_bytes, least_recomputed
 from headway.train.config import TrainConfig
 from headway.train.fitting import Way, ways_to_fit

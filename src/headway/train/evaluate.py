@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.blank import Modalities, with_blanks
 from headway.data.collate import Collator
-from headway.data.plan.budget import over_budget
-from headway.data.plan.packer import pack
-from headway.data.vision import VisionGeometry
 from headway.errors import DataError
 from headway.models.head import LossHead
 from headway.models.parallel.sequence import local_slots
+from headway.models.vision import VisionGeometry
+from headway.packing.bins import pack
+from headway.packing.budget import over_budget
 from headway.train.ranks import Ranks
 
 Autocast = Callable[[], AbstractContextManager[Any]]

@@ -41,7 +41,7 @@ from headway.train.run_folder import RunFolder
 from headway.train.share import Flags, agree
 from headway.train.signals import NAMES, stop_requests
 from headway.train.summary import RunSummary
-from headway.train.watch import Place, Watchdog, told
+from headway.train.watch import LoopPhase, Watchdog, told
 
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
@@ -66,7 +66,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
     """
     start_ns = clock.now_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
-    place, rank = Place(), own_rank()
+    place, rank = LoopPhase(), own_rank()
     with (
         Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
         told(place, lambda error: f"out of memory (rank {rank}) in {place}: {error}. {_SMALLER}"),
@@ -75,7 +75,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
         return _loop(config, prepare(config, resume=resume, place=place, folder=folder), place, start_ns)
 
 
-def _loop(config: TrainConfig, run: Run, place: Place, start_ns: int) -> RunSummary:  # noqa: PLR0915 - stays whole
+def _loop(config: TrainConfig, run: Run, place: LoopPhase, start_ns: int) -> RunSummary:  # noqa: PLR0915 - stays whole
     """Take the steps of a run, write down what they gave, and sum up."""
     trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
     ranks, device = run.ranks, run.device

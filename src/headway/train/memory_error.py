@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from headway.count.saved import SavedByPrecision
+from headway.count.activations import SavedByPrecision
 from headway.errors import ConfigError, HeadwayError
 from headway.models.blocks import blocks
 from headway.report import format_bytes, format_count
@@ -21,7 +21,7 @@ from headway.train.dry_run import USABLE, memory_plan
 from headway.train.fitting import ways_to_fit
 from headway.train.prepare import Run
 from headway.train.recompute import saved_of
-from headway.train.watch import Place
+from headway.train.watch import LoopPhase
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -37,7 +37,7 @@ class Explanation:
         place: where it stands.
     """
 
-    def __init__(self, run: Run, config: TrainConfig, place: Place) -> None:
+    def __init__(self, run: Run, config: TrainConfig, place: LoopPhase) -> None:
         self._run, self._config, self._place = run, config, place
         self._program = max(0, used_bytes(run.device) - sum(held_bytes(run).values()))
 
@@ -124,7 +124,7 @@ def held_bytes(run: Run) -> dict[str, int]:
 
 
 def possible_savings(
-    held: dict[str, int], activations: int, run: Run, config: TrainConfig, place: Place
+    held: dict[str, int], activations: int, run: Run, config: TrainConfig, place: LoopPhase
 ) -> Iterable[tuple[str, int]]:
     """Settings that need less memory, each with its estimated effect on this process [bytes].
 

@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 
 from headway.data import Encoder, read_samples
 from headway.data.feed import Feed
-from headway.data.vision import vision_geometry
 from headway.devices import peak_for
 from headway.errors import ConfigError
 from headway.meter import Meter
-from headway.meter.surroundings import bandwidth_of
+from headway.meter.environment import bandwidth_of
 from headway.models.load import Processor, load_processor, rope_index
 from headway.models.lora import write_adapter_config
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
-from headway.plan.mesh_shape import MeshShape
+from headway.models.vision import vision_geometry
+from headway.plan.mesh import MeshShape
 from headway.train.answers import Questions
 from headway.train.build import Trained, build_trained
 from headway.train.checkpoint import (
@@ -47,7 +47,7 @@ from headway.train.optim import Optimizer, WeightAverage, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
 from headway.train.run_folder import RunFolder
-from headway.train.watch import Place
+from headway.train.watch import LoopPhase
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Run:
         self.processor.save_pretrained(folder)
 
 
-def prepare(config: TrainConfig, *, resume: bool | None, place: Place, folder: RunFolder) -> Run:
+def prepare(config: TrainConfig, *, resume: bool | None, place: LoopPhase, folder: RunFolder) -> Run:
     """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:

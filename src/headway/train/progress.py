@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from headway.meter.live import straggler_fields
+from headway.log.live import straggler_fields
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_share
 
 

@@ -5,13 +5,13 @@ import math
 from transformers import PreTrainedModel
 
 from headway.count import CostModel, Workload
+from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import shipped_name
 from headway.count.recompute import as_choice
-from headway.count.saved import SavedActivations, shipped_activations
-from headway.count.tracing.saved_blocks import saved_by_block, saved_of_config
-from headway.data.plan.costs import square_grid
 from headway.models.load import load_config
+from headway.packing.costs import square_grid
 from headway.plan.recompute import block_bytes, least_recomputed
+from headway.tracing.block_activations import saved_by_block, saved_of_config
 from headway.train.config import TrainConfig
 from headway.train.device import Precision
 
@@ -53,7 +53,7 @@ def saved_of(path: str, precision: str) -> SavedActivations:
 
     Args:
         path: as in `model.path`.
-        precision: one of `headway.count.saved.PRECISIONS`.
+        precision: one of `headway.count.activations.PRECISIONS`.
 
     Raises:
         TraceError: the model cannot be traced.

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-import headway
 from headway.errors import TrainingError
-from headway.meter.jsonl import LineFile, append_whole
-from headway.meter.sinks import Sinks
+from headway.log.jsonl import LineFile, append_whole
+from headway.log.sinks import Sinks
+from headway.version import __version__
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -66,7 +66,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def describe_software() -> dict[str, Any]:
     """Versions of what computes the run, and the git commit of the working directory if it is in a repository."""
     return {
-        "headway": headway.__version__,
+        "headway": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -123,7 +123,7 @@ class MetricsLog:
     Args:
         path: the file; appended to. None writes nowhere, as on all ranks but the first.
         last_step: records of later steps are cut off, as a continuation from this step will write them again.
-        trackers: other places, as for `headway.meter.sinks.open_sink`; unused where there is no file.
+        trackers: other places, as for `headway.log.sinks.open_sink`; unused where there is no file.
         lost: a file that gets a line about this continuation first, with what the steps that are cut off trained on;
             None for a run that begins.
 

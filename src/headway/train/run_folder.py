@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from headway.errors import ConfigError
-from headway.meter.jsonl import lock
+from headway.log.jsonl import lock
 from headway.train.config import TrainConfig, parse_config
 from headway.train.record import CHECKPOINTS, CONFIG, METRICS, write_whole
 

@@ -14,11 +14,11 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from headway.count.models import shipped_name
-from headway.count.tracing.build import preset_config
-from headway.demo.small_data import vocabulary_texts, write_small_data
-from headway.demo.small_model import EXPERTS, write_small_model
 from headway.models.load import load_config
-from headway.plan.mixes import MIXES
+from headway.packing.length_mixes import MIXES
+from headway.synthetic.small_data import vocabulary_texts, write_small_data
+from headway.synthetic.small_model import EXPERTS, write_small_model
+from headway.tracing.build import preset_config
 from headway.train.config import TrainConfig, with_overrides
 from headway.train.device import choose_device
 from headway.train.ranks import join_ranks

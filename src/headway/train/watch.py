@@ -1,7 +1,7 @@
 """Where a run stands, who watches that it moves on, and what is said when it cannot.
 
-The loop tells a `Place` what it is about to do. A watchdog ends the process when that has not changed for too long; an
-error of the memory or of the processes' connection is told together with it.
+The loop notes in a `LoopPhase` what it is about to do. A watchdog ends the process when that has not changed for too
+long; an error of the memory or of the processes' connection is told together with it.
 """
 
 import faulthandler
@@ -29,7 +29,7 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 @dataclass
-class Place:
+class LoopPhase:
     """Where the loop of this process stands.
 
     Attributes:
@@ -74,7 +74,7 @@ class Watchdog:
         rank: of this process.
     """
 
-    def __init__(self, place: Place, limit_s: float | None, path: Path, rank: int) -> None:
+    def __init__(self, place: LoopPhase, limit_s: float | None, path: Path, rank: int) -> None:
         self._place, self._limit_s, self._path, self._rank = place, limit_s, path, rank
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -145,7 +145,7 @@ def _in_time(tell: Callable[[], None]) -> bool:
 
 
 @contextmanager
-def told(place: Place, explain_memory: Callable[[BaseException], str]) -> Iterator[None]:
+def told(place: LoopPhase, explain_memory: Callable[[BaseException], str]) -> Iterator[None]:
     """Turn errors of memory, files and the processes' connection into ones that say where, and what to do.
 
     Args:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fed_data import write_shards
 from headway.data.sources import open_source
+from helpers.fed_data import write_shards
 
 
 @pytest.fixture(autouse=True)

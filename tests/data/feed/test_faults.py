@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fed_data import Data, chat, samples_of, write_shards
 from headway.data import Encoder
-from headway.data.plan.order import Play, Stage
 from headway.data.policy import BadSamples
 from headway.data.sources import open_source
 from headway.errors import DataError
+from headway.packing.order import Play, Stage
+from helpers.fed_data import Data, chat, samples_of, write_shards
 
 ONCE = (Stage((Play("pictures", epochs=1),)),)
 KINDS = ("indexed", "stream")

@@ -8,10 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fed_data import Data, samples_of
 from headway.data.feed import parcel
-from headway.data.plan.order import Play, Stage
 from headway.errors import CheckpointError, ConfigError
+from headway.packing.order import Play, Stage
+from helpers.fed_data import Data, samples_of
 
 KINDS = ("indexed", "stream")
 

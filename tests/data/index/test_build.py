@@ -12,9 +12,9 @@ from headway.data import Encoder
 from headway.data.index import build_index, index_folder
 from headway.data.index.units import units_of
 from headway.data.sources import open_source
-from headway.demo.processor import write_processor
 from headway.errors import ConfigError, DataError
 from headway.models import load_processor
+from headway.synthetic.processor import write_processor
 
 
 def parts_of(folder):

@@ -11,18 +11,20 @@ from headway.count import Workload, load_cost_model
 from headway.data.index import LengthIndex
 from headway.data.index.length_index import METADATA
 from headway.data.index.table import LAYOUT, join_tables, table_of, write_table
-from headway.data.media.lengths import Lengths
-from headway.data.plan import Budget, Items
+from headway.data.media.lengths import SampleLengths
 from headway.data.samples import Origin, SampleError
 from headway.errors import DataError, WorkloadError
+from headway.packing import Budget, Items
 
 DESCRIPTION = {METADATA: b'{"layout": %d, "source": "chats"}' % LAYOUT}
 ROWS = [
-    Lengths(tokens=20, supervised=5, first_target=3),
-    Lengths(tokens=300, supervised=40, first_target=250, media_end=200, image_grids=((1, 8, 12), (1, 4, 4))),
+    SampleLengths(tokens=20, supervised=5, first_target=3),
+    SampleLengths(tokens=300, supervised=40, first_target=250, media_end=200, image_grids=((1, 8, 12), (1, 4, 4))),
     SampleError(Origin("chats", "chats.jsonl", 2, "line 3"), "the image is cut short"),
-    Lengths(tokens=900, supervised=2, first_target=898, media_end=800, video_grids=((4, 8, 8),), audio_lengths=(300,)),
-    Lengths(tokens=20, supervised=7, first_target=1, media_end=9, image_grids=((1, 4, 4),)),
+    SampleLengths(
+        tokens=900, supervised=2, first_target=898, media_end=800, video_grids=((4, 8, 8),), audio_lengths=(300,)
+    ),
+    SampleLengths(tokens=20, supervised=7, first_target=1, media_end=9, image_grids=((1, 4, 4),)),
 ]
 
 
@@ -100,7 +102,7 @@ def test_costs_are_those_of_the_whole_row(tmp_path):
         videos = tuple((int(t), 8, 12) for t in rng.integers(1, 5, rng.integers(0, 2)))
         patches = sum(t * h * w for t, h, w in images + videos)
         tokens = patches // 4 + int(rng.integers(10, 500))
-        rows.append(Lengths(tokens, 3, 7, tokens - 5 if patches else 0, images, videos))
+        rows.append(SampleLengths(tokens, 3, 7, tokens - 5 if patches else 0, images, videos))
 
     costs = _index_of(rows, tmp_path).costs(model)
 

@@ -9,10 +9,10 @@ from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from headway.data import AudioPart, Chat, Encoder, Media, Message, Origin, TextPart
 from headway.data.media.audio import Sound
-from headway.demo.processor import write_processor
 from headway.errors import DataError
 from headway.models import load_processor
-from media_files import sound, video
+from headway.synthetic.processor import write_processor
+from helpers.media_files import sound, video
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
 

@@ -17,8 +17,8 @@ from headway.data.media.images import Picture
 from headway.data.samples import ImagePart
 from headway.errors import DataError
 from headway.models import load_model, load_processor, rope_index
-from headway.models.patch_layout import normalised
-from tiny_models import tiny_config
+from headway.models.pixel_patches import normalised
+from helpers.tiny_models import tiny_config
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<|"), max_size=30)

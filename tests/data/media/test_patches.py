@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from headway.data import Media
+from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture
-from headway.data.media.patches import ImagePatches
 from headway.errors import ConfigError
-from headway.models.patch_layout import normalised
+from headway.models.pixel_patches import normalised
 
 SIZES = [(301, 410), (20, 33), (900, 1300), (56, 560)]
 

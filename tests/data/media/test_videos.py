@@ -16,13 +16,13 @@ from transformers.video_utils import VideoMetadata
 from headway.data import Chat, Encoder, Media, Message, Origin, TextPart
 from headway.data.media.videos import Clip
 from headway.data.samples import ImagePart, VideoPart
-from headway.demo.processor import write_processor
 from headway.errors import DataError
 from headway.models import load_model, load_processor, rope_index
 from headway.models.video import VideoProcessor
-from media_files import sound
-from media_files import video as written
-from tiny_models import tiny_config
+from headway.synthetic.processor import write_processor
+from helpers.media_files import sound
+from helpers.media_files import video as written
+from helpers.tiny_models import tiny_config
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
 LIMIT = 10**8

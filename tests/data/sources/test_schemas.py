@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.data import AudioPart, Chat, Document, ImagePart, Media, Message, TextPart, VideoPart
 from headway.data.samples import Origin
-from headway.data.sources.reader import Row
+from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
 from headway.data.sources.schemas import SCHEMAS, Normaliser
 from headway.errors import ConfigError, DataError
@@ -25,7 +25,9 @@ def read(tmp_path):
 
     def normalise(row, schema="auto", text_column="text", **members):
         normaliser = Normaliser(schema, text_column, str(tmp_path), MediaRules())
-        return normaliser.sample(Row(row, {name.replace("_", "."): data for name, data in members.items()}), ORIGIN)
+        return normaliser.sample(
+            ParsedRow(row, {name.replace("_", "."): data for name, data in members.items()}), ORIGIN
+        )
 
     return normalise
 

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from headway.data import EncodedSample
 from headway.data.collate import Collator
 from headway.data.samples import Origin
-from headway.data.vision import vision_geometry
 from headway.models import load_model
 from headway.models.head import loss_head
 from headway.models.parallel.sequence import local_slots, share_packs
+from headway.models.vision import vision_geometry
 from headway.train.evaluate import judge
-from tiny_models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
+from helpers.tiny_models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
 
 TOLERANCE = 1e-5  # float32, relative
 IMAGE, VIDEO = SPECIAL_TOKENS["image_token_id"], SPECIAL_TOKENS["video_token_id"]

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from headway.data.vision import vision_tower
-from headway.meter.surroundings import largest_memory
-from headway.models.draw import draw_weights
+from headway.meter.environment import largest_memory
+from headway.models.init_weights import draw_weights
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, build_mesh, clip_, reduce_gradients, shard_model
-from headway.plan.mesh_shape import MeshShape
-from tiny_models import tiny_config
+from headway.models.vision import vision_tower
+from headway.plan.mesh import MeshShape
+from helpers.tiny_models import tiny_config
 
 
 def sharded(spec, mesh: Mesh, dtype=torch.float32):

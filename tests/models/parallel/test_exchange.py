@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.models.parallel.exchange import Split, shares
-from processes import run_processes
+from helpers.processes import run_processes
 
 
 @given(items=st.integers(0, 1000), degree=st.integers(1, 16))

@@ -13,8 +13,8 @@ from headway.models import load_model, use_attention
 from headway.models.attention import attend
 from headway.models.parallel.exchange import split_over
 from headway.models.parallel.sequence import local_slots, share_packs
-from processes import run_processes
-from tiny_models import RECURRENT_FAMILIES, tiny_config
+from helpers.processes import run_processes
+from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config
 
 
 @pytest.mark.dist

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from headway.count import trace
 from headway.models.load import load_model
+from headway.tracing import trace
 from headway.train.config import OptimConfig
 from headway.train.config.optim import EmaConfig, MuonConfig
 from headway.train.optim import Optimizer, WeightAverage, make_optimizer, set_learning_rate
-from tiny_models import tiny_config
+from helpers.tiny_models import tiny_config
 
 STEPS_BEFORE, STEPS_AFTER, LR = 3, 3, 0.01
 # shape and cut of parameters: tall, wide, fewer rows than processes, columns, stacks cut along each dimension

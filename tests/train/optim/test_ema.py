@@ -10,7 +10,7 @@ from headway.train.config import parse_config
 from headway.train.config.optim import EmaConfig
 from headway.train.loop import train
 from headway.train.optim import WeightAverage
-from run_records import read_metrics
+from helpers.run_records import read_metrics
 
 
 def model_of(*values, dtype=torch.float32):

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from headway.count import Workload, trace
-from headway.count.saved import SavedActivations, SavedBlock
+from headway.count import Workload
+from headway.count.activations import SavedActivations, SavedBlock
 from headway.errors import ConfigError
 from headway.models.load import load_model
 from headway.plan.memory import Sharing, State, plan_memory
+from headway.tracing import trace
 from headway.train.config import OptimConfig
 from headway.train.optim import freeze, learning_rate, make_optimizer, parameter_groups, set_learning_rate
-from tiny_models import tiny_config
+from helpers.tiny_models import tiny_config
 
 
 @pytest.fixture(scope="module")

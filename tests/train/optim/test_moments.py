@@ -6,14 +6,14 @@ from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import create_dynamic_map
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from headway.count import trace
 from headway.models.load import load_model
+from headway.tracing import trace
 from headway.train.config import OptimConfig
 from headway.train.config.optim import MuonConfig
 from headway.train.optim import Optimizer, make_optimizer
 from headway.train.optim.moments import block_size, code_table
 from headway.train.optim.parts import round_stochastically_
-from tiny_models import tiny_config
+from helpers.tiny_models import tiny_config
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import run_processes
+from helpers.processes import run_processes
 
 SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 

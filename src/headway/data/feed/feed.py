@@ -11,9 +11,9 @@ from headway.data.blank import Modalities, with_blanks
 from headway.data.collate import Batch
 from headway.data.feed.make import Made, PackMaker
 from headway.data.feed.pool import Pool
-from headway.data.plan.budget import Budget
 from headway.data.policy import BadSamples, SampleCounts
 from headway.errors import CheckpointError, ConfigError, HeadwayError
+from headway.packing.budget import Budget
 
 _BYTES_PER_TOKEN = 64  # ids, labels, up to three rows of positions, token types
 _BYTES_PER_PATCH = 1664  # 16 x 16 x 3 bytes over two frames, and 128 for what the tower derives from grids

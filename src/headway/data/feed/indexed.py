@@ -7,10 +7,10 @@ from typing import Any
 from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.make import Made, PackMaker, Piece
 from headway.data.feed.pool import Job
-from headway.data.plan.items import OverlongCounts
-from headway.data.plan.plan import Plan
-from headway.data.plan.steps import deal
 from headway.data.policy import BadSamples
+from headway.packing.items import OverlongCounts
+from headway.packing.plan import Plan
+from headway.packing.steps import deal
 
 
 class IndexedFeed(Feed):

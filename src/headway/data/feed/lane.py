@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 from headway.count import CostModel, Workload
 from headway.data.feed.make import Dropped, Made, PackMaker, Piece, Skipped
-from headway.data.feed.track import Place, Track
-from headway.data.media.lengths import Lengths
-from headway.data.plan.budget import Budget, Size, over_budget
-from headway.data.plan.items import Overlong
-from headway.data.plan.online import OnlinePacker
-from headway.data.plan.order import Stage
-from headway.data.plan.permute import key_of
-from headway.data.plan.strategies import Strategy
+from headway.data.feed.track import Track, TrackPlace
+from headway.data.media.lengths import SampleLengths
 from headway.data.policy import sample_error
 from headway.data.samples import Sample, SampleError
 from headway.errors import CheckpointError, ConfigError, DataError
+from headway.packing.budget import Budget, Size, over_budget
+from headway.packing.items import Overlong
+from headway.packing.online import OnlinePacker
+from headway.packing.order import Stage
+from headway.packing.permute import key_of
+from headway.packing.strategies import Strategy
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Streaming:
                         "Give a whole number, or use an index."
                     )
 
-    def cost_of(self, lengths: Lengths, tokens: int) -> float:
+    def cost_of(self, lengths: SampleLengths, tokens: int) -> float:
         """Useful FLOPs of training on a sample, or on so many tokens of it."""
         if self.cost_model is None:
             return float(tokens)
@@ -93,7 +93,7 @@ class Waiting(NamedTuple):
         sample: what was read.
     """
 
-    place: Place
+    place: TrackPlace
     start: int
     stop: int
     patches: int
@@ -185,17 +185,17 @@ class Lane:
 
         def waiting(key: list[Any]) -> Waiting:
             place, start, stop, patches, cost = key
-            return Waiting(Place(*place), start, stop, patches, cost, samples[Place(*place)])
+            return Waiting(TrackPlace(*place), start, stop, patches, cost, samples[TrackPlace(*place)])
 
         self._buffer = [waiting(key) for key in state["buffer"]]
         self._ready.extend([waiting(key) for key in keys] for keys in state["ready"])
         for key in state["packing"]:
             self._pack(waiting(key))
 
-    def _read_again(self, keys: list[list[Any]]) -> dict[Place, Sample]:
+    def _read_again(self, keys: list[list[Any]]) -> dict[TrackPlace, Sample]:
         """Samples that had been read before the state was saved, read once more from the first of them on."""
-        needed = sorted({Place(*key[0]) for key in keys})
-        samples: dict[Place, Sample] = {}
+        needed = sorted({TrackPlace(*key[0]) for key in keys})
+        samples: dict[TrackPlace, Sample] = {}
         for (stage, play), group in groupby(needed, key=lambda place: place[:2]):
             places = list(group)
             track = self._track(stage, play)
@@ -293,8 +293,8 @@ class Lane:
         self._stage = stage
         self._tracks = [self._track(stage, number) for number in range(len(plays))]
         self._drawn = list(drawn) or [0] * len(plays)
-        self._places: list[Place | None] = [
-            None if place is None else Place(*place) for place in places or [track.start for track in self._tracks]
+        self._places: list[TrackPlace | None] = [
+            None if place is None else TrackPlace(*place) for place in places or [track.start for track in self._tracks]
         ]
         self._rows = [
             iter(()) if place is None else track.rows(place)

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from headway.data.plan.order import Play
-from headway.data.plan.permute import key_of, shuffled
 from headway.data.samples import Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import ConfigError
+from headway.packing.order import Play
+from headway.packing.permute import key_of, shuffled
 
 
-class Place(NamedTuple):
+class TrackPlace(NamedTuple):
     """Where a sample stands in a lane.
 
     Attributes:
@@ -48,7 +48,7 @@ class Track:
     def __init__(
         self, source: Source, play: Play, *, stage: int, number: int, lane: int, lanes: int, key: int | None
     ) -> None:
-        self.start = Place(stage, number)
+        self.start = TrackPlace(stage, number)
         self._epochs, self._key = play.epochs, key
         self._name, self._lane, self._lanes = play.source, lane, lanes
         shards, num_shards = source.shards, len(source.shards)
@@ -58,7 +58,7 @@ class Track:
         # Sources alternate by weight; without weights by how much there is to read, so that they end about together.
         self.weight = play.weight or sum(shard.reader.file.size or 1 for shard in shards) * (play.epochs or 1)
 
-    def rows(self, start: Place) -> Iterator[tuple[Place, Place, Sample | SampleError]]:
+    def rows(self, start: TrackPlace) -> Iterator[tuple[TrackPlace, TrackPlace, Sample | SampleError]]:
         """Samples from a place on, each with its own place and the one after it; endlessly where epochs are not given.
 
         Raises:
@@ -75,7 +75,7 @@ class Track:
                         continue
                     if self._limit is not None and seen >= self._limit:
                         break
-                    here = Place(stage, play, epoch, at, number, seen)
+                    here = TrackPlace(stage, play, epoch, at, number, seen)
                     seen += 1
                     yield here, here._replace(row=number + 1, seen=seen), sample
                 row = 0

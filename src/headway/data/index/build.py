@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import headway
 from headway.cache import CACHE_VARIABLE, cache_root
 from headway.data.index.length_index import METADATA, LengthIndex
 from headway.data.index.pool import measure_here, measure_in_processes
 from headway.data.index.table import LAYOUT, join_tables
-from headway.data.index.units import Job, units_of
+from headway.data.index.units import IndexJob, units_of
 from headway.data.policy import BadSamples, SampleCounts
 from headway.errors import ConfigError, DataError
 from headway.report import format_bytes
+from headway.version import __version__
 
 if TYPE_CHECKING:
     from headway.data.encode import Encoder
@@ -96,7 +96,7 @@ def build_index(
         )
     if not len(source):
         raise DataError(f"The dataset {source.name} holds no rows, so there is nothing to index. Check its path.")
-    job = Job(source, encoder, index_folder(source, encoder, cache))
+    job = IndexJob(source, encoder, index_folder(source, encoder, cache))
     if refresh:
         shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time
     if not job.index_file.exists():
@@ -109,7 +109,7 @@ def build_index(
     return index
 
 
-def _make(job: Job, workers: int | None, cluster: str | None, progress: Progress, policy: BadSamples) -> None:
+def _make(job: IndexJob, workers: int | None, cluster: str | None, progress: Progress, policy: BadSamples) -> None:
     """Measure what is not measured yet and join all parts to the index."""
     rows = len(job.source)
     units = units_of(rows)
@@ -132,7 +132,7 @@ def _make(job: Job, workers: int | None, cluster: str | None, progress: Progress
     shutil.rmtree(job.parts_folder, ignore_errors=True)  # another process may do the same, or still write a part
 
 
-def _finish(job: Job, units: Sequence[range], workers: int | None, cluster: str | None) -> Iterator[range]:
+def _finish(job: IndexJob, units: Sequence[range], workers: int | None, cluster: str | None) -> Iterator[range]:
     """Yield every unit as it is finished: first those of an earlier run."""
     missing = []
     for unit in units:
@@ -154,7 +154,7 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _description(job: Job, bad: int) -> bytes:
+def _description(job: IndexJob, bad: int) -> bytes:
     """What the index says of itself, as JSON."""
     return json.dumps(
         {
@@ -165,13 +165,13 @@ def _description(job: Job, bad: int) -> bytes:
             "rows": len(job.source),
             "bad": bad,
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": {"headway": headway.__version__}
+            "versions": {"headway": __version__}
             | {library: version(library) for library in ("transformers", "tokenizers")},
         }
     ).encode()
 
 
-def _cannot_write(job: Job, units: Sequence[range], error: OSError) -> DataError:
+def _cannot_write(job: IndexJob, units: Sequence[range], error: OSError) -> DataError:
     """Say what is kept, and how to go on."""
     kept = sum(len(unit) for unit in units if job.has(unit))
     rest = (

@@ -5,7 +5,7 @@ from typing import Any
 
 import distributed
 
-from headway.data.index.units import Job, measure_unit
+from headway.data.index.units import IndexJob, measure_unit
 from headway.errors import DataError, UsageError
 
 CONNECT_S = 30
@@ -19,11 +19,11 @@ class GiveJob(distributed.WorkerPlugin):
         job: what is measured.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: IndexJob) -> None:
         self.name, self.job = f"headway index {job.folder}", job
 
 
-def measure_on_cluster(job: Job, units: Sequence[range], address: str) -> Iterator[range]:
+def measure_on_cluster(job: IndexJob, units: Sequence[range], address: str) -> Iterator[range]:
     """Measure units with the workers of a Dask cluster.
 
     Args:

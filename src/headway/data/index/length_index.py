@@ -5,15 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headway.count import Workload
 from headway.data.index.table import BAD, CLIPS, GRIDS, LAYOUT, NUMBERS, bad_rows
 from headway.data.samples import SampleError
-from headway.errors import DataError
+from headway.errors import CostModelError, DataError
+from headway.packing.costs import grid_costs, segment_costs
 
 if TYPE_CHECKING:
     from headway.count import CostModel
@@ -147,9 +149,7 @@ class LengthIndex:
         Raises:
             WorkloadError: the model has no tower for what the rows hold.
         """
-        from headway.data.index.costs import row_costs
-
-        return row_costs(self, cost_model)
+        return _row_costs(self, cost_model)
 
     def summary(self) -> "IndexSummary":
         """Sum the index up."""
@@ -232,3 +232,37 @@ def _ragged(chunk: pa.ListArray) -> Ragged:
     if not len(values):
         return Ragged.empty(len(chunk), *values.shape[1:])
     return Ragged(np.concatenate([[0], np.cumsum(chunk.value_lengths().to_numpy())]), values)
+
+
+def _row_costs(index: LengthIndex, cost_model: "CostModel") -> Ints:
+    rows = np.zeros(len(index))
+    rows[index.ok] = segment_costs(cost_model, index.tokens[index.ok])
+    parts: list[tuple[Literal["images", "videos", "audio"], Ragged]] = [
+        ("images", index.image_grids),
+        ("videos", index.video_grids),
+        ("audio", index.audio_lengths),
+    ]
+    for kind, ragged in parts:
+        if len(ragged.values):
+            rows += np.bincount(ragged.rows, grid_costs(cost_model, ragged.values, kind), minlength=len(index))
+    _check_additive(index, rows, cost_model)
+    return rows
+
+
+def _check_additive(index: LengthIndex, rows: Ints, cost_model: "CostModel") -> None:
+    """Count the row with the most patches as a whole, too: what text reads of media elsewhere would not add up."""
+    if not index.patches.any():
+        return
+    row = int(index.patches.argmax())
+    whole = Workload(
+        [int(index.tokens[row])],
+        images=index.image_grids[row],
+        videos=index.video_grids[row],
+        audio=index.audio_lengths[row],
+    )
+    flops = cost_model.count(whole).total
+    if not np.isclose(rows[row], flops, rtol=1e-9):
+        raise CostModelError(
+            f"The cost of row {row} is {flops} FLOPs, but its text and media alone make {rows[row]:.0f}: this model's "
+            "cost does not add up over them, so rows cannot be costed one by one. Plan by tokens instead."
+        )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
-from headway.data.index.units import Job, measure_unit
+from headway.data.index.units import IndexJob, measure_unit
 from headway.data.workers import prepare_worker, worker_context
 from headway.errors import DataError
 
@@ -16,7 +16,7 @@ ATTEMPTS = 3
 _PRELOAD = ("headway.data.encode", "headway.data.index.pool", "headway.data.sources")
 
 
-def measure_here(job: Job, units: Sequence[range]) -> Iterator[range]:
+def measure_here(job: IndexJob, units: Sequence[range]) -> Iterator[range]:
     """Measure units one after the other in this process.
 
     Yields:
@@ -27,7 +27,7 @@ def measure_here(job: Job, units: Sequence[range]) -> Iterator[range]:
         yield unit
 
 
-def measure_in_processes(job: Job, units: Sequence[range], workers: int) -> Iterator[range]:
+def measure_in_processes(job: IndexJob, units: Sequence[range], workers: int) -> Iterator[range]:
     """Measure units in worker processes, which end with this one, however it ends.
 
     When a worker dies, the units that it may have died of are measured one at a time in a worker of their own, so that
@@ -77,7 +77,7 @@ def _until_broken(
                 yield unit
 
 
-def _measure_alone(pickled: bytes, unit: range, job: Job) -> None:
+def _measure_alone(pickled: bytes, unit: range, job: IndexJob) -> None:
     for _ in range(ATTEMPTS):
         with _pool(pickled, 1) as pool, contextlib.suppress(BrokenProcessPool):  # the next attempt, or the error below
             return pool.submit(_measure, unit).result()
@@ -98,7 +98,7 @@ def _pool(pickled: bytes, workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 _pickled_job = b""
-_job: Job | None = None
+_job: IndexJob | None = None
 
 
 def _begin(pickled: bytes) -> None:

@@ -12,7 +12,7 @@ from headway.cache import write_whole
 from headway.data.samples import Origin, SampleError
 
 if TYPE_CHECKING:
-    from headway.data.media.lengths import Lengths
+    from headway.data.media.lengths import SampleLengths
 
 LAYOUT = 1
 """Version of the columns' names and meaning; part of every index's key."""
@@ -39,7 +39,7 @@ SCHEMA = pa.schema(
 )
 
 
-def table_of(rows: "Sequence[Lengths | SampleError]") -> pa.Table:
+def table_of(rows: "Sequence[SampleLengths | SampleError]") -> pa.Table:
     """Lay measured rows out in columns.
 
     Args:

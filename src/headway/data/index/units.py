@@ -15,7 +15,7 @@ from headway.errors import DataError
 
 if TYPE_CHECKING:
     from headway.data.encode import Encoder
-    from headway.data.media.lengths import Lengths
+    from headway.data.media.lengths import SampleLengths
     from headway.data.sources import Source
 
 _LEAST_ROWS = 256
@@ -25,7 +25,7 @@ _MOST_UNITS = 4096
 
 
 @dataclass(frozen=True)
-class Job:
+class IndexJob:
     """What is measured, by what, and where the results go; every worker gets one.
 
     Attributes:
@@ -78,7 +78,7 @@ def units_of(rows: int) -> Sequence[range]:
     return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def measure_unit(job: Job, unit: range) -> None:
+def measure_unit(job: IndexJob, unit: range) -> None:
     """Measure the rows of a unit and write its part, unless another process has done so meanwhile.
 
     Args:
@@ -94,8 +94,8 @@ def measure_unit(job: Job, unit: range) -> None:
     write_table(job.part(unit), table_of(list(_measured(job, unit))))
 
 
-def _measured(job: Job, unit: range) -> "Iterator[Lengths | SampleError]":
-    """Lengths of each row, or why it cannot be used; a file that is gone or was changed is an error."""
+def _measured(job: IndexJob, unit: range) -> "Iterator[SampleLengths | SampleError]":
+    """SampleLengths of each row, or why it cannot be used; a file that is gone or was changed is an error."""
     for row in unit:
         try:
             sample = job.source[row]

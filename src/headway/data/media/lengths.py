@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from headway.data.plan.budget import Size
+from headway.packing.budget import Size
 
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video [patches]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class SampleLengths:
     """Sizes of one encoded sample.
 
     Attributes:

@@ -24,7 +24,7 @@ KINDS = ("image", "video", "audio")
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class SampleTokens:
     """One sample's tokens.
 
     Attributes:
@@ -71,7 +71,7 @@ class Tokeniser:
         self._found = re.compile("|".join(f"(?P<{k}>{re.escape(w)})" for k, w in self.words.items()) or r"(?!)")
         self._runs = re.compile("|".join(f"(?:{re.escape(word)})+" for word in self._whole.values()) or r"(?!)")
 
-    def chat(self, text: str, spans: Sequence[Span], written: Mapping[str, Sequence[str]], where: str) -> Tokens:
+    def chat(self, text: str, spans: Sequence[Span], written: Mapping[str, Sequence[str]], where: str) -> SampleTokens:
         """Tokenise a rendered chat.
 
         Args:
@@ -95,7 +95,7 @@ class Tokeniser:
         ids = self._known(out["input_ids"], where)
         return self._repeated(ids, supervised, counts)
 
-    def document(self, content: str | Sequence[int], where: str) -> Tokens:
+    def document(self, content: str | Sequence[int], where: str) -> SampleTokens:
         """Tokenise running text, every token of it supervised.
 
         The tokenizer's own beginning is kept, and its end-of-text token closes the document. Ids are taken as they are.
@@ -179,13 +179,15 @@ class Tokeniser:
     def _first(self, run: str) -> str:
         return next(word for word in self._whole.values() if run.startswith(word))
 
-    def _repeated(self, ids: NDArray[np.int64], supervised: NDArray[np.bool_], counts: Sequence[int] | None) -> Tokens:
+    def _repeated(
+        self, ids: NDArray[np.int64], supervised: NDArray[np.bool_], counts: Sequence[int] | None
+    ) -> SampleTokens:
         types = np.zeros(len(ids), np.int32)
         for kind, token in self._ids.items():
             types[ids == token] = 1 + KINDS.index(kind)
         supervised &= types == 0  # an image inside an answer is shown, not predicted
         if not counts:
-            return Tokens(ids, supervised, types)
+            return SampleTokens(ids, supervised, types)
         repeats = np.ones(len(ids), np.int64)
         repeats[np.isin(ids, [self._ids[kind] for kind in self._whole])] = counts
-        return Tokens(np.repeat(ids, repeats), np.repeat(supervised, repeats), np.repeat(types, repeats))
+        return SampleTokens(np.repeat(ids, repeats), np.repeat(supervised, repeats), np.repeat(types, repeats))

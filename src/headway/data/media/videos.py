@@ -18,7 +18,7 @@ from headway.data.media.files import media_error, open_media
 from headway.data.media.lengths import Grid
 from headway.data.samples import Media
 from headway.errors import DataError
-from headway.models.patch_layout import Scale, pixel_scale
+from headway.models.pixel_patches import Scale, pixel_scale
 from headway.models.video import VideoProcessor
 
 # What PyAV raises on files that are missing, damaged or no media.

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from headway.data.sources.reader import Row
+from headway.data.sources.reader import ParsedRow
 from headway.data.sources.spans import Record, SpanReader
 from headway.errors import DataError
 
@@ -26,9 +26,9 @@ class JsonLines(SpanReader):
                 yield Record(start, number, line)
             start += len(line)
 
-    def parse(self, content: bytes) -> Row:
+    def parse(self, content: bytes) -> ParsedRow:
         """Read a line."""
-        return Row(parse_object(content, "Each line must be one whole JSON object."))
+        return ParsedRow(parse_object(content, "Each line must be one whole JSON object."))
 
 
 class JsonArray(SpanReader):
@@ -64,9 +64,9 @@ class JsonArray(SpanReader):
             elif separator != "]":
                 raise EOFError(f"after element {number - 1} of the JSON array comes {separator!r}, not a comma or ]")
 
-    def parse(self, content: bytes) -> Row:
+    def parse(self, content: bytes) -> ParsedRow:
         """Read an element."""
-        return Row(parse_object(content, "Each element of the array must be a JSON object."))
+        return ParsedRow(parse_object(content, "Each element of the array must be a JSON object."))
 
 
 class _Buffer:

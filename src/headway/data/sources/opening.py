@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headway.data.samples import Sample
 from headway.data.sources.files import COMPRESSIONS, File, find_files
 from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
@@ -14,7 +15,7 @@ from headway.data.sources.source import Shard, Source
 from headway.data.sources.tables import Arrow, Parquet
 from headway.data.sources.tar import Tar
 from headway.data.sources.text import SampleBy, Text
-from headway.data.sources.tokens import Tokens
+from headway.data.sources.tokens import TokenFile
 from headway.errors import ConfigError, DataError
 
 FORMATS: dict[str, type[Reader]] = {
@@ -24,7 +25,7 @@ FORMATS: dict[str, type[Reader]] = {
     "arrow": Arrow,
     "webdataset": Tar,
     "text": Text,
-    "tokens": Tokens,
+    "tokens": TokenFile,
 }
 """Readers by the names of their formats."""
 
@@ -160,3 +161,27 @@ def _content(file: File) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file.url} cannot be read: {error}. Save the dataset again.") from error
     return content
+
+
+def read_samples(path: str | Path) -> list[Sample]:
+    """Read a whole dataset into memory, in order.
+
+    Args:
+        path: anything that `open_source` opens.
+
+    Raises:
+        DataError: the dataset is missing or empty, or a row cannot be used; the message names file and row.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "chats.jsonl"
+    >>> _ = file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
+    >>> read_samples(file)[0].messages
+    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None),)
+    """
+    samples: list[Sample] = []
+    for shard in open_source(path).shards:
+        for _, sample in shard.rows():
+            if isinstance(sample, DataError):
+                raise sample
+            samples.append(sample)
+    return samples

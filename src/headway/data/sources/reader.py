@@ -29,7 +29,7 @@ class Raw(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ParsedRow:
     """A parsed row.
 
     Attributes:
@@ -65,7 +65,7 @@ class Reader(ABC):
             yield Raw(0, START, DataError(EMPTY))
 
     @abstractmethod
-    def parse(self, content: Any) -> Row:
+    def parse(self, content: Any) -> ParsedRow:
         """Read a row's content.
 
         Raises:

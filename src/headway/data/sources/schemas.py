@@ -6,7 +6,7 @@ from typing import Any
 from headway.data.samples import Chat, Document, Message, Origin, Part, Sample, TextPart
 from headway.data.sources.json_rows import shortened
 from headway.data.sources.messages import json_value, read_conversations, read_messages, read_tools
-from headway.data.sources.reader import Row
+from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import KINDS, MediaRules, RowMedia
 from headway.errors import ConfigError, DataError
 
@@ -45,7 +45,7 @@ class Normaliser:
         if self.schema not in SCHEMAS:
             raise ConfigError(f"Unknown schema {self.schema!r}. Allowed: {', '.join(SCHEMAS)}.")
 
-    def sample(self, row: Row, origin: Origin) -> Sample:
+    def sample(self, row: ParsedRow, origin: Origin) -> Sample:
         """Read a row.
 
         Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, cast
 
 from headway.data.sources.json_rows import decoded, parse_object
-from headway.data.sources.reader import Row
+from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import kind_of
 from headway.data.sources.spans import Record, SpanReader
 from headway.errors import DataError
@@ -52,7 +52,7 @@ class Tar(SpanReader):
             member = archive.next()
         return f"{self.unit} {number if member is None else _key_of(member)}"
 
-    def parse(self, content: bytes) -> Row:
+    def parse(self, content: bytes) -> ParsedRow:
         """Read a sample's members."""
         fields, members = {}, {}
         names = set()
@@ -73,7 +73,7 @@ class Tar(SpanReader):
             raise DataError(
                 f"the sample holds {', '.join(sorted(names))}, but it needs a member json, with its columns, or txt."
             )
-        return Row(fields, members)
+        return ParsedRow(fields, members)
 
 
 class _Window:

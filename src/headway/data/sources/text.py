@@ -5,7 +5,7 @@ from typing import BinaryIO, Literal, get_args
 
 from headway.data.sources.files import File
 from headway.data.sources.json_rows import decoded
-from headway.data.sources.reader import Row
+from headway.data.sources.reader import ParsedRow
 from headway.data.sources.spans import Record, SpanReader
 from headway.errors import ConfigError
 
@@ -57,9 +57,9 @@ class Text(SpanReader):
         if lines:
             yield Record(start, first, b"".join(lines))
 
-    def parse(self, content: bytes) -> Row:
+    def parse(self, content: bytes) -> ParsedRow:
         """Decode a document; the line break at its end is left out."""
-        return Row({"text": decoded(content).rstrip("\r\n")})
+        return ParsedRow({"text": decoded(content).rstrip("\r\n")})
 
     def _purpose(self) -> str:
         return f"Text by {self.sample_by}"

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from headway.data.sources.files import File
-from headway.data.sources.reader import Row
+from headway.data.sources.reader import ParsedRow
 from headway.data.sources.spans import Record, SpanReader
 from headway.errors import ConfigError
 
@@ -15,7 +15,7 @@ DTYPES = ("uint16", "uint32", "int32", "int64")
 _CHUNK_TOKENS = 2**20
 
 
-class Tokens(SpanReader):
+class TokenFile(SpanReader):
     """Token ids one after the other, with an id that ends each document; or a NumPy array with a document on each row.
 
     Args:
@@ -57,15 +57,15 @@ class Tokens(SpanReader):
                 "each row, or one dimension and the id that ends a document"
             )
 
-    def parse(self, content: bytes) -> Row:
+    def parse(self, content: bytes) -> ParsedRow:
         """Read a document's ids."""
         if not hasattr(self, "_dtype"):
             with self.file.opened() as stream:
                 self._dtype = _numpy_header(stream)[1] if self.is_numpy else np.dtype(self.token_dtype)
-        return Row({"input_ids": np.frombuffer(content, self._dtype).tolist()})
+        return ParsedRow({"input_ids": np.frombuffer(content, self._dtype).tolist()})
 
     def _purpose(self) -> str:
-        return f"Tokens as {self.token_dtype} to {self.end_token}"
+        return f"TokenFile as {self.token_dtype} to {self.end_token}"
 
     def _split(
         self, stream: BinaryIO, place: int, dtype: np.dtype[Any], expected_tokens: int | None = None

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
 from headway.models.experts import apply_experts, experts_of, sizes_of, use_experts
-from headway.models.take import take
+from headway.models.permute_rows import take
 
 
 def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:

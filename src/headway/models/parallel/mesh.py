@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from headway.plan.mesh_shape import MeshShape
+from headway.plan.mesh import MeshShape
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from headway.data.vision import VisionGeometry, vision_geometry, vision_tower
 from headway.models.parallel.exchange import Split, gather_slots, split_over
+from headway.models.vision import VisionGeometry, vision_geometry, vision_tower
 
 _PER_PATCH = ("hidden_states", "position_ids", "interp_indices", "interp_weights")
 

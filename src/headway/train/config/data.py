@@ -42,7 +42,7 @@ class MixPart(SourceConfig):
         return self
 
 
-class Stage(SourceConfig):
+class StageConfig(SourceConfig):
     """One stretch of the training data: a source, or a mix of them; stages play one after the other."""
 
     mix: tuple[MixPart, ...] = Field(default=(), description="Sources that play together, instead of one path")
@@ -113,7 +113,7 @@ class StreamConfig(Section):
 class DataConfig(Section):
     """What is read, how it is packed and how it is fed."""
 
-    train: tuple[Stage, ...] = Field(min_length=1, description="Stages of training data, played in order")
+    train: tuple[StageConfig, ...] = Field(min_length=1, description="Stages of training data, played in order")
     eval: Path | None = Field(default=None, description="Held-out samples, for eval.every and eval.at_end")
     tokens_per_pack: Slots = Field(description="Token budget of a pack, one micro-batch [tokens]")
     patches_per_pack: Slots | None = Field(default=None, description="Vision patch budget of a pack [patches]")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headway.errors import ConfigError
-from headway.meter.sinks import check_spec
+from headway.log.sinks import check_spec
 from headway.train.config.sections import Positive, Section, changed
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from headway.count import CostModel, trace
+from headway.count import CostModel
 from headway.errors import ConfigError, UsageError
 from headway.models.lora import adapter_modules, add_adapters
+from headway.tracing import trace
 from headway.train.config import ModelConfig
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import nn
 
 from headway.count import CostModel
-from headway.count.hidden import hidden_matrices
+from headway.count.rows import hidden_matrices
 from headway.errors import ConfigError, UsageError
 from headway.train.config import OptimConfig
 from headway.train.config.optim import factor_of
@@ -30,7 +30,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel
         ConfigError: a pattern of `optim.lr_of` matches nothing, nothing that learns, or nothing that no later pattern
             matches; or Muon finds no matrix.
     """
-    by_muon = hidden_matrices(cost_model) if optim.name == "muon" else frozenset()
+    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if optim.name == "muon" else frozenset()
     rates = _rates(model, optim, cost_model)
     groups: dict[tuple[Rule, float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

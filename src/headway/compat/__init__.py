@@ -1,0 +1,1 @@
+"""Other packages' interfaces, answered by Headway's own counts and clock."""

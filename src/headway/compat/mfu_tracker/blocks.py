@@ -1,0 +1,193 @@
+"""What a block of a loop computed: stated as a number, seen in a model's forwards, or told batch by batch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from headway.compat.mfu_tracker.watching import Watch
+from headway.count import CostModel, FlopCount, FlopRow, Workload
+from headway.errors import UsageError
+from headway.meter.async_copy import on_host
+from headway.meter.batches import needed, workload_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from headway.compat.mfu_tracker.ledgers import Call, Ledger
+    from headway.compat.mfu_tracker.setups import Setup
+    from headway.meter import Meter, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a block computed.
+
+    Attributes:
+        flops: of the block.
+        workload: what it was asked to compute; empty where nothing says.
+        num_passes: times that the weights were read: once in each forward and once in each backward.
+        dtype: of autocast in it; None without.
+    """
+
+    flops: FlopCount
+    workload: Workload
+    num_passes: int
+    dtype: torch.dtype | None = None
+
+
+class TrackedBlock(AbstractContextManager["TrackedBlock"]):
+    """A block under way; how its FLOPs are known is its kind's."""
+
+    @abstractmethod
+    def counted(self) -> Counted:
+        """Count it; the device has passed its end."""
+
+
+class StatedBlock(TrackedBlock):
+    """A block whose FLOPs somebody states.
+
+    Args:
+        flops: of the block.
+    """
+
+    def __init__(self, flops: int | float) -> None:
+        self._flops = flops
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing was begun."""
+
+    def counted(self) -> Counted:
+        """Return the number; one pass over the weights goes with it."""
+        return Counted(_stated(round(self._flops)), Workload(), 1)
+
+
+class WatchedBlock(TrackedBlock):
+    """A block whose FLOPs are those of the forwards of some models that run in it, and of their backwards.
+
+    Args:
+        ledgers: of the models.
+        added: FLOPs that go with the block and that no ledger knows of.
+        recompute: activation checkpointing; read off each model when None.
+    """
+
+    def __init__(self, ledgers: tuple[Ledger, ...], added: int = 0, recompute: str | None = None) -> None:
+        self._watch = Watch(ledgers)
+        self._added = added
+        self._recompute = recompute
+        self._setups: dict[Ledger, Setup] = {}
+
+    def __enter__(self) -> Self:
+        for ledger in self._watch.ledgers:
+            ledger.prepare()  # before the block's time begins
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._watch.__exit__()
+        self._setups = {ledger: ledger.setup.read() for ledger in self._watch.ledgers}
+
+    def counted(self) -> Counted:
+        """Count the forwards and backwards that ran.
+
+        Raises:
+            UsageError: there were none.
+        """
+        watch = self._watch
+        if not watch.forwards and not watch.backwards:
+            names = ", ".join(ledger.name for ledger in watch.ledgers)
+            raise UsageError(
+                f"no forward of {names} ran in the block, so its FLOPs are not known. If torch.compile had compiled "
+                "the model before it was profiled or tracked, pass what torch.compile returned; of CUDA graphs and "
+                "other models pass the FLOPs as a plain number, int(flops), or the batch, track(model, batch=batch)."
+            )
+        forwards, backwards = set(map(id, watch.forwards)), set(map(id, watch.backwards))
+        parts, workloads = [], []
+        for call in watch.forwards:
+            count, workload = self._count(call, forward_only=id(call) not in backwards)
+            parts.append(count)
+            workloads.append(workload)
+        for call in watch.backwards:
+            if id(call) not in forwards:  # its forward ran before the block
+                parts.append(_without_forward(self._count(call, forward_only=False)[0]))
+        if self._added:
+            parts.append(replace(_stated(self._added), convention=parts[0].convention))
+        dtypes = [call.dtype for call in (*watch.forwards, *watch.backwards) if call.dtype is not None]
+        return Counted(
+            sum(parts, FlopCount()),
+            Workload.total(workloads),
+            len(watch.forwards) + len(watch.backwards),
+            dtypes[0] if dtypes else None,
+        )
+
+    def _count(self, call: Call, *, forward_only: bool) -> tuple[FlopCount, Workload]:
+        setup = self._setups[call.ledger]
+        return call.ledger.count(call, setup, recompute=self._recompute, forward_only=forward_only)
+
+
+class ListedBlock(TrackedBlock):
+    """A block whose batches are told one by one.
+
+    Args:
+        cost_model: of the model.
+        recompute: activation checkpointing, as for `CostModel.count`.
+        meter: is told of the batches too, and that the block was a step.
+    """
+
+    def __init__(self, cost_model: CostModel, recompute: str = "none", meter: Meter | None = None) -> None:
+        self.window: Window | None = None
+        self._cost_model = cost_model
+        self._recompute = recompute
+        self._meter = meter
+        self._batches: list[tuple[Mapping[str, Any] | Workload, bool]] = []
+        self._given: list[tuple[Any, bool]] = []  # to the meter, once the block has ended well
+
+    def __enter__(self) -> Self:
+        if self._meter is not None:
+            self._meter.start()  # its first step begins with the first block
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        if self._meter is None or kind is not None:
+            return
+        for batch, forward_only in self._given:
+            self._meter.count(batch, forward_only=forward_only)
+        self.window = self._meter.step()
+
+    def count(self, batch: Any, *, forward_only: bool) -> None:
+        """Add a batch."""
+        if self._meter is not None:
+            self._given.append((batch, forward_only))
+        if not isinstance(batch, Workload):
+            copied, late = on_host(batch, needed(self._cost_model))
+            batch = copied if late else workload_of(copied, self._cost_model)
+        self._batches.append((batch, forward_only))
+
+    def counted(self) -> Counted:
+        """Count the batches.
+
+        Raises:
+            UsageError: there were none.
+        """
+        if not self._batches:
+            raise UsageError("the block ended without a batch: call count(batch) on what `with track(...)` gives.")
+        model, parts, workloads = self._cost_model, [], []
+        for batch, forward_only in self._batches:
+            workload = batch if isinstance(batch, Workload) else workload_of(batch, model)
+            recompute = "none" if forward_only else self._recompute
+            parts.append(model.count(workload, recompute=recompute, forward_only=forward_only))
+            workloads.append(workload)
+        num_passes = sum(1 if forward_only else 2 for _, forward_only in self._batches)
+        return Counted(sum(parts, FlopCount()), Workload.total(workloads), num_passes)
+
+
+def _stated(flops: int) -> FlopCount:
+    return FlopCount((FlopRow("stated", "blocks", flops),), "stated")
+
+
+def _without_forward(count: FlopCount) -> FlopCount:
+    return replace(count, rows=tuple(replace(row, forward=0) for row in count.rows))

@@ -1,0 +1,232 @@
+"""What the forwards of a model cost, whatever it takes: traced once per model, or once per shape of its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headway.compat.mfu_tracker.setups import Setup, SetupReader, param_bytes
+from headway.count import CostModel, FlopCount, Workload
+from headway.errors import HeadwayError, UsageError, WorkloadError
+from headway.meter import clock
+from headway.meter.async_copy import on_host
+from headway.meter.batches import asked_gradients, needed, workload_of
+from headway.meter.environment import device_of
+from headway.tracing import trace
+from headway.tracing.unwrap import whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_IDS = ("input_ids", "inputs_embeds")
+_ONE = Workload([1])  # an example of arguments is billed as one segment
+
+
+@dataclass(slots=True)
+class Call:
+    """One forward of a model, as it was noted down.
+
+    Attributes:
+        ledger: of the model.
+        given: its workload; its arguments, where they are read later; or what is wrong with them. None where it is not
+            to be counted.
+        dtype: of autocast while it ran; None without.
+        input_gradients: names of its arguments that require a gradient, where the model takes tokens.
+    """
+
+    ledger: Ledger
+    given: Any
+    dtype: torch.dtype | None = None
+    input_gradients: tuple[str, ...] = ()
+
+    def arrived(self) -> Call:
+        """Wait until what is read later has come from the device."""
+        if not isinstance(self.given, Workload) and self.ledger.device is not None:
+            clock.mark(self.ledger.device).wait()
+        return self
+
+
+class Ledger:
+    """Count what the forwards of one model cost.
+
+    A model that takes `input_ids` has one cost model, and its batches are read as `headway.meter.workload_of` reads
+    them. Of any other, each new shape of arguments is traced by itself: its integers must not steer what it costs.
+
+    Args:
+        model: as the loop calls it, wrapped and compiled or not.
+
+    Raises:
+        UsageError: it lies on several devices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.device: torch.device | None = device_of(model)
+        self.names = _names(model)
+        self.takes_tokens = "input_ids" in inspect.signature(whole(model).forward).parameters
+        self.follows_backwards = False  # outside blocks too
+        self.num_backwards = 0  # signs of a backward that were seen; one may give several
+        self.name = type(model).__name__
+        self.setup = SetupReader(model)
+        self._param_bytes = param_bytes(model)
+        self._traces: dict[Any, CostModel] = {}
+        self._applied: dict[tuple[Any, tuple[bool, ...]], CostModel] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which a ledger does not keep alive.
+
+        Raises:
+            UsageError: it is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise UsageError("the model that was profiled is gone, and its forwards cannot be counted. Keep it.")
+        return model
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the weights; None of a model that has none of floats."""
+        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of the weights, as last seen."""
+        model = self._model()
+        if model is not None:
+            self._param_bytes = param_bytes(model)
+        return self._param_bytes
+
+    def prepare(self) -> None:
+        """Trace the model ahead of its first forward, where that says nothing new.
+
+        Raises:
+            TraceError: an operation cannot be explained.
+        """
+        if self.takes_tokens and not self._traces:
+            self.cost_model()
+
+    def cost_model(self, given: Any = None, setup: Setup | None = None) -> CostModel:
+        """Return the cost model that a forward is counted with, traced if it is the first of its kind.
+
+        Args:
+            given: its arguments by name; not needed where the model takes tokens.
+            setup: says what is trained; read off the model when None.
+
+        Raises:
+            TraceError: an operation cannot be explained.
+        """
+        setup = setup if setup is not None else self.setup.read()
+        key = (setup.version, None if self.takes_tokens else _shapes(given))
+        if (key, setup.trained) not in self._applied:
+            if key not in self._traces:
+                self._traces[key] = trace(self.model, inputs=None if self.takes_tokens else _on_cpu(given))
+            self._applied[key, setup.trained] = setup.applied_to(self._traces[key])
+        return self._applied[key, setup.trained]
+
+    def traced(self) -> Iterable[CostModel]:
+        """Return what has been traced so far."""
+        return self._traces.values()
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Note one forward down, without waiting for the device; what is wrong with it is said when it is counted."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        dtype = None
+        if self.device is not None and torch.is_autocast_enabled(self.device.type):
+            dtype = torch.get_autocast_dtype(self.device.type)
+        if not self.takes_tokens:
+            return Call(self, _without_data(given), dtype)
+        try:
+            _refuse_past(given)
+            model = next(reversed(self._traces.values()))  # whoever watches has had it traced
+            asked = asked_gradients(given) if torch.is_grad_enabled() else ()
+            copied, late = on_host(given, needed(model))
+            return Call(self, copied if late else workload_of(copied, model), dtype, asked)
+        except HeadwayError as error:  # a loop is not broken by being watched
+            return Call(self, error, dtype)
+
+    def count(
+        self, call: Call, setup: Setup, *, recompute: str | None = None, forward_only: bool = False
+    ) -> tuple[FlopCount, Workload]:
+        """Count a forward that was noted down, and its backward; its copies have come.
+
+        Args:
+            call: the forward.
+            setup: of the model while it ran.
+            recompute: as for `CostModel.count`; what the setup says when None.
+            forward_only: leave the backward out.
+
+        Returns:
+            The FLOPs, and the workload; that of a model without tokens is empty.
+
+        Raises:
+            HeadwayError: the forward cannot be counted.
+        """
+        if isinstance(call.given, HeadwayError):
+            raise call.given
+        again = "none" if forward_only else setup.recompute() if recompute is None else recompute
+        model = self.cost_model(call.given, setup).with_input_gradients(call.input_gradients)
+        if not self.takes_tokens:
+            return model.count(_ONE, recompute=again, forward_only=forward_only), Workload()
+        workload = call.given if isinstance(call.given, Workload) else workload_of(call.given, model)
+        return model.count(workload, recompute=again, forward_only=forward_only), workload
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Name the positional arguments of a model's forward; a wrapper's are those of what it wraps."""
+    for module in (model, whole(model)):
+        parameters = inspect.signature(module.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if names:
+            return names
+    return []
+
+
+def _shapes(value: Any) -> Any:
+    """Reduce arguments to what their cost depends on: shapes of tensors, and whatever else is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.is_floating_point(), value.requires_grad)
+    if isinstance(value, dict):
+        return tuple((name, _shapes(part)) for name, part in value.items())
+    return tuple(map(_shapes, value)) if isinstance(value, tuple | list) else repr(value)
+
+
+def _without_data(value: Any) -> Any:
+    """Keep of floats their shape, so that no activation stays alive, and whether they require a gradient."""
+    if isinstance(value, torch.Tensor):
+        floats = value.is_floating_point()
+        return value.detach().to("meta").requires_grad_(value.requires_grad) if floats else value.detach()
+    if isinstance(value, dict):
+        return {name: _without_data(part) for name, part in value.items()}
+    return type(value)(map(_without_data, value)) if type(value) in (tuple, list) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    """Take integers to the CPU; floats have no data."""
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else value.cpu()
+    if isinstance(value, dict):
+        return {name: _on_cpu(part) for name, part in value.items()}
+    return type(value)(map(_on_cpu, value)) if type(value) in (tuple, list) else value
+
+
+def _refuse_past(given: Mapping[str, Any]) -> None:
+    """Refuse a forward that goes on from cached keys and values: its batch does not say how many.
+
+    Raises:
+        WorkloadError: it does.
+    """
+    cache = given.get("past_key_values")
+    ids = next((given[name] for name in _IDS if given.get(name) is not None), None)
+    if cache is None or ids is None or not hasattr(cache, "get_seq_length"):
+        return
+    if cache.get_seq_length() > ids.shape[1]:
+        raise WorkloadError(
+            "the model was called with past_key_values, as generation does: the keys that it reads are not in the "
+            "batch. Leave generation out of the block, or count it with Workload(..., past=...)."
+        )

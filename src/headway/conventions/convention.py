@@ -1,0 +1,131 @@
+"""What a convention is: a named, versioned rule that bills a step, and the parts of its bill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from headway.errors import NotExpressibleError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from headway.conventions.architecture import Architecture
+    from headway.count.workload import Workload
+
+# linear: projections, dense MLPs and whatever else is billed per token; experts: routed and shared experts, routers
+PARTS = ("linear", "experts", "attention", "recurrence", "head", "embedding", "vision", "audio", "recompute")
+
+Number: TypeAlias = int | float  # exact integers, except where a tool itself divides
+Parts: TypeAlias = "Mapping[str, Number]"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step as a tool sees it.
+
+    Attributes:
+        workload: segments, grids and slots, all devices together.
+        seq_len: the row length that the tool is configured with [tokens]; some bill it whatever the rows hold.
+        recompute: activation checkpointing, as `CostModel.count` takes it; only `hardware` looks at it.
+    """
+
+    workload: Workload
+    seq_len: int
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1:
+            raise UsageError(f"seq_len must be at least 1 token, got {self.seq_len}.")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of `seq_len` that the slots fill, the last one perhaps in part."""
+        return -(-self.workload.slots // self.seq_len)
+
+    @property
+    def row_slots(self) -> int:
+        """Positions in those rows [tokens]."""
+        return self.num_rows * self.seq_len
+
+    @property
+    def square_sum(self) -> int:
+        """Sum of squared segment lengths [tokens^2]."""
+        lengths = self.workload.segments
+        return sum(s * s for s in lengths.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a convention charges for a step.
+
+    Attributes:
+        convention: its name.
+        flops: FLOPs of the step, all devices together; None where the convention cannot express the model.
+        parts: the sum's terms by `PARTS`; empty where there is no number.
+        tokens: token positions that it charges for.
+        reason: why there is no number, "" where there is one.
+        note: what is left out of the number though its tool may bill it, "" for nothing.
+    """
+
+    convention: str
+    flops: Number | None
+    parts: Parts = field(default_factory=dict)
+    tokens: int = 0
+    reason: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """A named rule for what is counted.
+
+    Attributes:
+        name: such as "torchtitan".
+        version: of the rule: a number for our own, otherwise the date of the code that was read.
+        tool: whose peak rule divides it (`tool_peaks`), "" for the datasheet.
+        why: one line on what it counts differently from `useful/1`.
+        price: the rule itself, a pure function; raises `NotExpressibleError`.
+        tokens: which token positions it charges for: "real", "slots" or "rows" (of the configured length).
+        scope: what its attention spans: "segments", or "rows" of the configured length; "none" without attention.
+        reads: "sizes" for a formula of the configuration's sizes, "rows" where the cost model or its parameters decide.
+        towers: whether it is a formula of a vision tower's sizes too.
+    """
+
+    name: str
+    version: str
+    tool: str
+    why: str
+    price: Callable[[Architecture, Step], Parts]
+    tokens: Literal["real", "slots", "rows"]
+    scope: Literal["segments", "rows", "none"]
+    reads: Literal["sizes", "rows"] = "sizes"
+    towers: bool = False
+
+    @property
+    def full_name(self) -> str:
+        """Name and version, such as "useful/1"."""
+        return f"{self.name}/{self.version}"
+
+    @property
+    def uses_seq_len(self) -> bool:
+        """Whether the configured row length changes its number."""
+        return "rows" in (self.tokens, self.scope) or self.name.startswith("megatron-bridge")
+
+    def billed_tokens(self, step: Step) -> int:
+        """Token positions that it charges for."""
+        return {"real": step.workload.tokens, "slots": step.workload.slots, "rows": step.row_slots}[self.tokens]
+
+    def bill(self, model: Architecture, step: Step) -> Bill:
+        """Charge for a step; a model that the rule cannot express gives a bill without a number and the reason."""
+        try:
+            if self.reads == "sizes" and model.unread:
+                raise NotExpressibleError(model.unread)
+            if self.reads == "sizes" and model.recurrent:
+                raise NotExpressibleError(f"{model.name} has recurrent layers, which this rule is not kept for here")
+            parts = self.price(model, step)
+        except NotExpressibleError as refusal:
+            return Bill(self.name, None, reason=str(refusal))
+        left_out = self.towers and model.unread_tower and step.workload.patches
+        note = f"the vision tower is left out: {model.unread_tower}" if left_out else ""
+        return Bill(self.name, sum(parts.values()), dict(parts), self.billed_tokens(step), note=note)

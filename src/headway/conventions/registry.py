@@ -1,0 +1,138 @@
+"""The conventions by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from headway.conventions import maxtext, megatron, ours, veomni, verl, weights
+from headway.conventions.convention import Convention
+from headway.errors import UnknownConventionError
+
+_ALL = (
+    Convention(
+        "useful", "1", "", "real tokens, allowed pairs, vision by patch, backward as autograd needs it",
+        ours.useful, "real", "segments", "rows",
+    ),
+    Convention(
+        "hardware", "1", "", "useful on every slot, padding too, plus what checkpointing runs again",
+        ours.hardware, "slots", "segments", "rows",
+    ),
+    Convention(
+        "6nd", "2026-08", "", "6 x parameters outside embeddings per slot: all experts, vision too, no attention",
+        weights.six_nd, "slots", "none", "rows",
+    ),
+    Convention(
+        "palm", "2022-04", "nanogpt", "all parameters but positions, and the full square of the configured row",
+        weights.palm, "rows", "rows",
+    ),
+    Convention(
+        "torchtitan", "2026-08", "torchtitan", "full square of the configured row for every label slot; vision free",
+        weights.torchtitan, "slots", "rows",
+    ),
+    Convention(
+        "torchtitan-2026-06", "2026-06", "torchtitan",
+        "full square of the configured row, windows or not, for every label slot; vision free",
+        weights.torchtitan_2026_06, "slots", "rows",
+    ),
+    Convention(
+        "torchtitan-2025-12-vlm", "2025-12", "torchtitan",
+        "full square of the configured row; all vision parameters once per text token",
+        weights.torchtitan_2025_12_vlm, "slots", "rows",
+    ),
+    Convention(
+        "megatron-bridge", "2026-08", "", "every slot, half the square of each segment; padded vocabulary, no router",
+        megatron.megatron_bridge, "slots", "segments", towers=True,
+    ),
+    Convention(
+        "megatron-bridge-2026-05", "2026-05", "", "megatron-bridge with all patches of a row as one picture",
+        megatron.megatron_bridge_2026_05, "slots", "segments", towers=True,
+    ),
+    Convention(
+        "megatron-bridge-2025", "2025-10", "", "rows x configured length and half its square, whatever the rows hold",
+        megatron.megatron_bridge_2025, "rows", "rows", towers=True,
+    ),
+    Convention(
+        "megatron-lm-2025-02", "2025-02", "", "rows x configured length and its full square; padded vocabulary",
+        megatron.megatron_lm_2025_02, "rows", "rows",
+    ),
+    Convention(
+        "maxtext", "2025-08", "", "rows x configured length, half its square; vision free but for Gemma-3 and Llama-4",
+        maxtext.maxtext, "rows", "rows",
+    ),
+    Convention(
+        "maxtext-2025-06", "2025-06", "", "rows x configured length and its full square",
+        maxtext.maxtext_2025, "rows", "rows",
+    ),
+    Convention(
+        "lmms-engine", "2026-08", "lmms-engine",
+        "real tokens, full square of each segment, the embedding as a second head; vision free",
+        verl.lmms_engine, "real", "segments",
+    ),
+    Convention(
+        "veomni", "2026-08", "veomni",
+        "real tokens, full square of each segment; vision mergers per patch; frozen towers and LoRA at less",
+        veomni.veomni, "real", "segments", towers=True,
+    ),
+    Convention(
+        "veomni-2026-07", "2026-07", "veomni", "veomni with Qwen2.5-VL's windows in pixels",
+        veomni.veomni_2026_07, "real", "segments", towers=True,
+    ),
+    Convention(
+        "verl", "2026-07", "verl", "real tokens, half square of each segment, the embedding as a second head",
+        verl.verl, "real", "segments", towers=True,
+    ),
+    Convention(
+        "verl-2025-12", "2025-12", "verl",
+        "real tokens, full square of each segment, the embedding as a second head; vision free",
+        verl.verl_2025_12, "real", "segments",
+    ),
+    Convention(
+        "olmo-core", "2026-06", "olmo-core", "parameters of attention, MLPs and head, and the full square of the row",
+        weights.olmo_core, "rows", "rows",
+    ),
+    Convention(
+        "nanochat", "2026-07", "nanochat", "matmul parameters and the full square of the row, cut at windows",
+        weights.nanochat, "rows", "rows",
+    ),
+    Convention(
+        "trl", "2026-05", "trl",
+        "linear layers, routers, head, untied embedding, the full square of the row; vision free",
+        weights.trl, "rows", "rows",
+    ),
+    Convention(
+        "flop-counter", "2026-08", "", "dispatched products: full squares, flash backward 2.5 x; experts unseen",
+        ours.flop_counter, "slots", "segments", "rows",
+    ),
+)  # fmt: skip
+_BY_NAME = {convention.name: convention for convention in _ALL}
+
+
+def conventions() -> tuple[Convention, ...]:
+    """List all conventions, ours first."""
+    return _ALL
+
+
+def get_convention(name: str) -> Convention:
+    """Find a convention by name, with or without its version: "useful", "useful/1", "torchtitan".
+
+    Raises:
+        UnknownConventionError: no convention has this name, or not in this version; the message names the nearest.
+
+    >>> get_convention("useful/1").name
+    'useful'
+    """
+    base, slash, version = name.lower().partition("/")
+    found = _BY_NAME.get(base)
+    if found is None:
+        close = difflib.get_close_matches(base, _BY_NAME, n=2, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise UnknownConventionError(
+            f"--convention {name!r} is not known. {hint}Known are {', '.join(_BY_NAME)}; docs/conventions.md says what "
+            "each counts."
+        )
+    if slash and version != found.version:
+        raise UnknownConventionError(
+            f"--convention {name!r}: {found.name} is kept in version {found.version} only. Give {found.name!r} or "
+            f"'{found.name}/{found.version}'."
+        )
+    return found

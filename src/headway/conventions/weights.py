@@ -1,0 +1,172 @@
+"""Conventions that multiply parameters by tokens: 6ND and its relatives."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from headway.conventions.ledger import linear_weights
+from headway.errors import NotExpressibleError
+
+if TYPE_CHECKING:
+    from headway.conventions.architecture import Architecture
+    from headway.conventions.convention import Parts, Step
+
+_BLOCK_NORM = re.compile(r"\.\d+\.[^.]*(?:norm|ln)[^.]*\.(?:weight|bias)$")  # a norm of a block, in none of its modules
+
+
+def six_nd(model: Architecture, step: Step) -> Parts:
+    """Bill 6 FLOPs per parameter that is in no embedding, for every input slot.
+
+    All experts are billed, frozen weights and norms too, and the vision tower once per text token. Not billed:
+    attention. A head that is tied to the embedding goes with it.
+
+    Source: huggingface/transformers, src/transformers/modeling_utils.py, floating_point_ops and
+    num_parameters(exclude_embeddings=True), 2026-08; Kaplan et al. 2020.
+    """
+    groups, slots = model.groups, step.workload.slots
+    return {
+        "linear": 6 * slots * groups.other,
+        "experts": 6 * slots * (groups.experts + groups.router),
+        "head": 6 * slots * groups.head,
+        "vision": 6 * slots * (groups.vision - groups.vision_positions),
+    }
+
+
+def palm(model: Architecture, step: Step) -> Parts:
+    """Bill 6 N + 12 layers x heads x head size x row length for every position of every row.
+
+    N is all parameters but learned position embeddings: all experts, the token embedding, the vision tower once per
+    text token. Attention is the full square of the row.
+
+    Source: PaLM, Chowdhery et al. 2022, appendix B; karpathy/nanoGPT, model.py, estimate_mfu and get_num_params.
+    """
+    groups, positions = model.groups, step.row_slots
+    head, embedding = (groups.head, groups.embedding) if groups.head else (groups.embedding, 0)
+    return {
+        "linear": 6 * positions * groups.other,
+        "experts": 6 * positions * (groups.experts + groups.router),
+        "head": 6 * positions * head,
+        "embedding": 6 * positions * embedding,
+        "vision": 6 * positions * groups.vision,
+        "attention": 12 * positions * model.layers * model.heads * model.qk_dim * step.seq_len,
+    }
+
+
+def nanochat(model: Architecture, step: Step) -> Parts:
+    """Bill 6 N + 12 heads x head size x min(window, row length) per layer, for every position of every row.
+
+    N is the weights of linear modules: the head, tied or not, and neither embeddings nor norms nor biases. Attention is
+    the full square, cut at a layer's window.
+
+    Source: karpathy/nanochat, nanochat/gpt.py, estimate_flops and num_matmul_params (commit 92d63d4, 3 July 2026).
+    """
+    if model.vision is not None or model.groups.vision or model.num_experts:
+        raise NotExpressibleError("nanochat trains dense text models and has no number for experts or vision towers")
+    assert model.cost_model is not None, "its groups were read"
+    positions, head = step.row_slots, model.hidden * model.vocab
+    return {
+        "linear": 6 * positions * (linear_weights(model.cost_model) - head),
+        "head": 6 * positions * head,
+        "attention": positions * _windowed(model, step.seq_len, 12 * model.qk_dim),
+    }
+
+
+def torchtitan(model: Architecture, step: Step) -> Parts:
+    """Bill 6 N' + 6 heads x (query-key + value size) x min(window, row length) per layer, for every label slot.
+
+    N' leaves the input embedding out unless it is the head, and weighs routed experts by top-k / experts; norms are in.
+    Attention is the full square over the configured length, packing ignored. Not billed: the vision tower.
+
+    Source: pytorch/torchtitan, torchtitan/models/utils.py, get_nparams_and_active_nparams and
+    quadratic_attention_flops_per_token (commit 01c01c8, 2026; up to b5bcd76c6 of 21 Aug 2026 it is
+    `torchtitan-2026-06`).
+    """
+    attention = step.workload.slots * _windowed(model, step.seq_len, 6 * (model.qk_dim + model.v_dim))
+    return {**_active_weights(model, step.workload.slots), "attention": attention}
+
+
+def torchtitan_2026_06(model: Architecture, step: Step) -> Parts:
+    """Bill as `torchtitan`, but windowed layers in full.
+
+    Source: pytorch/torchtitan, torchtitan/models/utils.py, get_dense_model_nparams_and_flops and
+    get_moe_model_nparams_and_flops (fd712e814, 10 June 2026, to b5bcd76c6, 21 Aug 2026).
+    """
+    attention = 6 * model.layers * model.heads * (model.qk_dim + model.v_dim) * step.seq_len
+    return {**_active_weights(model, step.workload.slots), "attention": step.workload.slots * attention}
+
+
+def torchtitan_2025_12_vlm(model: Architecture, step: Step) -> Parts:
+    """Bill what the Qwen3-VL branch of December 2025 did: the vision tower's parameters once per text token.
+
+    Otherwise as `torchtitan`, with full attention in windowed layers too. Vision attention is not billed.
+
+    Source: pytorch/torchtitan, experiments/qwen3_vl, whose arguments inherit torchtitan/models/qwen3's
+    get_nparams_and_flops and the MoE helper of torchtitan/models/utils.py (commit 4ab8285, 2025-12).
+    """
+    slots = step.workload.slots
+    attention = slots * 6 * model.layers * model.heads * (model.qk_dim + model.v_dim) * step.seq_len
+    vision = 6 * slots * model.groups.vision
+    return {**_active_weights(model, slots), "attention": attention, "vision": vision}
+
+
+def trl(model: Architecture, step: Step) -> Parts:
+    """Bill linear layers, active experts with their router, head and embedding, and the full square of the row.
+
+    Every MLP has three matrices. A tied embedding is billed once, an untied one as if it were a second head. Not
+    billed: shared experts, vision. Its `adjusted_mfu` halves the attention. It reads `decoder_sparse_step` of a mixture
+    of experts and fails where there is none.
+
+    Source: huggingface/trl, trl/trainer/utils.py, compute_flops_per_token (commit 47b377888, pull request 5698, 7 May
+    2026, and unchanged in f2cd57710, 24 July 2026).
+    """
+    if model.mla is not None or (model.num_experts and not model.sparse_step):
+        raise NotExpressibleError("TRL reads head_dim and decoder_sparse_step of the configuration, and fails on this")
+    positions, hidden = step.row_slots, model.hidden
+    sparse = -(-model.layers // model.sparse_step) if model.num_experts else 0
+    expert = 3 * model.top_k * model.expert_ffn + model.num_experts
+    table = 6 * positions * model.vocab * hidden
+    mlps = (model.layers - sparse) * 3 * hidden * model.ffn
+    return {
+        "linear": 6 * positions * (model.layers * model.attention_weights + mlps),
+        "experts": 6 * positions * sparse * hidden * expert,
+        "head": table,
+        "embedding": 0 if model.tied else table,
+        "attention": 6 * positions * model.layers * model.heads * (model.qk_dim + model.v_dim) * step.seq_len,
+    }
+
+
+def olmo_core(model: Architecture, step: Step) -> Parts:
+    """Bill 6 FLOPs per parameter of attention, MLP and head modules, and the full square of the row, cut at windows.
+
+    Norms are in where those modules hold them: of queries and keys, and the last one. Biases are in.
+
+    Source: allenai/OLMo-core, src/olmo_core/nn, num_flops_per_token of Attention, FeedForward and LMHead (commit
+    fa6c5014c, 22 June 2026).
+    """
+    if model.vision is not None or model.groups.vision or model.num_experts:
+        raise NotExpressibleError(
+            "OLMo-core's numbers for experts are not kept here, and it has none for vision towers"
+        )
+    groups, positions = model.groups, step.row_slots
+    assert model.cost_model is not None, "its groups were read"
+    blocks = sum(p.numel for p in model.cost_model.parameters if _BLOCK_NORM.search(p.name))
+    return {
+        "linear": 6 * positions * (groups.other - blocks),
+        "head": 6 * positions * (groups.head or groups.embedding),
+        "attention": positions * _windowed(model, step.seq_len, 12 * model.qk_dim),
+    }
+
+
+def _active_weights(model: Architecture, slots: int) -> dict[str, int | float]:
+    groups = model.groups
+    return {
+        "linear": 6 * slots * groups.other,
+        "experts": 6 * slots * (groups.active_experts + groups.router),
+        "head": 6 * slots * (groups.head or groups.embedding),
+    }
+
+
+def _windowed(model: Architecture, seq_len: int, per_head: int) -> int:
+    keys = sum(seq_len if window is None else min(seq_len, window) for window in model.windows)
+    return per_head * model.heads * keys

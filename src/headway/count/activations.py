@@ -1,0 +1,160 @@
+"""What autograd saves of a model's forward, block by block, in bytes per unit of a driver.
+
+`headway.tracing.block_activations` reads it off a model; what it read of the shipped models ships too, so that memory
+is planned without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.count import drivers
+from headway.count.storage import from_ranges, to_ranges
+from headway.errors import CostModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.count.workload import Workload
+
+Rows = Mapping[str, Fraction]
+"""Bytes per unit, by driver."""
+
+PRECISIONS = ("bfloat16", "bfloat16-autocast", "float32")
+"""How forward computes: in bfloat16 throughout, in autocast's mixture over float32 weights, or in float32."""
+
+FILE = Path(__file__).parent / "saved_activations.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBlock:
+    """What autograd saves of one block.
+
+    Attributes:
+        plain: by plain operations.
+        fused: by a compiled block or fused kernels: what matrix products and attention read, and what they made where
+            an elementwise operation's backward needs it.
+        entry: what enters the block, which is all that recomputation keeps of it.
+        attention: what attention's kernels give: their output and, in float32, the log-sum-exp of each query's scores;
+            where these are kept, attention is not recomputed.
+    """
+
+    plain: Rows
+    fused: Rows
+    entry: Rows
+    attention: Rows
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """What autograd saves of a model.
+
+    Attributes:
+        blocks: by the name of the block, in order; "" for what is outside of blocks.
+        left_out: modules whose saved bytes no driver explains; they are missing.
+    """
+
+    blocks: Mapping[str, SavedBlock]
+    left_out: tuple[str, ...] = ()
+
+
+class SavedByPrecision(dict[str, SavedActivations]):
+    """What autograd saves of a model, by precision, each read or traced when it is first looked up.
+
+    Args:
+        read: gives what is saved in a precision.
+    """
+
+    def __init__(self, read: Callable[[str], SavedActivations]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, precision: str) -> SavedActivations:
+        self[precision] = self._read(precision)
+        return self[precision]
+
+
+def bytes_of(rows: Rows, workload: Workload) -> int:
+    """Multiply bytes per unit with a workload [bytes].
+
+    >>> from headway.count import Workload
+    >>> bytes_of({"tokens": Fraction(28676)}, Workload([1000, 48]))
+    30052448
+    """
+    return round(sum(factor * drivers.parse(driver)(workload) for driver, factor in rows.items()))
+
+
+def to_dict(saved: SavedActivations) -> list[Any]:
+    """Turn what is saved into plain lists: blocks of one list that save the same become one entry."""
+    entries: dict[tuple[str, str], list[Any]] = {}
+    for name, block in saved.blocks.items():
+        stack, _, number = name.rpartition(".")
+        rows = [{driver: str(factor) for driver, factor in rows.items()} for rows in _parts(block)]
+        entry = entries.setdefault((stack, json.dumps(rows)), [stack, 0, *rows])
+        entry[1] |= 1 << int(number) if number else 0
+    return [[stack, to_ranges(numbers), *rows] for stack, numbers, *rows in entries.values()]
+
+
+def from_dict(entries: list[Any]) -> SavedActivations:
+    """Build what `to_dict` turned into lists; blocks stand in the order of their stacks and numbers."""
+    stacks: dict[str, dict[int, SavedBlock]] = {}
+    for stack, numbers, *parts in entries:
+        block = SavedBlock(*({driver: Fraction(factor) for driver, factor in rows.items()} for rows in parts))
+        bits = from_ranges(numbers)
+        for number in range(bits.bit_length()) if bits else [-1]:
+            if number < 0 or bits >> number & 1:
+                stacks.setdefault(stack, {})[number] = block
+    named = ((stack, number, block) for stack, found in stacks.items() for number, block in sorted(found.items()))
+    return SavedActivations({f"{stack}.{number}" if number >= 0 else stack: block for stack, number, block in named})
+
+
+def shipped_activations(name: str, precision: str) -> SavedActivations:
+    """Load what a shipped model saves; needs neither torch nor transformers.
+
+    Args:
+        name: of a shipped model.
+        precision: one of `PRECISIONS`.
+
+    Raises:
+        CostModelError: nothing was traced for this model.
+    """
+    found = _shipped().get(name)
+    if found is None:
+        raise CostModelError(f"no saved activations of {name!r} ship with Headway; there are {', '.join(_shipped())}.")
+    return from_dict(found[precision])
+
+
+def save(name: str, traced: Mapping[str, list[Any]]) -> None:
+    """Put what was traced of a model into the shipped file, one line an entry, so that changes read well in a diff.
+
+    Args:
+        name: of a shipped model.
+        traced: what `to_dict` makes, by precision.
+    """
+    models = {**(_shipped() if FILE.exists() else {}), name: traced}
+    _shipped.cache_clear()
+    parts = [f' "{model}": {_lines(found)}' for model, found in sorted(models.items())]
+    FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def _lines(precisions: Mapping[str, list[Any]]) -> str:
+    parts = [
+        f'  "{name}": [\n   ' + ",\n   ".join(map(json.dumps, found)) + "\n  ]" for name, found in precisions.items()
+    ]
+    return "{\n" + ",\n".join(parts) + "\n }"
+
+
+@cache
+def _shipped() -> dict[str, dict[str, list[Any]]]:
+    data: dict[str, dict[str, list[Any]]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return data
+
+
+def _parts(block: SavedBlock) -> tuple[Rows, ...]:
+    return block.plain, block.fused, block.entry, block.attention

@@ -1,0 +1,167 @@
+"""Read a configuration of LMMs-Engine as a recipe of Headway: every key is translated, or named with the reason.
+
+A key has one of four fates. It is translated; or it is not needed, since what it asks for is always so here; or it is
+left to do by hand, where another file than the recipe says it; or it is refused, as unknown or as what Headway cannot
+do, and then nothing is written unless the key is left out on purpose.
+
+Source: lmms-engine 0.1.4, its configuration classes and trainers; transformers' TrainingArguments, which it extends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headway.errors import ConfigError
+from headway.importing.keys import DEFAULTS, RULES
+from headway.importing.outcomes import Context, Outcome
+
+SECTIONS = ("dataset_config", "trainer_args", "model_config")
+_UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)  # ValueError: no text, or 4,300 digits
+_DATA = ("dataset_config.dataset_path", "dataset_config.datasets")
+
+
+@dataclass(frozen=True)
+class KeyFate:
+    """One key of the configuration and what became of it.
+
+    Attributes:
+        key: dotted.
+        value: as given, or as it is when it is not.
+        given: whether the file says it.
+        outcome: what became of it.
+    """
+
+    key: str
+    value: Any
+    given: bool
+    outcome: Outcome
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        one = {"key": self.key, "value": self.value, "given": self.given, "fate": self.outcome.fate}
+        return {**one, "settings": dict(self.outcome.settings), "reason": self.outcome.reason}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A recipe and where it came from.
+
+    Attributes:
+        source: name of the configuration's file.
+        recipe: sections of settings, as plain types.
+        keys: every key and what became of it.
+        absent: keys that were to be left out, and that the configuration does not have.
+    """
+
+    source: str
+    recipe: dict[str, Any]
+    keys: tuple[KeyFate, ...]
+    absent: tuple[str, ...] = ()
+
+    def as_yaml(self) -> str:
+        """The recipe as a file, with what is left to do above it."""
+        lines = [f"# From {self.source}, a configuration of LMMs-Engine."]
+        left = [key for key in self.keys if key.outcome.fate in ("by hand", "refused")]
+        lines += ["#", "# Not in here, and to be looked after:"] if left else []
+        lines += [f"#   {key.key} = {key.value!r}: {key.outcome.reason}" for key in left]
+        return "\n".join(lines) + "\n\n" + yaml.safe_dump(self.recipe, sort_keys=False)
+
+
+def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> Imported:
+    """Translate a configuration of LMMs-Engine.
+
+    Args:
+        path: its YAML or JSON file.
+        given: settings of the recipe that the configuration does not have, or that go before it, dotted.
+        leave_out: keys that are to be left out although they cannot be translated, dotted. One that the file does not
+            have is noted in the result: one command line serves a folder of configurations.
+
+    Raises:
+        ConfigError: no such file, another kind of configuration, keys that are refused, or a recipe that lacks what
+            every recipe needs; each with all of them named.
+    """
+    raw = _sections(path)
+    filled = {name: {**DEFAULTS.get(name, {}), **raw[name]} for name in (*SECTIONS, "")}
+    if "optim.steps" in given:
+        filled["trainer_args"]["max_steps"] = given["optim.steps"]
+    context = Context(filled, path.parent)
+    fates = []
+    for section, values in filled.items():
+        for name, value in values.items():
+            key = f"{section}.{name}".lstrip(".")
+            outcome = _outcome(key, value, context)
+            if "data.train" in given and key in _DATA:
+                outcome = Outcome("not needed", "the data are given")
+            fates.append(KeyFate(key, value, name in raw[section], outcome))
+    refused = [fate for fate in fates if fate.outcome.fate == "refused" and fate.key not in leave_out]
+    if refused:
+        told = "; ".join(f"{fate.key} = {fate.value!r} ({fate.outcome.reason})" for fate in refused)
+        count = "1 key" if len(refused) == 1 else f"{len(refused)} keys"
+        raise ConfigError(
+            f"{path}: {count} cannot be taken over: {told}. Change or remove them, or leave them out "
+            f"knowingly with {' '.join(f'--leave-out {fate.key}' for fate in refused)}."
+        )
+    absent = tuple(key for key in leave_out if key not in {fate.key for fate in fates})
+    settings: dict[str, Any] = {}
+    for fate in fates:
+        settings |= fate.outcome.settings
+    settings |= given
+    return Imported(path.name, _nested(settings, path), tuple(fates), absent)
+
+
+def _outcome(key: str, value: Any, context: Context) -> Outcome:
+    rule = RULES.get(key)
+    if rule is None:
+        return Outcome("refused", "no key of LMMs-Engine 0.1.4")
+    try:
+        return rule(value, context)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, *_UNREADABLE) as error:
+        said = " ".join(str(error).split())
+        return Outcome("refused", f"it, or what it goes with, has a value of another kind: {said}")
+
+
+def _sections(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the file; sections that it leaves out are empty, keys outside of sections are in the section ""."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}. Give the path of a file."
+        ) from error
+    except _UNREADABLE as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if isinstance(raw, list) and len(raw) == 1 and isinstance(raw[0], dict) and isinstance(raw[0].get("config"), dict):
+        raw = raw[0]["config"]  # its older form: a list of tasks
+    if not isinstance(raw, dict) or not any(section in raw for section in SECTIONS):
+        raise ConfigError(
+            f"{path} is no configuration of LMMs-Engine, which has the sections {', '.join(SECTIONS)}. For one of "
+            "another framework, write a recipe by hand; recipes/ has some to start from."
+        )
+    found = {section: raw.pop(section, None) or {} for section in SECTIONS}
+    for name, section in found.items():
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: {name} is {section!r}, but must be a mapping of keys to values.")
+    return {**found, "": raw}
+
+
+def _nested(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Put dotted settings into sections, in the order of a recipe, and see that what is needed is there."""
+    needs = {
+        "model.path": ("model_config.load_from_pretrained_path", "--model"),
+        "data.train": ("dataset_config.dataset_path or datasets", "--data"),
+        "optim.steps": ("trainer_args.max_steps", "--steps"),
+    }
+    missing = [f"{source} (or give {option})" for key, (source, option) in needs.items() if key not in settings]
+    if missing:
+        raise ConfigError(f"{path} does not say everything that a run needs; it lacks {'; '.join(missing)}.")
+    recipe: dict[str, Any] = {name: {} for name in ("model", "data", "optim", "parallel", "speed", "checkpoint", "run")}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        node = recipe
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return {name: section for name, section in recipe.items() if section}

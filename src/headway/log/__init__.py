@@ -1,0 +1,1 @@
+"""Where numbers go: JSON lines, the live line in a terminal, TensorBoard, Weights & Biases, MLflow, Prometheus."""

@@ -1,0 +1,128 @@
+"""The numbers of a run on the screen while it goes: a panel on a terminal, a line now and then anywhere else."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from headway.errors import ConfigError, UsageError
+from headway.log.sink import Sink, flatten
+from headway.report import format_count, format_duration, format_share
+
+_SLOW = 0.9  # speed of a rank over the median of all, below which it is told
+_HEAVY = 1.1  # work of a rank over the mean of all, above which it is told
+
+
+class LiveSink(Sink):
+    """MFU, tokens/s, padding, loss and the time left, on stderr. Records of another kind than "step" are not shown.
+
+    Args:
+        num_steps: steps of the whole run, for the time left; none is shown without it [steps].
+        every: records from one plain line to the next, where there is no terminal.
+        console: where to show it.
+        clock: monotonic clock [s].
+
+    Raises:
+        UsageError: `every` is below 1.
+    """
+
+    def __init__(
+        self,
+        num_steps: int | None = None,
+        *,
+        every: int = 10,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if every < 1:
+            raise UsageError(f"every={every} is not a number of records; 1 shows each of them.")
+        self._num_steps, self._every, self._clock = num_steps, every, clock
+        self._console = console or Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._num_records = 0
+        self._first: tuple[int, float] | None = None
+
+    @classmethod
+    def parse(cls, place: str) -> "LiveSink":
+        """Open from "" or "STEPS"."""
+        if place and not place.isdecimal():
+            raise ConfigError(f"live:{place} names no number of steps; give live, or live:1000 to see the time left.")
+        return cls(int(place) if place else None)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Show a record."""
+        flatten(record)
+        if record.get("kind", "step") != "step":
+            return
+        fields = [("step", self._progress(record["step"])), *shown_fields(record), *self._time_left(record["step"])]
+        self._num_records += 1
+        if self._console.is_terminal:
+            self._show(fields)
+        elif self._num_records % self._every == 1 or self._every == 1:
+            self._console.print("  ".join(f"{name} {value}" for name, value in fields))
+
+    def close(self) -> None:
+        """Leave the last numbers on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _show(self, fields: list[tuple[str, str]]) -> None:
+        grid = Table.grid(padding=(0, 2))
+        for name, value in fields:
+            grid.add_row(name, value)
+        panel = Panel(grid, title="headway", expand=False)
+        if self._live is None:
+            self._live = Live(panel, console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(panel, refresh=True)
+
+    def _progress(self, step: int) -> str:
+        return format_count(step) + (f" of {format_count(self._num_steps)}" if self._num_steps is not None else "")
+
+    def _time_left(self, step: int) -> list[tuple[str, str]]:
+        """Time left at the pace since the first record, evaluations and checkpoints included."""
+        now_s = self._clock()
+        if self._first is None:
+            self._first = step, now_s
+        first_step, first_s = self._first
+        if self._num_steps is None or step <= first_step:
+            return []
+        left_s = (now_s - first_s) / (step - first_step) * max(0, self._num_steps - step)
+        return [("left", format_duration(left_s))]
+
+
+def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and format those of a record's numbers that a person watches.
+
+    >>> shown_fields({"step": 7, "mfu": 0.412, "tokens_per_s": 12800.4})
+    [('MFU', '41.2 %'), ('tokens/s', '12,800')]
+    """
+    formats: list[tuple[str, str, Callable[[float], str]]] = [
+        ("mfu", "MFU", format_share),
+        ("tokens_per_s", "tokens/s", lambda value: format_count(round(value))),
+        ("loss", "loss", lambda value: f"{value:.4f}"),
+        ("padding_share", "padding", format_share),
+        ("data_wait_share", "data wait", format_share),
+    ]
+    fields = [(name, show(record[key])) for key, name, show in formats if record.get(key) is not None]
+    return fields + [("straggler", text) for text in straggler_fields(record)]
+
+
+def straggler_fields(record: Mapping[str, Any]) -> list[str]:
+    """Say which rank makes the others wait, and why: a slow device, or more work than the others have.
+
+    >>> straggler_fields({"slowest_rank": 3, "slowest_rank_speed": 0.71, "heaviest_rank": 1, "heaviest_rank_load": 1.0})
+    ['rank 3 computes at 71.0 % of the median speed']
+    """
+    told = []
+    if (record.get("slowest_rank_speed") or 1.0) < _SLOW:
+        share = format_share(record["slowest_rank_speed"])
+        told.append(f"rank {record['slowest_rank']} computes at {share} of the median speed")
+    if (record.get("heaviest_rank_load") or 1.0) > _HEAVY:
+        told.append(f"rank {record['heaviest_rank']} has {record['heaviest_rank_load']:.2f} times the mean work")
+    return told

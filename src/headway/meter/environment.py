@@ -1,0 +1,162 @@
+"""What the meter asks of a model, its device and the compiler; nothing here waits for a device."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.count import CostModel
+from headway.errors import HeadwayError, UnknownDeviceError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.devices import Peak
+    from headway.meter.memory_traffic import Traffic
+
+
+def device_here() -> Any:
+    """Find the CUDA device that this process computes on; None without one, or before torch is loaded."""
+    torch = sys.modules.get("torch")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if torch is not None and torch.cuda.is_available() else None
+    )
+
+
+def device_of(model: Any) -> Any:
+    """Find the one device that a model computes on.
+
+    Raises:
+        UsageError: its parameters lie on several.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model lies on several devices, {', '.join(sorted(map(str, devices)))}: one peak cannot hold for it. "
+            "Meter the part on each device with a Meter of its own, from that part's cost model."
+        )
+    return next(iter(devices), None)
+
+
+def trace_of(model: Any) -> CostModel:
+    """Trace a model's ledger."""
+    from headway.tracing import trace
+
+    return trace(model)
+
+
+def peak_of(model: Any, device: Any) -> Peak:
+    """Look the peak of the model's device up; one without a number, and a warning, where it is unknown."""
+    from headway.devices import Peak, peak_for
+
+    if isinstance(model, CostModel):
+        raise UsageError("a cost model does not say on what device it runs: pass peak=headway.peak_for(device, dtype).")
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    try:
+        return peak_for(device, dtype)
+    except UnknownDeviceError as error:
+        warnings.warn(f"no MFU will be shown: {error}", stacklevel=3)
+        return Peak(str(device), math.nan, str(dtype).removeprefix("torch."), "unknown", "override")
+
+
+def bandwidth_of(device: Any) -> float:
+    """Look a device's memory bandwidth up [B/s]; NaN where the table has none."""
+    from headway.devices import device_at
+
+    if device is None or device.type == "cpu":
+        return math.nan
+    try:
+        return device_at(device).memory_bytes_per_s or math.nan
+    except UnknownDeviceError:
+        return math.nan
+
+
+def traffic_or_warn(model: Any, optimizer: Any, cost_model: CostModel, recompute: str) -> Traffic | None:
+    """Find what a model and its optimizer must move; None, and a warning, where that cannot be said."""
+    from headway.meter.model_traffic import traffic_of
+
+    if isinstance(model, CostModel):
+        raise UsageError("a cost model has no weights for an optimizer: give the model itself, or no optimizer.")
+    try:
+        return traffic_of(model, optimizer, cost_model=cost_model, recompute=recompute)
+    except HeadwayError as error:
+        warnings.warn(f"no MBU will be shown: {error}", stacklevel=3)
+        return None
+
+
+class Compilation:
+    """Notices when torch.compile compiles in this process, and tells when it begins and ends.
+
+    Args:
+        begin: called before something is compiled.
+        end: called afterwards.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._num_graphs = _num_graphs()
+        self._begin, self._end = begin, end
+        self._handler: Any = None
+
+    def watch(self) -> None:
+        """Listen from now on, if torch.compile is loaded at all: loading it takes seconds.
+
+        Call it again and again: `torch.compiler.reset` forgets who listens.
+        """
+        if "torch._dynamo" not in sys.modules:
+            return
+        from torch._dynamo.callback import callback_handler
+
+        self._handler = callback_handler
+        if self._on_begin not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._on_begin)
+        if self._on_end not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(self._on_end)
+
+    def happened(self) -> bool:
+        """Say whether a graph has been made since the last call."""
+        before, self._num_graphs = self._num_graphs, _num_graphs()
+        return self._num_graphs != before
+
+    def let_go(self) -> None:
+        """Listen no more."""
+        handler, self._handler = self._handler, None
+        if handler is not None and self._on_begin in handler.start_callbacks:
+            handler.remove_start_callback(self._on_begin)
+        if handler is not None and self._on_end in handler.end_callbacks:
+            handler.remove_end_callback(self._on_end)
+
+    def _on_begin(self, _what: Any) -> None:
+        self._begin()
+
+    def _on_end(self, _what: Any) -> None:
+        self._end()
+
+
+def _num_graphs() -> int:
+    """Count the graphs that torch.compile has made so far in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def largest_memory(device: Any) -> int:
+    """Read the largest memory so far: allocated on an accelerator, or resident in this process on a CPU [bytes].
+
+    Counters of the host are read, so nothing is waited for.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    # Linux's getrusage has the peak of the program that started this one in it
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if found is not None:
+        return int(found[1]) * 1024
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

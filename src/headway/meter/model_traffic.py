@@ -1,0 +1,269 @@
+"""Read off a model and its optimizer what each parameter makes one rank move: dtypes, shards, state.
+
+Bytes of optimizer state per parameter: read off the state that is there, or off a first step on shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headway.count.drivers import tower
+from headway.count.recompute import run_again
+from headway.errors import UsageError
+from headway.meter.busy import sharded_groups
+from headway.meter.memory_traffic import ParameterBytes, Traffic
+from headway.tracing import trace, unwrap
+from headway.tracing.activations import saved_activations
+from headway.tracing.phantom import phantom
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+    from headway.count import CostModel
+    from headway.count.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One parameter as a rank holds it.
+
+    Attributes:
+        parameter: what the optimizer updates; one rank's shard where it is sharded.
+        dtype: in which forward sees it.
+        sharded: whether it is gathered for forward and backward.
+    """
+
+    parameter: torch.Tensor
+    dtype: torch.dtype
+    sharded: bool
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole parameter as forward sees it."""
+        return self.parameter.numel() * self.dtype.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of what this rank updates."""
+        return local(self.parameter).nbytes
+
+
+def traffic_of(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    cost_model: CostModel | None = None,
+    recompute: str = "none",
+    autocast: torch.dtype | None = None,
+    compiled: bool | None = None,
+    inputs: Any = None,
+) -> Traffic:
+    """Find what one rank must move for a model: weights, gradients, optimizer state and saved activations.
+
+    Args:
+        model: as it is trained: wrapped by DDP, sharded by `fully_shard`, compiled, with frozen parts or adapters.
+        optimizer: what updates it, or several; without, no update is counted. Its state is read as it is after a
+            first step; of PyTorch's own optimizers it is known before.
+        cost_model: the model's ledger; traced when None.
+        recompute: activation checkpointing, as for `CostModel.count`.
+        autocast: dtype of `torch.autocast` around forward.
+        compiled: whether `torch.compile` or fused kernels run it, which save less than the plain operations do; seen
+            on the modules when None.
+        inputs: as for `trace`.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        UsageError: the ledger is of another model, or ranks hold parts of one product (tensor parallelism).
+    """
+    plain = unwrap.whole(model)
+    cost = trace(model, inputs=inputs) if cost_model is None else cost_model
+    held = _held(plain)
+    if [h.parameter.numel() for h in held] != [p.numel for p in cost.parameters]:
+        raise UsageError(
+            f"the cost model {cost.name} has other parameters than the {type(plain).__name__} at hand: trace the model "
+            "as it is trained, adapters included, or leave cost_model out."
+        )
+    saved = saved_activations(
+        plain,
+        inputs=inputs,
+        dtypes={id(p): h.dtype for p, h in zip(plain.parameters(), held, strict=True)},
+        autocast=autocast,
+        products_only=_is_compiled(model) if compiled is None else compiled,
+    )
+    always, towers = _parts(cost, held, recompute, autocast, saved.reached, _updated(optimizer))
+    return Traffic(always, towers, saved.rows, saved.left_out)
+
+
+def _parts(
+    cost: CostModel,
+    held: Sequence[_Held],
+    recompute: str,
+    autocast: torch.dtype | None,
+    reached: int,
+    state: dict[int, int],
+) -> list[ParameterBytes]:
+    """Add up what every micro-batch moves, and what only those with pictures or sound do."""
+    trained = sum(1 << i for i, h in enumerate(held) if h.parameter.requires_grad)
+    read = _read(cost, trained, recompute)
+    gated = _of_towers(cost, read)
+    cast = autocast.itemsize if autocast else sys.maxsize
+    sizes = [p.active * min(h.dtype.itemsize, cast) for h, p in zip(held, cost.parameters, strict=True)]
+    parts = []
+    for kept in (~gated, gated):
+        forward, dgrad, recomputed = (sum(n for i, n in enumerate(sizes) if (bits & kept) >> i & 1) for bits in read)
+        given = [h for i, h in enumerate(held) if (reached & kept) >> i & 1]
+        updated = [h for h in given if id(h.parameter) in state]
+        parts.append(
+            ParameterBytes(
+                forward,
+                dgrad,
+                recomputed,
+                gradients=sum(h.whole_bytes if h.sharded else 2 * h.local_bytes for h in given),
+                gradients_of_step=sum(h.local_bytes if h.sharded else -h.local_bytes for h in given),
+                gradients_of_update=sum(h.local_bytes for h in updated),
+                update=2 * sum(h.local_bytes + state[id(h.parameter)] for h in updated),
+            )
+        )
+    return parts
+
+
+def _read(cost: CostModel, trained: int, recompute: str) -> tuple[int, int, int]:
+    """Find the parameters, bit i for parameter i, that products read: of forward, of backward, of recomputation."""
+    again = run_again(cost.rows, trained, recompute, cost.name)
+    forward = dgrad = recomputed = 0
+    for i, row in enumerate(cost.rows):
+        weights = _weights(row)
+        forward |= weights
+        if any(gradient.phase == "dgrad" and gradient.needs & trained for gradient in row.gradients):
+            dgrad |= weights
+        recomputed |= weights if i in again else 0
+    return forward, dgrad, recomputed
+
+
+def _weights(row: Row) -> int:
+    """Find the parameters that a row's weight is made of, bit i for parameter i."""
+    return functools.reduce(operator.or_, (g.needs for g in row.gradients if g.phase == "wgrad"), 0)
+
+
+def _of_towers(cost: CostModel, read: tuple[int, int, int]) -> int:
+    """Find the parameters that only pictures and clips use; those of no product go with their component's."""
+    seen, rest, of_rest = 0, 0, set()
+    for row in cost.rows:
+        weights = _weights(row)
+        if tower(row.driver) in ("vision", "audio"):
+            seen |= weights
+        else:
+            rest |= weights
+            of_rest.add(row.component.partition(".")[0])
+    if not rest:  # a model of pictures alone
+        return 0
+    for i, p in enumerate(cost.parameters):
+        if not read[0] >> i & 1 and p.component.partition(".")[0] in {"vision", "audio"} - of_rest:
+            seen |= 1 << i
+    return seen & ~rest
+
+
+def _held(model: nn.Module) -> list[_Held]:
+    """List a model's parameters as this rank holds them, tied ones once.
+
+    Raises:
+        UsageError: ranks hold parts of one product.
+    """
+    gathered: dict[int, Any] = {}
+    for module in model.modules():
+        for group in sharded_groups(module):
+            for shard in group.fsdp_params:
+                for parameter in (shard.sharded_param, getattr(shard, "_unsharded_param", None)):
+                    gathered[id(parameter)] = shard
+    found = []
+    for name, parameter in model.named_parameters():
+        shard = gathered.get(id(parameter))
+        if shard is None and not is_sharded(parameter):
+            found.append(_Held(parameter, parameter.dtype, sharded=False))
+        elif shard is not None and not shard.is_dtensor:
+            kept = shard.sharded_param
+            found.append(_Held(kept, shard.mp_policy.param_dtype or kept.dtype, sharded=True))
+        else:
+            raise UsageError(
+                f"{name} is split over ranks that share one product (tensor or expert parallelism): which activations "
+                "and weights each of them moves is not known here. MBU is counted on one rank, under DDP and under "
+                "fully_shard."
+            )
+    return found
+
+
+def _updated(optimizers: Any) -> dict[int, int]:
+    """Map each parameter's id to the bytes of its optimizer state on this rank."""
+    if optimizers is None:
+        return {}
+    found: dict[int, int] = {}
+    for optimizer in [optimizers] if hasattr(optimizers, "param_groups") else optimizers:
+        found |= state_bytes(optimizer)
+    return found
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules())
+
+
+_UNSEEN = (torch.optim.LBFGS, torch.optim.SparseAdam)  # their step needs a closure, or gradients of single rows
+# how a step runs, which changes nothing about what it keeps; on shapes each must run plainly
+_PLAIN: dict[str, Any] = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+
+
+def state_bytes(optimizer: Optimizer) -> dict[int, int]:
+    """Map the id of each parameter that an optimizer updates to the bytes of its state on this rank.
+
+    State is what lies beside the parameter and is not a single number. Where the first step is still to come, one of
+    PyTorch's own optimizers is run for one step on shapes, and one with a method `state_bytes_of(parameter)` is asked;
+    of others (and of LBFGS and SparseAdam), what is not there yet is not counted.
+    """
+    own: Any = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
+    if hasattr(own, "state_bytes_of"):
+        return {id(p): own.state_bytes_of(p) for group in own.param_groups for p in group["params"]}
+    found = {}
+    for group in own.param_groups:
+        for parameter in group["params"]:
+            state, device = own.state.get(parameter), local(parameter).device
+            if not state and type(own).__module__.startswith("torch.optim") and not isinstance(own, _UNSEEN):
+                state, device = _after_a_step(own, group, local(parameter)), torch.device("cpu")  # where shapes live
+            found[id(parameter)] = _bytes(state or {}, device)
+    return found
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a DTensor."""
+    dtensor: Any = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
+    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    held: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
+    return held
+
+
+def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> Mapping[str, Any]:
+    """Run one step of an optimizer of the same kind and settings on a parameter without data."""
+    twin = nn.Parameter(phantom(parameter))
+    twin.grad = phantom(parameter)
+    settings = {name: value for name, value in group.items() if name != "params"}
+    kind: Any = type(optimizer)
+    stepped = kind([{**settings, **{name: value for name, value in _PLAIN.items() if name in group}, "params": [twin]}])
+    stepped.step()
+    state: Mapping[str, Any] = stepped.state[twin]
+    return state
+
+
+def _bytes(state: Mapping[str, Any], device: torch.device) -> int:
+    tensors = (local(value) for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == device)

@@ -1,0 +1,231 @@
+"""First fit and best fit: samples one after the other into packs that are still open.
+
+Both are the textbook strategies, not next fit: every open pack is a candidate. They look a pack up in a tree, so a
+hundred thousand samples take seconds.
+
+Which open pack has room: the look-up trees behind the packing strategies.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from headway.errors import ConfigError, DataError
+from headway.packing.budget import Budget, Size, over_budget
+
+Fit = Literal["first_fit", "best_fit"]
+FITS: tuple[Fit, ...] = ("first_fit", "best_fit")
+
+
+class Packer:
+    """Assigns samples, one after the other, to packs that are still open.
+
+    Args:
+        budget: what a pack holds.
+        strategy: "first_fit" takes the oldest open pack with room; "best_fit" the one that is left with the least token
+            room, and among equals the least patch room.
+
+    Raises:
+        ConfigError: an unknown strategy.
+    """
+
+    def __init__(self, budget: Budget, strategy: Fit = "best_fit") -> None:
+        if strategy not in FITS:
+            raise ConfigError(f"Unknown packing strategy {strategy!r}. Allowed: {', '.join(FITS)}.")
+        self.budget = budget
+        self._rooms: FirstFitRooms | BestFitRooms = (
+            FirstFitRooms() if strategy == "first_fit" else BestFitRooms(budget.tokens)
+        )
+        self._left: dict[int, Size] = {}
+        self._counts: dict[int, int] = {}
+        self._opened = 0
+
+    @property
+    def open_packs(self) -> dict[int, Size]:
+        """Room left in each open pack, oldest first."""
+        return self._left
+
+    def find(self, size: Size) -> int | None:
+        """The open pack that the strategy would choose, or None if it fits in none."""
+        return self._rooms.find(size if self.budget.patches is not None else Size(size.tokens))
+
+    def place(self, size: Size) -> int:
+        """Put a sample into an open pack, or into a new one if it fits in none.
+
+        Returns:
+            The pack's number; packs are numbered from 0 in the order they were opened.
+
+        Raises:
+            DataError: the sample exceeds the budget of an empty pack.
+        """
+        if not self.budget.holds(size):
+            raise DataError(over_budget("A sample", size, self.budget))
+        number = self.find(size)
+        if number is None:
+            return self.open(size)
+        left = self._left[number]
+        self._rooms.remove(number, left)  # it had room, so it was offered
+        self._fill(number, left, size)
+        return number
+
+    def open(self, size: Size) -> int:
+        """Open a new pack that already holds this much, and return its number."""
+        number = self._opened
+        self._opened += 1
+        self._fill(number, Size(self.budget.tokens, self.budget.patches or 0), size)
+        return number
+
+    def _fill(self, number: int, left: Size, size: Size) -> None:
+        patches = size.patches if self.budget.patches is not None else 0
+        self._left[number] = Size(left.tokens - size.tokens, left.patches - patches)
+        self._counts[number] = self._counts.get(number, 0) + 1
+        if self._takes_more(number):
+            self._rooms.add(number, self._left[number])
+
+    def _takes_more(self, number: int) -> bool:
+        return self.budget.items is None or self._counts[number] < self.budget.items
+
+    def close(self, number: int) -> None:
+        """Take a pack out of the choice."""
+        left = self._left.pop(number)
+        if self._takes_more(number):
+            self._rooms.remove(number, left)
+        del self._counts[number]
+
+
+def pack(sizes: Sequence[Size], budget: Budget, strategy: Fit = "best_fit") -> list[list[int]]:
+    """Assign samples to packs, in the order given.
+
+    Args:
+        sizes: tokens and patches of each sample.
+        budget: what a pack holds.
+        strategy: "best_fit" or "first_fit".
+
+    Returns:
+        The samples' indices, pack by pack; every index once.
+
+    Raises:
+        DataError: a sample exceeds the budget.
+        ConfigError: an unknown strategy.
+
+    >>> pack([Size(6), Size(5), Size(4), Size(5)], Budget(10))
+    [[0, 2], [1, 3]]
+    """
+    packer = Packer(budget, strategy)
+    packs: list[list[int]] = []
+    for index, size in enumerate(sizes):
+        if not budget.holds(size):
+            raise DataError(over_budget(f"Sample {index}", size, budget))
+        number = packer.place(size)
+        if number == len(packs):
+            packs.append([])
+        packs[number].append(index)
+    return packs
+
+
+class Tree:
+    """Maximum tree over a growing row of numbers; places that were never set hold -1."""
+
+    def __init__(self, places: int = 1) -> None:
+        self.width = 1 << max(0, places - 1).bit_length()
+        self.top = [-1] * (2 * self.width)
+
+    def set(self, place: int, value: int) -> None:
+        """Write a number; the row grows to hold its place."""
+        while place >= self.width:
+            self._double()
+        node = place + self.width
+        self.top[node] = value
+        node >>= 1
+        while node:
+            best = max(self.top[2 * node], self.top[2 * node + 1])
+            if self.top[node] == best:
+                break
+            self.top[node] = best
+            node >>= 1
+
+    def find(self, start: int, need: int) -> int | None:
+        """The leftmost place from `start` on whose number is at least `need`."""
+        if start >= self.width:
+            return None
+        node = start + self.width
+        while self.top[node] < need:
+            while node & 1:  # a right child: what follows lies to the right of its parent
+                node >>= 1
+            if node == 0:
+                return None
+            node += 1
+        while node < self.width:
+            node = 2 * node if self.top[2 * node] >= need else 2 * node + 1
+        return node - self.width
+
+    def _double(self) -> None:
+        leaves = self.top[self.width :]
+        self.width *= 2
+        self.top = [-1] * self.width + leaves + [-1] * (self.width - len(leaves))
+        for node in range(self.width - 1, 0, -1):
+            self.top[node] = max(self.top[2 * node], self.top[2 * node + 1])
+
+
+class FirstFitRooms:
+    """Open packs by number: a tree finds the oldest with enough tokens; the search goes on from there in strides."""
+
+    _STRIDE = 4096  # packs compared in one vector operation
+
+    def __init__(self) -> None:
+        self.tree = Tree()
+        self.left = np.full((self._STRIDE, 2), -1, dtype=np.int64)  # tokens, patches
+
+    def add(self, number: int, left: Size) -> None:
+        """Offer a pack with this much room."""
+        if number >= len(self.left):
+            self.left = np.concatenate([self.left, np.full_like(self.left, -1)])
+        self.left[number] = left
+        self.tree.set(number, left.tokens)
+
+    def remove(self, number: int, left: Size) -> None:  # noqa: ARG002  # the other strategy needs what is left
+        """Take a pack out of the choice."""
+        self.add(number, Size(-1, -1))
+
+    def find(self, size: Size) -> int | None:
+        """The oldest pack with room for a sample."""
+        first = self.tree.find(0, size.tokens)
+        if first is None or size.patches == 0:
+            return first
+        for start in range(first, len(self.left), self._STRIDE):
+            stride = self.left[start : start + self._STRIDE]
+            fits = (stride[:, 0] >= size.tokens) & (stride[:, 1] >= size.patches)
+            place = int(fits.argmax())
+            if fits[place]:
+                return start + place
+        return None
+
+
+class BestFitRooms:
+    """Open packs by token room: for each room the packs sorted by patch room, and a tree of the largest patch room."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tree = Tree(tokens + 1)
+        self.packs: dict[int, list[tuple[int, int]]] = {}
+
+    def add(self, number: int, left: Size) -> None:
+        """Offer a pack with this much room."""
+        entries = self.packs.setdefault(left.tokens, [])
+        insort(entries, (left.patches, number))
+        self.tree.set(left.tokens, entries[-1][0])
+
+    def remove(self, number: int, left: Size) -> None:
+        """Take a pack out of the choice."""
+        entries = self.packs[left.tokens]
+        entries.pop(bisect_left(entries, (left.patches, number)))
+        self.tree.set(left.tokens, entries[-1][0] if entries else -1)
+
+    def find(self, size: Size) -> int | None:
+        """The pack with the least room that still takes a sample."""
+        room = self.tree.find(size.tokens, size.patches)
+        if room is None:
+            return None
+        entries = self.packs[room]
+        return entries[bisect_left(entries, (size.patches, -1))][1]

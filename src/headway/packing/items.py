@@ -1,0 +1,267 @@
+"""What is planned over: the samples of all sources, numbered through, after the policy for over-long ones."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import ConfigError, DataError
+from headway.packing.budget import Budget, Size, over_budget
+from headway.packing.costs import segment_costs
+
+if TYPE_CHECKING:
+    from headway.count import CostModel
+
+Overlong = Literal["error", "drop", "truncate", "split"]
+OVERLONG: tuple[Overlong, ...] = ("error", "drop", "truncate", "split")
+Numbers = NDArray[Any]
+
+
+class Lengths(Protocol):
+    """Lengths of the rows of a source, such as a length index has."""
+
+    @property
+    def tokens(self) -> Numbers:
+        """Length of each row [tokens], shape (N,)."""
+
+    @property
+    def first_target(self) -> Numbers:
+        """Origins of the first target [tokens], shape (N,)."""
+
+    @property
+    def media_end(self) -> Numbers:
+        """One past the last placeholder of an image, video or clip [tokens], shape (N,); 0 without."""
+
+    @property
+    def patches(self) -> Numbers:
+        """Vision patches [patches], shape (N,)."""
+
+    @property
+    def ok(self) -> Numbers:
+        """Whether each row can be used, shape (N,)."""
+
+    def costs(self, cost_model: "CostModel") -> Numbers:
+        """FLOPs of training on each row, shape (N,)."""
+
+
+class Origins(NamedTuple):
+    """Where items come from, one entry each.
+
+    Attributes:
+        source: number of the source, in the order of `Items.names`.
+        row: row of that source.
+        start: first token that is used.
+        stop: one past the last token that is used.
+    """
+
+    source: Numbers
+    row: Numbers
+    start: Numbers
+    stop: Numbers
+
+
+@dataclass(slots=True)
+class OverlongCounts:
+    """What became of a source's samples.
+
+    Attributes:
+        read: rows looked at.
+        bad: rows that cannot be used.
+        used: rows that became items, cut ones included.
+        dropped: rows left out because they exceed a pack.
+        truncated: rows of which only the beginning is used.
+        split: rows that became several items.
+        items: items.
+        tokens: tokens of the items [tokens].
+        tokens_dropped: tokens that were left out, of dropped and truncated rows [tokens].
+    """
+
+    read: int = 0
+    bad: int = 0
+    used: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    split: int = 0
+    items: int = 0
+    tokens: int = 0
+    tokens_dropped: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Samples, or pieces of split ones, numbered from 0 source by source.
+
+    Attributes:
+        tokens: length of each item [tokens], int32, shape (N,).
+        patches: vision patches of each item [patches], int32, shape (N,).
+        costs: useful FLOPs of training on each item, float64, shape (N,).
+        names: the sources.
+        offsets: the first item of each source, and the number of items, shape (sources + 1,).
+        rows: row of each item in its source, shape (N,); None where items and rows are the same.
+        cut: items that are part of a row, ascending, shape (C,).
+        starts: first token of the row that each of those uses, shape (C,).
+    """
+
+    tokens: Numbers
+    patches: Numbers
+    costs: Numbers
+    names: tuple[str, ...]
+    offsets: Numbers
+    rows: Numbers | None = None
+    cut: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    starts: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of items of each source."""
+        return dict(zip(self.names, np.diff(self.offsets).tolist(), strict=True))
+
+    @classmethod
+    def of(cls, tokens: Numbers, patches: Numbers | None = None, costs: Numbers | None = None) -> "Items":
+        """Items of one nameless source from lengths alone; the cost of an item is its tokens unless given."""
+        tokens = np.asarray(tokens, dtype=np.int32)
+        none = np.zeros(len(tokens), dtype=np.int32)
+        return cls(
+            tokens,
+            none if patches is None else np.asarray(patches, dtype=np.int32),
+            tokens.astype(np.float64) if costs is None else np.asarray(costs, dtype=np.float64),
+            ("data",),
+            np.array([0, len(tokens)]),
+        )
+
+    @classmethod
+    def build(
+        cls,
+        sources: Mapping[str, Lengths],
+        budget: Budget,
+        overlong: Overlong = "error",
+        cost_model: "CostModel | None" = None,
+    ) -> tuple["Items", dict[str, OverlongCounts]]:
+        """Number the samples of all sources, by the policy for those that exceed a pack.
+
+        Args:
+            sources: lengths of each source's rows, by name.
+            budget: what a pack holds.
+            overlong: "error" stops; "drop" leaves such samples out; "truncate" keeps their beginning, or leaves them
+                out if that would cut media, their patches exceed the budget or no target would be left; "split" makes
+                several items of those without media, one for each pack's worth, and leaves the others out.
+            cost_model: of the model that is trained; None plans by tokens.
+
+        Returns:
+            The items, and what became of the samples of each source.
+
+        Raises:
+            DataError: a sample exceeds a pack under the policy "error"; the message names source and row.
+            ConfigError: an unknown policy.
+        """
+        if overlong not in OVERLONG:
+            raise ConfigError(f"Unknown policy for over-long samples {overlong!r}. Allowed: {', '.join(OVERLONG)}.")
+        parts = [_items_of(name, lengths, budget, overlong, cost_model) for name, lengths in sources.items()]
+        offsets = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        counts = {name: part.counts for name, part in zip(sources, parts, strict=True)}
+        same = all(part.rows is None for part in parts)
+        rows = [np.arange(len(part.tokens)) if part.rows is None else part.rows for part in parts if not same]
+        items = cls(
+            _joined([part.tokens for part in parts], np.int32),
+            _joined([part.patches for part in parts], np.int32),
+            _joined([part.costs for part in parts], np.float64),
+            tuple(sources),
+            offsets,
+            None if same else _joined(rows, np.int64),
+            _joined([part.cut + first for part, first in zip(parts, offsets, strict=False)], np.int64),
+            _joined([part.starts for part in parts], np.int64),
+        )
+        return items, counts
+
+    def locate(self, items: Numbers) -> Origins:
+        """Say which tokens of which row of which source each item is."""
+        source = np.searchsorted(self.offsets, items, side="right") - 1
+        row = items - self.offsets[source] if self.rows is None else self.rows[items]
+        start = np.zeros(len(items), dtype=np.int64)
+        if len(self.cut):
+            at = np.minimum(np.searchsorted(self.cut, items), len(self.cut) - 1)
+            start = np.where(self.cut[at] == items, self.starts[at], 0)
+        return Origins(source, row, start, start + self.tokens[items])
+
+    def fingerprint(self) -> str:
+        """Changes when any item does."""
+        digest = hashlib.blake2b(repr(self.names).encode(), digest_size=16)
+        for column in (self.tokens, self.patches, self.costs, self.offsets, self.rows, self.cut, self.starts):
+            if column is not None:
+                digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
+
+
+class _Part(NamedTuple):
+    tokens: Numbers
+    patches: Numbers
+    costs: Numbers
+    rows: Numbers | None
+    cut: Numbers
+    starts: Numbers
+    counts: OverlongCounts
+
+
+def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: "CostModel | None") -> _Part:
+    """Apply the policy to one source."""
+    tokens, patches, ok = np.asarray(lengths.tokens), np.asarray(lengths.patches), np.asarray(lengths.ok)
+    costs = tokens.astype(np.float64) if cost_model is None else np.asarray(lengths.costs(cost_model))
+    too_wide = ok & (patches > budget.patches) if budget.patches is not None else np.zeros(len(tokens), dtype=bool)
+    too_long = ok & (tokens > budget.tokens)
+    over = too_long | too_wide
+    if overlong == "error" and over.any():
+        row = int(over.argmax())
+        raise DataError(over_budget(f"Row {row} of {name}", Size(int(tokens[row]), int(patches[row])), budget))
+    cut = over & False
+    if overlong == "truncate":
+        cut = too_long & ~too_wide & (lengths.media_end <= budget.tokens) & (lengths.first_target < budget.tokens)
+    elif overlong == "split":
+        cut = too_long & ~too_wide & (lengths.media_end == 0)
+    keep = (ok & ~over) | cut
+    pieces = keep.astype(np.int64)
+    if overlong == "split":
+        pieces[cut] = -(-tokens[cut] // budget.tokens)
+    counts = OverlongCounts(
+        read=len(tokens),
+        bad=int((~ok).sum()),
+        used=int(keep.sum()),
+        dropped=int((over & ~cut).sum()),
+        truncated=int(cut.sum()) if overlong == "truncate" else 0,
+        split=int(cut.sum()) if overlong == "split" else 0,
+        items=int(pieces.sum()),
+    )
+    none = np.zeros(0, dtype=np.int64)
+    if keep.all() and not cut.any():
+        part = _Part(tokens, patches, costs, None, none, none, counts)
+    else:
+        rows = np.repeat(np.arange(len(tokens)), pieces)
+        number = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of the piece in its row
+        starts = number * budget.tokens
+        is_cut = cut[rows]
+        length = np.minimum(tokens[rows] - starts, budget.tokens)
+        cost = costs[rows]
+        if is_cut.any():
+            cost[is_cut] += _text_costs(length[is_cut], cost_model) - _text_costs(tokens[rows][is_cut], cost_model)
+        at = np.flatnonzero(is_cut)
+        part = _Part(length, patches[rows], cost, rows, at, starts[at], counts)
+    counts.tokens = int(part.tokens.sum(dtype=np.int64))
+    counts.tokens_dropped = int(tokens[ok].sum(dtype=np.int64)) - counts.tokens
+    return part
+
+
+def _text_costs(lengths: Numbers, cost_model: "CostModel | None") -> Numbers:
+    return lengths.astype(np.float64) if cost_model is None else segment_costs(cost_model, lengths)
+
+
+def _joined(parts: list[Numbers], kind: Any) -> Numbers:
+    return np.concatenate(parts).astype(kind, copy=False) if parts else np.zeros(0, dtype=kind)

@@ -1,0 +1,172 @@
+"""Lengths from a table: a CSV or Parquet file with a column `tokens` and, optionally, `patches` or `grids`."""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import DataError
+from headway.packing.costs import grid_costs, patch_costs, segment_costs
+
+if TYPE_CHECKING:
+    from headway.count import CostModel
+
+Numbers = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class LengthTable:
+    """Lengths of samples of which nothing else is known.
+
+    What a table does not say is taken thus: every token is a target, and a sample with patches has media to its end.
+
+    Attributes:
+        tokens: length of each sample [tokens], shape (N,).
+        patches: vision patches of each sample [patches], shape (N,).
+        grids: (t, h, w) of all images [patches], shape (M, 3); None where only their patches are known.
+        grid_rows: the sample of each image, shape (M,); None without grids.
+    """
+
+    tokens: Numbers
+    patches: Numbers
+    grids: Numbers | None = None
+    grid_rows: Numbers | None = None
+
+    @property
+    def first_target(self) -> Numbers:
+        """Place of the first target [tokens], shape (N,)."""
+        return np.minimum(self.tokens, 1)
+
+    @property
+    def media_end(self) -> Numbers:
+        """One past the last placeholder of an image [tokens], shape (N,); 0 without."""
+        return np.where(self.patches > 0, self.tokens, 0)
+
+    @property
+    def ok(self) -> Numbers:
+        """Whether each row can be used, shape (N,)."""
+        return np.ones(len(self.tokens), dtype=bool)
+
+    def costs(self, cost_model: "CostModel") -> Numbers:
+        """FLOPs of training on each sample, forward and backward, shape (N,).
+
+        Where only the number of patches is known, they count as one picture, as square as can be.
+
+        Raises:
+            WorkloadError: patches for a model without a vision tower, or grids that it cannot take.
+        """
+        costs = segment_costs(cost_model, self.tokens)
+        if self.grids is not None and self.grid_rows is not None:
+            return costs + np.bincount(self.grid_rows, grid_costs(cost_model, self.grids), len(costs))
+        return costs + patch_costs(cost_model, self.patches) if self.patches.any() else costs
+
+
+def read_lengths(path: str | Path) -> LengthTable:
+    """Read a table of lengths.
+
+    Args:
+        path: a Parquet file (.parquet), or CSV with a line of headings. `tokens` is required; `patches` and `grids` are
+            not. A sample's grids are "1x32x48;1x16x16" in CSV, a list of [t, h, w] in Parquet.
+
+    Raises:
+        DataError: the file cannot be read, holds no rows, has no column `tokens`, or a number that is no length.
+    """
+    path = Path(path)
+    columns = _parquet(path) if path.suffix.lower() in {".parquet", ".pq"} else _csv(path)
+    tokens = _checked(columns["tokens"], "tokens", 1, path)
+    if not len(tokens):
+        raise DataError(f"{path} holds no rows. Write one row for each sample.")
+    if "grids" in columns:
+        return _with_grids(tokens, columns, path)
+    patches = _checked(columns["patches"], "patches", 0, path) if "patches" in columns else np.zeros_like(tokens)
+    return LengthTable(tokens, patches)
+
+
+def _with_grids(tokens: Numbers, columns: dict[str, Any], path: Path) -> LengthTable:
+    try:
+        counts = [len(grids) for grids in columns["grids"]]
+        values = np.array([grid for grids in columns["grids"] for grid in grids], dtype=np.int64).reshape(-1, 3)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f'{path}: the column "grids" is no list of (t, h, w) in each row: {error}. Write 1x32x48;1x16x16 in CSV, '
+            "lists of three whole numbers in Parquet."
+        ) from error
+    if values.size and values.min() < 1:
+        raise DataError(f"{path}: a grid is {values[values.min(axis=1).argmin()].tolist()}; t, h and w are at least 1.")
+    rows = np.repeat(np.arange(len(tokens)), counts)
+    patches = np.bincount(rows, values.prod(axis=1), len(tokens)).astype(np.int64)
+    return LengthTable(tokens, patches, values, rows)
+
+
+def _csv(path: Path) -> dict[str, Any]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            headings = [heading.strip() for heading in next(reader, [])]
+            wanted = _wanted(headings, path)
+            if "grids" not in wanted:
+                used = [headings.index(name) for name in wanted]
+                body = file.read()
+                if not body.strip():
+                    raise DataError(f"{path} holds no rows. Write one row for each sample.")
+                values = np.loadtxt(body.splitlines(), dtype=np.int64, delimiter=",", usecols=used, ndmin=2)
+                return dict(zip(wanted, values.T, strict=True))
+            rows = [dict(zip(headings, row, strict=False)) for row in reader if row]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"The lengths {path} cannot be read: {error}. Give a CSV or Parquet file.") from error
+    except ValueError as error:
+        raise DataError(f"{path}: {error}. Lengths are whole numbers, one row for each sample.") from error
+    try:
+        tokens = np.array([int(row["tokens"]) for row in rows], dtype=np.int64)
+        grids = [[[int(side) for side in grid.split("x")] for grid in row["grids"].split(";") if grid] for row in rows]
+    except (KeyError, ValueError) as error:
+        raise DataError(f"{path}: {error} in a row; write whole numbers, and grids as 1x32x48;1x16x16.") from error
+    return {"tokens": tokens, "grids": grids}
+
+
+def _parquet(path: Path) -> dict[str, Any]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"Reading {path} needs pyarrow, which is not installed. Install the extra, pip install 'headway[train]', "
+            "or give the lengths as CSV."
+        ) from error
+    try:
+        wanted = _wanted(pq.read_schema(path).names, path)
+        table = pq.read_table(path, columns=wanted)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"The lengths {path} cannot be read: {error}. Give a CSV or Parquet file.") from error
+    empty = [name for name in wanted if table[name].null_count]
+    if empty:
+        raise DataError(f"{path}: the column {empty[0]!r} has empty rows. Fill them, or leave those samples out.")
+    return {name: table[name].to_pylist() if name == "grids" else table[name].to_numpy() for name in wanted}
+
+
+def _wanted(headings: list[str], path: Path) -> list[str]:
+    if "tokens" not in headings:
+        raise DataError(
+            f'{path} has no column "tokens"; its columns are {", ".join(headings) or "none"}. Name the column of '
+            'sample lengths "tokens", and that of vision patches, if any, "patches".'
+        )
+    if "grids" in headings:
+        return ["tokens", "grids"]
+    return [name for name in ("tokens", "patches") if name in headings]
+
+
+def _checked(values: Any, name: str, least: int, path: Path) -> Numbers:
+    numbers = np.asarray(values)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise DataError(f"{path}: the column {name!r} holds {numbers.dtype} values such as {numbers[0]!r}, no lengths.")
+    numbers = numbers.astype(np.int64)
+    if numbers.size and (numbers.min() < least or numbers.max() > np.iinfo(np.int32).max):
+        row = int(((numbers < least) | (numbers > np.iinfo(np.int32).max)).argmax())
+        raise DataError(
+            f"{path}, row {row + 1}: {name} is {int(numbers[row])}, but must be at least {least} and below 2**31. "
+            "Correct the row, or leave it out."
+        )
+    return numbers

@@ -1,0 +1,212 @@
+"""Packing strategies by name: a window of samples to packs.
+
+Every strategy assigns each sample of a window to a pack, or leaves it to the next window, in such a way that the packs
+make whole steps. The textbook ones take the samples as they come and hand packs out as they were opened.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.packing.bins import Packer
+from headway.packing.budget import Budget, Size
+from headway.packing.lpt import largest_first, spread, sums_of
+from headway.packing.overflow import excess, repair
+from headway.packing.steps import BALANCE, group
+
+Strategy = Literal["balanced", "best_fit", "first_fit", "next_fit", "none"]
+STRATEGIES: tuple[Strategy, ...] = ("balanced", "best_fit", "first_fit", "next_fit", "none")
+
+FILL = 0.9912
+"""Share of the token and patch budgets that `balanced` plans packs for; the rest lets costs be made equal."""
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_COST_BITS = 31  # costs are planned with as whole numbers up to 2**31, so that sums of millions are exact
+
+
+def cost_shift(heaviest: float) -> int:
+    """The power of two that makes whole numbers of costs up to this one, without losing what matters."""
+    return _COST_BITS - int(np.frexp(heaviest)[1])
+
+
+def whole_costs(costs: Floats, shift: int) -> Floats:
+    """Costs as whole numbers, held in float64; each at least 1."""
+    whole: Floats = np.maximum(np.rint(np.ldexp(costs, shift)), 1.0)
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Samples to pack.
+
+    Attributes:
+        tokens: of each sample [tokens], shape (N,).
+        patches: of each sample [patches], shape (N,).
+        costs: of each sample, whole numbers in any unit, held in float64, shape (N,).
+        budget: what a pack holds.
+        packs_per_step: packs of a step over all ranks.
+        accumulation: packs of a step that one rank sums up.
+        key: of everything that is chosen at random.
+        balance: mean / max FLOPs over ranks that packs are sorted for, a fraction.
+    """
+
+    tokens: Ints
+    patches: Ints
+    costs: Floats
+    budget: Budget
+    packs_per_step: int
+    accumulation: int
+    key: int
+    balance: float = BALANCE
+
+    @property
+    def needs(self) -> Ints:
+        """What each sample takes of each budget that is set, tokens first, shape (R, N)."""
+        ones = np.ones_like(self.tokens) if self.budget.items is not None else None
+        patches = self.patches if self.budget.patches is not None else None
+        return np.stack([column for column in (self.tokens, patches, ones) if column is not None])
+
+    @property
+    def caps(self) -> Ints:
+        """The budgets that are set, shape (R,); a budget of no patches counts as 1, since no sample has any."""
+        caps = (self.budget.tokens, self.budget.patches, self.budget.items)
+        return np.array([max(cap, 1) for cap in caps if cap is not None])
+
+    def packs_needed(self) -> Floats:
+        """Packs that the samples up to each one fill as `balanced` fills them, at most one each, shape (N,)."""
+        shares = np.cumsum(self.needs, axis=1) / self.caps[:, None]
+        shares[: 1 + (self.budget.patches is not None)] /= FILL
+        needed: Floats = np.minimum(shares.max(axis=0), np.arange(1, len(self.tokens) + 1))
+        return needed
+
+    def part(self, samples: Ints) -> "Candidates":
+        """The window of some of the samples."""
+        tokens, patches, costs = self.tokens[samples], self.patches[samples], self.costs[samples]
+        return replace(self, tokens=tokens, patches=patches, costs=costs)
+
+
+def pack_window(window: Candidates, strategy: Strategy, last: bool) -> tuple[Ints, int]:
+    """Assign a window's samples to packs that make whole steps.
+
+    Args:
+        window: the samples.
+        strategy: one of `STRATEGIES`.
+        last: whether no window follows, so that every sample must be assigned.
+
+    Returns:
+        The pack of each sample, -1 where it is left to the next window, shape (N,); and the number of packs, a multiple
+        of `packs_per_step`. Packs are numbered in the order in which they are trained on; of the last window's some may
+        be empty.
+    """
+    if not len(window.tokens):
+        return np.zeros(0, dtype=np.int64), 0
+    pack_of, num_packs = _PACKERS[strategy](window)
+    while last and (pack_of < 0).any():
+        rest = np.flatnonzero(pack_of < 0)
+        more, num_more = _balanced(window.part(rest), at_least=1)
+        pack_of[rest[more >= 0]] = more[more >= 0] + num_packs
+        num_packs += num_more
+    return pack_of, num_packs
+
+
+def _balanced(window: Candidates, at_least: int = 0) -> tuple[Ints, int]:
+    needed = window.packs_needed()
+    num_steps = int(needed[-1]) // window.packs_per_step
+    if num_steps:
+        taken = int(np.searchsorted(needed, num_steps * window.packs_per_step, side="right"))
+    else:
+        num_steps, taken = at_least, len(needed) if at_least else 0
+    pack_of = np.full(len(needed), -1)
+    if not num_steps:
+        return pack_of, 0
+    samples = np.arange(taken)
+    pack_of[samples], num_packs = _alike(window.part(samples), num_steps * window.packs_per_step)
+    rest = np.flatnonzero(pack_of[:taken] < 0)
+    if len(rest) * 8 > taken:  # samples so large that few fit together: whole steps of those left over, too
+        more, num_more = _best_fit_decreasing(window.part(rest))
+        pack_of[rest] = np.where(more >= 0, more + num_packs, -1)
+        num_packs += num_more
+    placed = pack_of >= 0
+    costs = sums_of(pack_of[placed], window.costs[placed], num_packs)
+    order = group(costs, window.packs_per_step, window.accumulation, window.key, window.balance).reshape(-1)
+    number = np.empty(num_packs, dtype=np.int64)
+    number[order] = np.arange(num_packs)
+    pack_of[placed] = number[pack_of[placed]]
+    return pack_of, num_packs
+
+
+def _alike(window: Candidates, num_packs: int) -> tuple[Ints, int]:
+    """Make packs of like cost and length, and leave out what does not fit."""
+    needs, caps = window.needs, window.caps
+    pack_of = spread(window.tokens, window.costs, num_packs, window.budget.tokens, window.budget.items)
+    pack_of = repair(pack_of, needs, caps, window.costs, num_packs, window.key)
+    over = excess(pack_of, needs, caps, num_packs)
+    for pack in np.flatnonzero((over > 0).any(axis=0)).tolist():
+        left = over[:, pack]
+        members = np.flatnonzero(pack_of == pack)
+        for sample in members[np.argsort(window.tokens[members], kind="stable")].tolist():
+            if (left > 0).any() and (needs[:, sample] > 0)[left > 0].any():
+                pack_of[sample] = -1
+                left = left - needs[:, sample]
+    return pack_of, num_packs
+
+
+def _best_fit_decreasing(window: Candidates) -> tuple[Ints, int]:
+    order = largest_first(window.tokens)
+    pack_of = np.empty(len(order), dtype=np.int64)
+    pack_of[order], num_packs = _in_order(window.part(order), "best_fit")
+    return pack_of, num_packs
+
+
+def _in_order(window: Candidates, strategy: Literal["best_fit", "first_fit"]) -> tuple[Ints, int]:
+    packer = Packer(window.budget, strategy)
+    sizes = zip(window.tokens.tolist(), window.patches.tolist(), strict=True)
+    pack_of = np.array([packer.place(Size(*size)) for size in sizes], dtype=np.int64)
+    return _whole_steps(pack_of, window, all_open=True)
+
+
+def _next_fit(window: Candidates) -> tuple[Ints, int]:
+    reached, caps = np.cumsum(window.needs, axis=1), window.caps
+    pack_of = np.empty(reached.shape[1], dtype=np.int64)
+    start = pack = 0
+    base = np.zeros(len(caps), dtype=np.int64)
+    while start < len(pack_of):
+        stop = min(
+            int(np.searchsorted(row, cap, side="right"))
+            for row, cap in zip(reached, (base + caps).tolist(), strict=True)
+        )
+        pack_of[start:stop] = pack
+        base = reached[:, stop - 1]
+        start, pack = stop, pack + 1
+    return _whole_steps(pack_of, window, all_open=False)
+
+
+def _none(window: Candidates) -> tuple[Ints, int]:
+    return _whole_steps(np.arange(len(window.tokens)), window, all_open=False)
+
+
+def _whole_steps(pack_of: Ints, window: Candidates, all_open: bool) -> tuple[Ints, int]:
+    """Leave to the next window the emptiest packs, or the last ones, so that the others make whole steps."""
+    num_packs = int(pack_of.max(initial=-1)) + 1
+    num_kept = num_packs // window.packs_per_step * window.packs_per_step
+    if not all_open:
+        return np.where(pack_of < num_kept, pack_of, -1), num_kept
+    tokens = np.bincount(pack_of, window.tokens, num_packs)
+    kept = np.sort(np.argsort(-tokens, kind="stable")[:num_kept])
+    number = np.full(num_packs, -1)
+    number[kept] = np.arange(num_kept)
+    return number[pack_of], num_kept
+
+
+_PACKERS: dict[Strategy, Callable[[Candidates], tuple[Ints, int]]] = {
+    "balanced": _balanced,
+    "best_fit": lambda window: _in_order(window, "best_fit"),
+    "first_fit": lambda window: _in_order(window, "first_fit"),
+    "next_fit": _next_fit,
+    "none": _none,
+}

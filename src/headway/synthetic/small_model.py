@@ -1,0 +1,163 @@
+"""A model shrunk in every direction but its structure, as an ordinary model folder without weights.
+
+What decides which code runs is kept: the family, heads per key-value head, windowed and full layers, where deep vision
+features enter and leave, patch sizes, tied embeddings, experts. Depth, width, vocabulary and experts shrink.
+"""
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from headway.errors import ConfigError
+from headway.models.load import load_processor
+from headway.synthetic.processor import write_processor, write_tokenizer
+from headway.tracing.build import with_layers
+
+LAYERS = 4
+HEAD_DIM = 16
+KEY_VALUE_HEADS = 2  # where the model has so many: two processes of sequence parallelism then hold one each
+VISION_HEADS = 4
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+_WIDTH_STEP = 16  # widths are multiples of it, as kernels like them
+
+_PROCESSORS = {
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen2_vl": "Qwen2VLProcessor",
+}
+_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def write_small_model(folder: Path, config: PreTrainedConfig, texts: Iterable[str], *, max_pixels: int) -> Path:
+    """Write the configuration, tokenizer and processor of a small model of the same structure.
+
+    Args:
+        folder: created where needed.
+        config: of the model that is shrunk.
+        texts: what the vocabulary is learned from.
+        max_pixels: larger images and videos are shrunk to this area [pixels].
+
+    Raises:
+        ConfigError: a model whose configuration does not name its widths, heads and depth as transformers' do.
+    """
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        write_tokenizer(folder, texts)
+    else:
+        processor = _PROCESSORS.get(config.model_type)
+        if processor is None:
+            raise ConfigError(
+                f"a model of type {config.model_type!r} cannot be scaled down: how to write a small processor for it "
+                f"is known of text models and of {', '.join(_PROCESSORS)}."
+            )
+        write_processor(
+            folder,
+            texts,
+            vision.patch_size,
+            vision.spatial_merge_size,
+            temporal_patch_size=vision.temporal_patch_size,
+            max_pixels=max_pixels,
+            processor_class=processor,
+        )
+    opened: Any = load_processor(folder)
+    tokenizer = getattr(opened, "tokenizer", opened)
+    small = small_config(config, len(tokenizer))
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    for name, token in names.items():
+        if getattr(small, name, None) is not None:
+            setattr(small, name, tokenizer.convert_tokens_to_ids(token))
+    small.save_pretrained(folder)
+    return folder
+
+
+def small_config(config: PreTrainedConfig, vocabulary: int) -> PreTrainedConfig:
+    """Shrink a configuration.
+
+    Args:
+        config: of a causal or image-text model.
+        vocabulary: entries of the small tokenizer [tokens].
+
+    Raises:
+        ConfigError: as for `write_small_model`.
+    """
+    small: Any = with_layers(config, LAYERS)
+    text, old_text = small.get_text_config(), config.get_text_config()
+    _shrink_text(text, old_text, vocabulary)
+    for part in (small, text):
+        for name, value in (("bos_token_id", None), ("eos_token_id", 2), ("pad_token_id", 0)):
+            if hasattr(part, name):
+                setattr(part, name, value)
+    old_vision = getattr(config, "vision_config", None)
+    if old_vision is not None:
+        _shrink_vision(small.vision_config, old_vision, text.hidden_size)
+    shrunk: PreTrainedConfig = small
+    return shrunk
+
+
+def _shrink_text(small: Any, old: Any, vocabulary: int) -> None:
+    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
+    if missing := [name for name in needed if not isinstance(getattr(old, name, None), int)]:
+        raise ConfigError(
+            f"a model of type {old.model_type!r} cannot be scaled down: its configuration names no {missing[0]}."
+        )
+    heads = old.num_attention_heads
+    key_value = getattr(old, "num_key_value_heads", None) or heads
+    head_dim = getattr(old, "head_dim", None) or old.hidden_size // heads
+    new_key_value = min(KEY_VALUE_HEADS, key_value)
+    small.num_key_value_heads = new_key_value
+    small.num_attention_heads = heads // key_value * new_key_value
+    scale = small.num_attention_heads * HEAD_DIM / (heads * head_dim)
+    small.hidden_size = _width(old.hidden_size * scale)
+    if getattr(old, "head_dim", None):
+        small.head_dim = HEAD_DIM
+    for name in _SIZES:
+        if isinstance(size := getattr(old, name, None), int) and size:
+            setattr(small, name, _width(size * scale))
+    small.vocab_size = vocabulary
+    if rope := getattr(small, "rope_parameters", None):
+        small.rope_parameters = _small_rope(rope, head_dim)
+    for name in _NUM_EXPERTS:
+        if isinstance(getattr(old, name, None), int) and getattr(old, name):
+            setattr(small, name, min(EXPERTS, getattr(old, name)))
+            small.num_experts_per_tok = min(EXPERTS_PER_TOKEN, old.num_experts_per_tok)
+
+
+def _small_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Rotary settings with M-RoPE's sections in their old proportions."""
+    rope = copy.deepcopy(rope)
+    if sections := rope.get("mrope_section"):
+        shares = [section * HEAD_DIM // head_dim for section in sections]
+        rope["mrope_section"] = [HEAD_DIM // 2 - sum(shares[1:]), *shares[1:]]
+    return rope
+
+
+def _shrink_vision(small: Any, old: Any, width_of_text: int) -> None:
+    heads = min(VISION_HEADS, old.num_heads)
+    scale = heads * HEAD_DIM / old.hidden_size
+    small.num_heads, small.hidden_size = heads, heads * HEAD_DIM
+    small.intermediate_size = _width(old.intermediate_size * scale)
+    if hasattr(old, "out_hidden_size"):
+        small.out_hidden_size = width_of_text
+    if deep := getattr(old, "deepstack_visual_indexes", None):  # each has a merger and a layer of text that takes it
+        small.deepstack_visual_indexes = _places(min(len(deep), small.depth), small.depth)
+    if full := getattr(old, "fullatt_block_indexes", None):  # the others see windows
+        small.fullatt_block_indexes = _places(max(1, len(full) * small.depth // old.depth), small.depth)
+
+
+def _places(count: int, depth: int) -> list[int]:
+    """So many layers of a tower, evenly spread, the last among them.
+
+    >>> _places(3, 4), _places(1, 4)
+    ([0, 2, 3], [3])
+    """
+    return [round((number + 1) * depth / count) - 1 for number in range(count)]
+
+
+def _width(size: float) -> int:
+    return max(_WIDTH_STEP, round(size / _WIDTH_STEP) * _WIDTH_STEP)

@@ -1,0 +1,106 @@
+"""Other ways through a model: forward passes that reach modules which the one that is counted does not.
+
+A decoder reads another model's states when it is given some, some tokens may see all others, a route is taken when an
+argument asks for it, videos go where pictures go. What only such a pass runs costs the plain one nothing; what no pass
+can reach costs none anything.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.tracing.inputs.model_inputs import Inputs
+from headway.tracing.phantom import Phantom
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from headway.count.workload import Workload
+    from headway.tracing.inputs.model_inputs import ExampleInputs, GivenInputs
+
+_READ = 197  # positions of another model's states
+# arguments that hand a decoder the states of another model; left out, its cross attention rests
+_STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
+# arguments that any text model takes, and that reach no other module than its tokens do
+_EVERYWHERE = (
+    "attention_mask",
+    "decoder_attention_mask",
+    "inputs_embeds",
+    "decoder_inputs_embeds",
+    "labels",
+    "past_key_values",
+    "logits_to_keep",
+)
+_TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
+
+
+def other_ways(
+    model: nn.Module, made: Inputs | GivenInputs | ExampleInputs, workload: Workload
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Iterate over further forward passes: the arguments that lead another way, and all that the pass gets.
+
+    Args:
+        model: a phantom twin.
+        made: its inputs.
+        workload: one segment, with what its towers take.
+    """
+    if not isinstance(made, Inputs):
+        return
+    plain = made.arguments(workload)
+    if states := _states_for(model, made):
+        yield [*states], plain | states
+    if "global_attention_mask" in made.accepted:  # tokens that see all others have their own projections
+        first = torch.zeros_like(plain["input_ids"])
+        first[:, 0] = 1
+        yield ["global_attention_mask"], plain | {"global_attention_mask": first}
+    if videos := _as_videos(model, made, plain):
+        yield [name for name in videos if name not in plain], videos
+    for name, routed in made.routed():
+        yield [name], routed.arguments(routed.workloads()[0])
+
+
+def without_arguments(
+    made: Inputs | GivenInputs | ExampleInputs, workload: Workload, tried: Sequence[str]
+) -> list[str]:
+    """Name the tensors that a forward takes for something of its own and that nothing gives.
+
+    Args:
+        made: a model's inputs.
+        workload: one segment, with what its towers take.
+        tried: arguments that were given another time.
+    """
+    if not isinstance(made, Inputs):
+        return ["whatever is not given"]
+    given = {*made.arguments(workload), *_EVERYWHERE, *tried}
+    if "decoder_input_ids" in given:  # what an encoder would give, which itself runs
+        given.add("encoder_outputs")
+    return [name for name, p in made.accepted.items() if name not in given and _TENSOR.search(str(p.annotation))]
+
+
+def _states_for(model: nn.Module, made: Inputs) -> dict[str, Any]:
+    """Make the states of another model that a forward takes and nothing gives yet; empty where it takes none."""
+    if "decoder_input_ids" in made.accepted:
+        return {}
+    config = getattr(model, "config", None)
+    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None)
+    names = [name for name in _STATES if name in made.accepted and name not in (part.takes for part in made.parts)]
+    return {
+        name: Phantom(torch.empty(1, _READ, width or 1, device="meta", dtype=torch.bfloat16), fed=True)
+        for name in names
+    }
+
+
+def _as_videos(model: Any, made: Inputs, plain: dict[str, Any]) -> dict[str, Any]:
+    """Hand pictures over as videos, where a forward takes both with their sizes in one form; else empty."""
+    named = {name: f"{name}_videos" for name in plain if f"{name}_videos" in made.accepted}
+    if len(named) < 2 or {name for name in made.accepted if name.endswith("_videos")} != {*named.values()}:
+        return {}
+    picture, video = model.config.image_token_id, model.config.video_token_id
+    ids = plain["input_ids"]
+    handed = {named.get(name, name): value for name, value in plain.items()}
+    return handed | {"input_ids": ids.masked_fill(ids == picture, video)}

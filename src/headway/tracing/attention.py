@@ -1,0 +1,263 @@
+"""Attention recorded at a seam, and the first of them: transformers' attention and mask interfaces.
+
+A seam sees heads, both head sizes, the mask and the window, which no matrix product further down would tell. The mask
+is a real boolean tensor here, so the pairs it allows are counted, and the count must agree with the formula of the
+kind of mask that the model names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headway.count import masks
+from headway.errors import TraceError
+from headway.tracing import scores
+from headway.tracing.operation import Operand, Operation
+from headway.tracing.phantom import Phantom, phantom
+
+if TYPE_CHECKING:
+    from headway.tracing.record import Recorder
+
+TEXT = "headway_trace"
+TOWER = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a name that contains "flash"
+BY_HAND = "headway_float_trace"  # masks are floats, as for models that transformers only runs eagerly
+
+_recorder: Recorder | None = None
+
+
+class _Attend(torch.autograd.Function):
+    """Attention on shapes: no arithmetic, but a node in the graph that tells whether backward reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, q: Phantom, k: Phantom, v: Phantom, *extra: Phantom) -> torch.Tensor:
+        ctx.operation = operation
+        ctx.save_for_backward(q, k, v, *extra)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        for t in (q, k, v, *extra):
+            out.sources |= t.sources  # type: ignore[attr-defined]  # new_empty of a phantom is one
+        out.fed = operation.fed  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> Any:
+        ctx.operation.backward_flops += ctx.operation.expected_backward_flops
+        return (None, *(torch.empty_like(t) for t in ctx.saved_tensors))
+
+
+def attend(
+    recorder: Recorder,
+    module: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pairs: int,
+    driver: str = "",
+    extra: tuple[torch.Tensor, ...] = (),
+    masked: bool = False,
+    longest: int = 0,
+) -> torch.Tensor:
+    """Record one attention over `pairs` pairs and return its output's shape.
+
+    Args:
+        recorder: of the running trace.
+        module: path of the module that attends.
+        q: queries [..., heads, tokens, qk size].
+        k: keys [..., kv heads, tokens, qk size].
+        v: values [..., kv heads, tokens, v size].
+        pairs: allowed (query, key) pairs, summed over the batch, for one head.
+        driver: what `pairs` is proportional to, where the seam says it.
+        extra: further tensors that the output depends on (attention sinks).
+        masked: whether `pairs` come from a mask that names no window.
+        longest: length of the longest piece, where pieces are packed [positions].
+
+    Returns:
+        Output [..., heads, tokens, v size].
+
+    Source: forward Q K^T and P V; backward dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q (FlashAttention, Dao et al.
+    2022, appendix B.2); its recomputation of Q K^T is not useful work.
+    """
+    if not pairs:
+        raise TraceError(
+            f"module {module or '(the model)'} masks all of its attention scores: its mask depends on floats, which "
+            "have no data in a trace."
+        )
+    heads, qk, vo = q.shape[-3], q.shape[-1], v.shape[-1]
+    tensors = [t if isinstance(t, Phantom) else phantom(t, fed=True) for t in recorder.attends(q, k, v)]
+    q_from, k_from, v_from = (Operand.of(t).sources for t in tensors)
+    products = (
+        ("dgrad", 2 * heads * vo, v_from),
+        ("dgrad", 2 * heads * vo, q_from | k_from),
+        ("dgrad", 2 * heads * qk, q_from),
+        ("dgrad", 2 * heads * qk, k_from),
+    )
+    block, unit_flops = recorder.block_of(module), 2 * heads * (qk + vo)
+    operation = Operation(module, "attention", pairs, unit_flops, products, block, driver=driver, masked=masked)
+    operation.longest, operation.fed = longest, any(t.fed for t in tensors)
+    recorder.add(operation)
+    extras = [t for t in extra if isinstance(t, Phantom)]
+    out: torch.Tensor = _Attend.apply(operation, *tensors, *extras)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _transformers_seam(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Take the place of an attention function: [batch, heads, tokens, size] in, [batch, tokens, heads, size] out."""
+    assert _recorder is not None
+    path = _recorder.path_of(module)
+    boundaries = kwargs.get("cu_seq_lens_q")
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
+    window = kwargs.get("sliding_window")
+    driver, longest = "", 0
+    query, key, value = of_one_batch(query, key, value)
+    if boundaries is not None:
+        lengths = np.diff(boundaries.tolist())
+        longest = int(lengths.max())
+        pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
+    elif attention_mask is not None:
+        picked = _picked(module, path, key.shape[-2], kwargs)
+        pairs, driver = masked_pairs(_recorder, path, attention_mask, query, key, picked)
+        if window and driver == "pairs:causal" and query.shape[-2] <= window:
+            driver = f"pairs:sliding:{window}"  # which no segment has exceeded yet
+    else:
+        pairs, driver = plain_pairs(query, key, causal, window)
+    extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
+    out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest=longest)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Read what an indexer picked for each query: keys, or blocks of keys, -1 for none.
+
+    Returns:
+        Booleans [batch, 1, queries, keys]; None where nothing is picked.
+
+    Raises:
+        TraceError: picks come in a form that is not known here; taking no notice of them would count too much.
+    """
+    given = {
+        name: value
+        for name, value in kwargs.items()
+        if isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and value.dim() > 2
+        and "position" not in name
+    }
+    found, size = given.pop("indices", None), 1
+    if "block_indices" in given:
+        found, size = given.pop("block_indices")[:, 0], int(module.indexer.block_size)  # type: ignore[union-attr, arg-type]  # heads pick alike here
+    if given:
+        raise TraceError(
+            f"module {path} hands {', '.join(given)} to its attention, which may pick keys in a way not known here."
+        )
+    if found is None:
+        return None
+    blocks = -(-keys // size)
+    picked = torch.zeros(*found.shape[:2], blocks + 1, dtype=torch.bool)
+    index = found.long()
+    picked.scatter_(-1, index if int(index.min()) >= 0 else index.masked_fill(index < 0, blocks), True)
+    by_block = picked[:, None, :, :blocks]
+    return by_block if size == 1 else by_block.repeat_interleave(size, dim=-1)[..., :keys]
+
+
+def of_one_batch(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Repeat queries, keys or values [batch, heads, tokens, size] that all rows of a batch share, as learnt ones."""
+    batches = [t.shape[:-3] for t in tensors]
+    if len(set(batches)) == 1:
+        return [*tensors]
+    batch: tuple[int, ...] = torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return [t.expand(*batch, *t.shape[-3:]) for t in tensors]
+
+
+def plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
+    """Count pairs of an attention without a mask tensor."""
+    batch, (queries, keys) = math.prod(q.shape[:-3]), (q.shape[-2], k.shape[-2])
+    if queries != keys:
+        if causal or window:
+            raise TraceError(f"causal attention of {queries} queries over {keys} keys without a mask is ambiguous.")
+        return batch * queries * keys, ""
+    if window:
+        return batch * masks.sliding_pairs([queries], window), f"pairs:sliding:{window}"
+    if causal:
+        return batch * masks.causal_pairs([queries]), "pairs:causal"
+    return batch * masks.full_pairs([queries]), ""
+
+
+def masked_pairs(
+    recorder: Recorder,
+    path: str,
+    mask: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    picked: torch.Tensor | None = None,
+) -> tuple[int, str]:
+    """Count the pairs that a mask allows, of those that were picked, and name its kind where it is a known one."""
+    batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
+    stays = scores.of_mask(mask)
+    if stays == "unclear":
+        raise TraceError(
+            f"module {path} attends under a mask of floats, whose allowed pairs cannot be counted. "
+            "Give it a boolean mask, or none and a causal flag."
+        )
+    allowed = torch.ones(queries, keys, dtype=torch.bool) if stays is None else stays
+    if picked is not None:
+        return recorder.count(allowed & picked, batch, queries, keys)
+    return (recorder.allowed if stays is mask else recorder.count)(allowed, batch, queries, keys)
+
+
+def _mask_seam(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0, **kwargs: Any
+) -> torch.Tensor | None:
+    """Build the real boolean mask, whatever shortcut the backend would take."""
+    from transformers.masking_utils import sdpa_mask
+
+    kwargs.pop("allow_is_causal_skip", None)
+    kwargs.pop("allow_is_bidirectional_skip", None)
+    kwargs["device"] = torch.device("cpu")
+    mask: torch.Tensor | None = sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **kwargs,
+    )
+    return mask
+
+
+def _float_mask_seam(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
+    """Build the real mask as floats to add: 0 where a pair is allowed, the least number where not."""
+    mask = _mask_seam(*args, **kwargs)
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def register() -> None:
+    """Register the seams with transformers; doing so again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for name in (TEXT, TOWER, BY_HAND):
+        AttentionInterface.register(name, _transformers_seam)
+        AttentionMaskInterface.register(name, _float_mask_seam if name == BY_HAND else _mask_seam)
+
+
+def set_recorder(recorder: Recorder | None) -> Recorder | None:
+    """Set the trace that transformers' seam records into; returns the one before."""
+    global _recorder  # transformers calls the seam as a plain function
+    previous, _recorder = _recorder, recorder
+    return previous

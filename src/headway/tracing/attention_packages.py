@@ -1,0 +1,224 @@
+"""Seams for attention kernels written in Python: PyTorch's `varlen_attn` and `flex_attention`, flash-attn's, xformers'.
+
+Masks of variable-length kernels are a causal flag and a window; segments come as cumulative boundaries, which are real
+integers in a trace. A block mask of `flex_attention` is evaluated over every query and key, on real integers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from headway.count import masks
+from headway.errors import TraceError
+from headway.tracing.attention import attend, masked_pairs, plain_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.count.integers import Ints
+    from headway.tracing.record import Recorder
+
+
+def _lengths(recorder: Recorder, boundaries: torch.Tensor, total: int, what: str) -> Ints:
+    """Return segment lengths, after checking that their boundaries are those of the tensor at hand."""
+    lengths = np.diff(boundaries.tolist())
+    if lengths.size == 0 or lengths.min() < 0 or lengths.sum() != total:
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} attends over {total} {what} in segments of "
+            f"{lengths.tolist()[:8]}: their boundaries do not cover them."
+        )
+    return lengths
+
+
+def _band(queries: Ints, keys: Ints, window: Any, causal: bool) -> tuple[int, str]:
+    """Count the pairs of a causal flag and a window (left, right), in which None or -1 is no limit."""
+    left, right = (None if side is None or side < 0 else int(side) for side in window)
+    right = 0 if causal else right
+    filled = (queries > 0) & (keys > 0)
+    queries, keys = queries[filled], keys[filled]
+    pairs = masks.banded_pairs(queries, keys, left=left, right=right)
+    driver = ""
+    if right == 0 and np.array_equal(queries, keys):
+        driver = "pairs:causal" if left is None else f"pairs:sliding:{left + 1}"
+    return pairs, driver
+
+
+def _attend_packed(
+    recorder: Recorder,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    boundaries: tuple[torch.Tensor, torch.Tensor | None],
+    window: Any,
+    causal: bool,
+    used: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend over segments laid end to end, [tokens, heads, size]."""
+    q, k, v = (t.transpose(-3, -2) for t in qkv)
+    queries = _lengths(recorder, boundaries[0], q.shape[-2], "queries")
+    if used is not None:
+        keys = np.asarray(used.tolist())
+    else:
+        of_keys = boundaries[0] if boundaries[1] is None else boundaries[1]
+        keys = _lengths(recorder, of_keys, k.shape[-2], "keys")
+    pairs, driver = _band(queries, keys, window, causal)
+    return attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(-3, -2).contiguous()  # as kernels do
+
+
+def _statistics(out: torch.Tensor) -> torch.Tensor:
+    """Stand in for the log-sum-exp of scores, (..., tokens, heads); it hangs on the same products as the output."""
+    return out[..., 0].float()
+
+
+def _varlen_attn(
+    recorder: Recorder,
+    *,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    window_size: tuple[int, int] = (-1, -1),
+    is_causal: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    k_cache: torch.Tensor | None = None,
+    return_aux: Any = None,
+    **_options: Any,
+) -> Any:
+    """Stand in for `torch.nn.attention.varlen.varlen_attn`; PyTorch 2.10 has `is_causal`, later ones a window."""
+    if k_cache is not None:
+        raise TraceError(f"module {recorder.module} attends over a cache that its kernel extends: no training step.")
+    out = _attend_packed(recorder, (query, key, value), (cu_seq_q, cu_seq_k), window_size, is_causal, seqused_k)
+    return (out, _statistics(out)) if return_aux is not None and return_aux.lse else out
+
+
+def _flash(
+    recorder: Recorder,
+    *,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    kv: torch.Tensor | None = None,
+    qkv: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    return_attn_probs: bool = False,
+    **_options: Any,
+) -> Any:
+    """Stand in for any of flash-attn's functions: [batch, tokens, heads, size], or [tokens, heads, size] in segments.
+
+    `qkv` and `kv` hold their parts along the third dimension from the end.
+    """
+    if qkv is not None:
+        q, k, v = qkv.unbind(-3)
+    elif kv is not None:
+        k, v = kv.unbind(-3)
+    if q is None or k is None or v is None:
+        raise TraceError(f"module {recorder.module} calls a flash-attn function without queries, keys and values.")
+    boundaries = cu_seqlens if cu_seqlens is not None else cu_seqlens_q
+    if boundaries is not None:
+        of_keys = cu_seqlens if cu_seqlens is not None else cu_seqlens_k
+        out = _attend_packed(recorder, (q, k, v), (boundaries, of_keys), window_size, causal, seqused_k)
+    else:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        queries, keys = np.full(len(q), q.shape[-2]), np.full(len(q), k.shape[-2])
+        pairs, driver = _band(queries, keys, window_size, causal)
+        out = attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(1, 2).contiguous()
+    return (out, _statistics(out), None) if return_attn_probs else out
+
+
+def _xformers(
+    recorder: Recorder,
+    *,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: Any = None,
+    **_options: Any,
+) -> torch.Tensor:
+    """Stand in for `xformers.ops.memory_efficient_attention`: [batch, tokens, (groups,) heads, size]."""
+    shape = query.shape
+    q, k, v = (t.unsqueeze(2) if t.dim() == 3 else t.flatten(2, -2) for t in (query, key, value))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    size = (q.shape[0], 1, q.shape[-2], k.shape[-2])
+    if attn_bias is None:
+        pairs = size[0] * masks.cross_pairs([size[2]], [size[3]])
+        return attend(recorder, recorder.module, q, k, v, pairs).transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
+    bias = attn_bias if isinstance(attn_bias, torch.Tensor) else attn_bias.materialize(size)
+    pairs, driver = recorder.once(attn_bias, lambda: masked_pairs(recorder, recorder.module, bias, q, k))
+    out = attend(recorder, recorder.module, q, k, v, pairs, driver, masked=True)
+    return out.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
+
+
+_FLASH: dict[str, Callable[..., Any]] = {
+    f"flash_attn_{form}func": _flash
+    for form in ("", "qkvpacked_", "kvpacked_", "varlen_", "varlen_qkvpacked_", "varlen_kvpacked_")
+}
+
+
+def _flex_attention(
+    recorder: Recorder,
+    *,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: Any = None,
+    return_lse: bool = False,
+    return_aux: Any = None,
+    **_options: Any,
+) -> Any:
+    """Stand in for `torch.nn.attention.flex_attention.flex_attention`; a score modification hides no pair."""
+    if block_mask is None:
+        pairs, driver = plain_pairs(query, key, False, None)
+    else:
+        pairs, driver = recorder.once(block_mask, lambda: _allowed(recorder, block_mask, query, key))
+    out = attend(recorder, recorder.module, query, key, value, pairs, driver, masked=block_mask is not None)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(
+            lse=out[..., 0].float() if return_aux.lse else None,
+            max_scores=out[..., 0].float() if return_aux.max_scores else None,
+        )
+    return (out, out[..., 0].float()) if return_lse else out
+
+
+def _allowed(recorder: Recorder, block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[int, str]:
+    """Count the pairs of a block mask: all of a full block, those that the mask function allows of a partial one."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    number: torch.Tensor = block_mask.kv_num_blocks
+    (batch, heads), queries, keys, sides = number.shape[:2], q.shape[-2], k.shape[-2], block_mask.BLOCK_SIZE
+    inside = create_mask(block_mask.mask_mod, batch, heads, queries, keys, device=str(number.device))
+    allowed = inside & _listed(number, block_mask.kv_indices, sides, queries, keys)
+    if block_mask.full_kv_num_blocks is not None:
+        allowed |= _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sides, queries, keys)
+    return recorder.count(allowed, len(q), queries, keys)
+
+
+def _listed(
+    number: torch.Tensor, indices: torch.Tensor, sides: tuple[int, int], queries: int, keys: int
+) -> torch.Tensor:
+    """Spread lists of key blocks, `number` of them per row of query blocks, over queries and keys."""
+    listed = torch.arange(indices.shape[-1], device=number.device) < number[..., None]
+    rows = listed.nonzero(as_tuple=True)
+    columns = indices[rows].long()
+    blocks = torch.zeros(*indices.shape[:-1], -(-keys // sides[1]), dtype=torch.bool, device=number.device)
+    blocks[(*rows[:-1], columns)] = True
+    spread = blocks.repeat_interleave(sides[0], -2).repeat_interleave(sides[1], -1)
+    return spread[..., :queries, :keys]
+
+
+# module -> function -> what records it; modules that are not imported are passed over
+SEAMS: dict[str, dict[str, Callable[..., Any]]] = {
+    "torch.nn.attention.flex_attention": {"flex_attention": _flex_attention},
+    "torch.nn.attention.varlen": {"varlen_attn": _varlen_attn},
+    "flash_attn.flash_attn_interface": _FLASH,  # flash-attn 2
+    "flash_attn_interface": _FLASH,  # flash-attn 3
+    "xformers.ops.fmha": {"memory_efficient_attention": _xformers},
+}

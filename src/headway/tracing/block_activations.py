@@ -1,0 +1,198 @@
+"""Activations that autograd saves, block by block, as plain operations save them and as fused ones do.
+
+Fused operations - a compiled block, or one of fused kernels - keep what matrix products and attention read, and what
+they made where an elementwise operation's backward needs it; what is elementwise is computed again from those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from headway.count.activations import SavedActivations, SavedBlock
+from headway.tracing import build
+from headway.tracing.activations import SavedRecorder, explain, in_dtype, phantoms
+from headway.tracing.classify import checkpointable_blocks
+from headway.tracing.fit import candidates
+from headway.tracing.inputs.model_inputs import call, inputs_for
+from headway.tracing.phantom import Phantom, Stays, aten, root
+from headway.tracing.seams import Seams
+from headway.tracing.stand_ins import stand_ins
+from headway.tracing.unwrap import plain_checkpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+# a gather writes what it picks: no elementwise kernel takes it up
+_PICKS = {aten.index, aten.index_select, aten.gather, aten.embedding}
+
+
+def saved_by_block(model: nn.Module, *, inputs: Any = None, autocast: torch.dtype | None = None) -> SavedActivations:
+    """Count the bytes of activations that autograd saves for backward, by the block that saves them first.
+
+    Not among them are what `saved_activations` leaves out and, of fused operations, the statistics of normalisations.
+
+    Args:
+        model: as it trains: its dtypes and `requires_grad` count.
+        inputs: as for `trace`.
+        autocast: dtype of `torch.autocast` around the forward.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    twin = build.twin_of_model(model, lambda tensor: tensor.dtype)
+    build.number_parameters(twin)
+    build.use_seams(twin)
+    twin.train()
+    made = inputs_for(twin, inputs)
+    workloads = made.workloads()
+    floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    blocks = checkpointable_blocks(twin)
+    runs: list[_BlockRecorder] = []
+    for workload in workloads:
+        arguments = in_dtype(made.arguments(workload), floats)
+        run = _BlockRecorder(twin, _block_of(blocks), blocks=blocks)
+        context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+        with run, Seams(run), stand_ins(twin, run), plain_checkpoints(), context:
+            call(twin, arguments)
+        run.forget([*twin.parameters(), *phantoms(arguments)])
+        runs.append(run)
+    known = candidates(workloads, [*made.drivers])
+    plain, left_out = explain([run.by_module(products_only=False) for run in runs], known)
+    fused, _ = explain([run.fused_by_module() for run in runs], known)
+    entry, _ = explain([run.entry for run in runs], known)
+    attention, _ = explain([run.attention for run in runs], known)
+    of = _block_of(blocks)
+    parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
+    names = ["", *(name for name, _ in twin.named_modules() if name in blocks)]
+    found = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
+    return SavedActivations(found, left_out)
+
+
+def saved_of_config(config: Any, precision: str) -> SavedActivations:
+    """Count what a transformers model saves in training, from its configuration alone.
+
+    Args:
+        config: a transformers configuration.
+        precision: one of `headway.count.activations.PRECISIONS`.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = build.model_on_shapes(config, dtype)
+    return saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
+
+
+def _block_of(blocks: set[str]) -> Callable[[str], str]:
+    """Return a function from a module's path to the block that holds it, "" for none."""
+
+    def find(path: str) -> str:
+        while path and path not in blocks:
+            path = path.rpartition(".")[0]
+        return path
+
+    return find
+
+
+def _by_block(
+    modules: Mapping[str, Mapping[str, Fraction]], block_of: Callable[[str], str]
+) -> dict[str, dict[str, Fraction]]:
+    blocks: dict[str, dict[str, Fraction]] = {}
+    for module, rows in modules.items():
+        sums = blocks.setdefault(block_of(module), {})
+        for driver, factor in rows.items():
+            sums[driver] = sums.get(driver, Fraction(0)) + factor
+    return blocks
+
+
+@dataclass
+class _BlockRecorder(SavedRecorder):
+    """Notes beside what autograd saves what it was made of.
+
+    Attributes:
+        blocks: paths of the blocks.
+        entry: bytes that enter each block.
+        attention: bytes that attention's kernels give, by module.
+        origins: by the id of a storage's first tensor, the ids of those that elementwise operations made it of; a
+            product's result, what was picked and what enters or leaves a block are made of themselves.
+        held: the tensors by id, so that an id stays its own.
+    """
+
+    blocks: set[str] = field(default_factory=set)
+    entry: Counter[str] = field(default_factory=Counter)
+    attention: Counter[str] = field(default_factory=Counter)
+    origins: dict[int, frozenset[int]] = field(default_factory=dict)
+    held: dict[int, Phantom] = field(default_factory=dict)
+
+    def __enter__(self) -> _BlockRecorder:
+        super().__enter__()
+        self._hooks.append(register_module_forward_pre_hook(self._enter_block))
+        self._hooks.append(register_module_forward_hook(self._leave_block))
+        return self
+
+    def _enter_block(self, module: nn.Module, args: Any) -> None:
+        if (path := self.path_of(module)) in self.blocks:
+            self.entry[path] += self._at_the_border(args)
+
+    def _leave_block(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if self.path_of(module) in self.blocks:
+            self._at_the_border(output)
+
+    def _at_the_border(self, value: Any) -> int:
+        """Take what crosses the border of a block, a graph of its own, as made of itself; returns its bytes."""
+        crossing = [tensor for tensor in phantoms(value) if tensor.fed and tensor.known is None]
+        for tensor in crossing:
+            whole = root(tensor)
+            self.held[id(whole)] = whole
+            self.origins[id(whole)] = frozenset([id(whole)])
+        return sum(tensor.nbytes for tensor in crossing)
+
+    def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Note what attention's kernel gives; heads of two sizes are padded to the larger one."""
+        query, *_, value = operands = super().attends(*operands)
+        head = max(query.shape[-1], value.shape[-1])
+        rows = query.shape[:-1].numel()  # a query of a head each
+        self.attention[self.module] += rows * (head * query.element_size() + torch.float32.itemsize)
+        return operands
+
+    def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
+        if packet not in _PICKS:
+            parts = [part for part in phantoms(args) if part.fed and part.known is None]
+            found = frozenset[int]().union(*(self._origins(root(part)) for part in parts))
+            if found:
+                self.held[id(root(out))] = root(out)
+                self.origins[id(root(out))] = found
+        return super()._on_result(packet, args, out)
+
+    def _origins(self, whole: Phantom) -> frozenset[int]:
+        self.held[id(whole)] = whole
+        return self.origins.get(id(whole), frozenset([id(whole)]))
+
+    def forget(self, tensors: Any) -> None:
+        """Leave out what the forward did not make."""
+        given = [*tensors]
+        super().forget(given)
+        self._given = {id(root(tensor)) for tensor in given}
+
+    def fused_by_module(self) -> Counter[str]:
+        """Add up the bytes that fused operations would save, by the module that needs them first."""
+        sizes: Counter[str] = Counter()
+        counted = set(self._given)
+        for key, (whole, module, views) in self.kept.items():
+            if key in self.read and key not in counted:
+                counted.add(key)
+                sizes[module] += self.touched_bytes(whole, views)
+            elif key not in self.read:
+                for origin in self._origins(whole) - counted:
+                    counted.add(origin)
+                    sizes[module] += self.held[origin].nbytes
+        return sizes

@@ -1,0 +1,278 @@
+"""Name each operation's component from what it does, not from what a model family calls it.
+
+Vision is what patches drive, outside the modules in which text attends; a merger is what stands outside the blocks that
+repeat in its tower; attention and recurrences are what their seams recorded; projections are the linear layers
+and convolutions inside such a module; experts are grouped products, the router its sibling with one output per expert;
+the head is the model's output embedding.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from headway.count import drivers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from headway.tracing.fit import Fitted
+    from headway.tracing.operation import Operation
+
+
+def inside(path: str, roots: Iterable[str]) -> bool:
+    """Say whether a module's path is one of some roots or lies below one."""
+    return any(path == root or path.startswith(f"{root}.") or not root for root in roots)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _head_path(model: Any) -> str | None:
+    """Find the output embedding's path, where the model says which module that is."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((path for path, module in model.named_modules() if module is head), None) if head is not None else None
+
+
+def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted]) -> list[str]:
+    """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`."""
+    attending = {op.module for op in operations if op.kind == "attention"}
+    attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
+    experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
+    head = _head_path(model)
+    towers = _towers(operations, fitted)
+    spoken = {op.module for op in operations if op.kind == "attention" and towers[op.module] == "language"}
+    speaking = {_repeated(path) for path in spoken} - {""}  # blocks in which text attends
+    seeing = {_repeated(path) for path in attending if towers.get(path) == "vision"} - {""}
+    names = []
+    for op in operations:
+        is_spoken = inside(op.module, spoken) or _repeated(op.module) in speaking
+        tower = "language" if is_spoken else towers[op.module]
+        mixture = next((root for root in experts if inside(op.module, [root])), None)
+        if op.kind in ("attention", "recurrence"):
+            part = op.kind
+        elif isinstance(model.get_submodule(op.module), nn.RNNBase | nn.RNNCellBase):
+            part = "recurrence"
+        elif head is not None and inside(op.module, [head]):
+            part = "head"
+        elif tower != "language" and op.from_input:
+            part = "embed"
+        elif inside(op.module, attending):
+            part = "projections"
+        elif tower == "vision" and seeing and _repeated(op.module) not in seeing:
+            part = "merger"
+        elif op.kind == "experts":
+            part = "experts"
+        elif mixture is not None:
+            part = "router" if op.weight and op.weight[-1] in (experts[mixture], 1) else "experts"
+        else:
+            part = "mlp"
+        names.append(f"{tower}.{part}")
+    for i, (op, fit) in enumerate(zip(operations, fitted, strict=True)):
+        if fit.driver == "packs":  # work on weights belongs where the weights are used
+            names[i] = _nearest(op.module, operations, fitted, names)
+    return names
+
+
+def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str | None:
+    """Find the outermost module of an encoder that reads sources as floats, hence speech; None if it reads tokens."""
+    sources = [op for op, fit in zip(operations, fitted, strict=True) if fit.driver.startswith("source")]
+    others = {op.module for op in operations} - {op.module for op in sources}
+    path = next((op.module for op in sources if op.from_input), None)
+    while path and not any(inside(other, [_parent(path)]) for other in others):
+        path = _parent(path)
+    return path
+
+
+def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, str]:
+    """Say whose work each module does; of a sum, text's before pictures', and theirs before a source's."""
+    found: dict[str, set[str]] = {}
+    for op, fit in zip(operations, fitted, strict=True):
+        tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)
+        found.setdefault(op.module, set()).add(tower)
+    order = ("language", "vision", "audio")
+    encoder = _encoder(operations, fitted)
+    if encoder is not None:
+        found |= {path: {"audio"} for path in found if inside(path, [encoder])}
+    return {path: next((tower for tower in order if tower in towers), "language") for path, towers in found.items()}
+
+
+def _repeated(path: str) -> str:
+    """Cut a path to the outermost item of a list that holds the module; "" where none does."""
+    block = re.match(r".*?\.\d+(?=\.|$)", path)
+    return block.group() if block is not None else ""
+
+
+def _mixer(model: nn.Module, path: str) -> str:
+    """Find the module that projects to and from a recurrence: its own, or the nearest around it with linear layers."""
+    mixer = path
+    while mixer and not any(isinstance(m, nn.Linear) for m in model.get_submodule(mixer).modules()):
+        mixer = _parent(mixer)
+    return mixer or path
+
+
+def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[Fitted], names: Sequence[str]) -> str:
+    """Name the component of the first operation on activations in the innermost module around a path that has one."""
+    while True:
+        for op, fit, name in zip(operations, fitted, names, strict=True):
+            if fit.driver != "packs" and inside(op.module, [path]):
+                return name
+        if not path:
+            return "other"
+        path = _parent(path)
+
+
+def parameter_components(operations: Sequence[Operation], names: Sequence[str], parameters: Sequence[str]) -> list[str]:
+    """Name the component of each parameter: its own operations', else the nearest enclosing module's.
+
+    Norms and embeddings have no operation; where the enclosing modules hold several components they are `TOWER.other`.
+    """
+    under: dict[str, set[str]] = {}
+    for op, name in zip(operations, names, strict=True):
+        path = op.module
+        while True:
+            under.setdefault(path, set()).add(name)
+            if not path:
+                break
+            path = _parent(path)
+    found = []
+    for parameter in parameters:
+        path = _parent(parameter)
+        while path and path not in under:
+            path = _parent(path)
+        held = under.get(path, {"other"})
+        towers = {name.partition(".")[0] for name in held}
+        if len(held) == 1:
+            found.append(next(iter(held)))
+        else:
+            found.append(f"{next(iter(towers))}.other" if len(towers) == 1 else "other")
+    return found
+
+
+def expert_shares(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, tuple[int, int]]:
+    """Map the path of each expert module to (experts that a token visits, experts)."""
+    shares: dict[str, tuple[int, int]] = {}
+    for op, fit in zip(operations, fitted, strict=True):
+        if op.kind == "experts" and op.weight and fit.per_unit.denominator == 1:
+            shares[op.module] = (int(fit.per_unit), op.weight[0])
+    return shares
+
+
+def members(path: str, held: nn.Module) -> dict[str, nn.Module]:
+    """Map the path of each item with weights in a list or dictionary of modules to it; empty for another module."""
+    items = held.named_children() if isinstance(held, nn.ModuleList | nn.ModuleDict) else ()
+    return {f"{path}.{name}": item for name, item in items if any(True for _ in item.parameters())}
+
+
+def resting(model: nn.Module, shares: dict[str, tuple[int, int]]) -> set[str]:
+    """Name the experts that one token leaves out, where they are modules: the last ones stand for any."""
+    found: list[str] = []
+    for path, (visited, _) in shares.items():
+        found += list(members(path, model.get_submodule(path)))[visited:]
+    return set(found)
+
+
+def stacks_in_use(
+    operations: Sequence[Operation], fitted: Sequence[Fitted], shapes: Sequence[Sequence[int]]
+) -> dict[int, int]:
+    """Count the elements of each stack of matrices that one token uses, from its bill: 2 FLOPs each.
+
+    Args:
+        operations: what was run.
+        fitted: the driver of each.
+        shapes: of all parameters, by number; a stack has three dimensions or more.
+    """
+    used: dict[int, int] = {}
+    for op, fit in zip(operations, fitted, strict=True):
+        for phase, _, sources in op.products if op.kind in ("matmul", "experts") else ():
+            number = sources.bit_length() - 1
+            if phase == "wgrad" and sources == 1 << max(number, 0) and len(shapes[number]) > 2:
+                used[number] = used.get(number, 0) + fit.forward // 2
+    return used
+
+
+def active(
+    name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]], unused: set[str], in_use: int | None = None
+) -> int:
+    """Count the elements of a parameter that one token uses.
+
+    Args:
+        name: of the parameter.
+        shape: of the parameter.
+        shares: `expert_shares(...)`.
+        unused: `resting(...)`.
+        in_use: of this parameter, by `stacks_in_use(...)`.
+    """
+    path = _parent(name)
+    while path and unused:
+        if path in unused:
+            return 0
+        path = _parent(path)
+    numel = 1
+    for size in shape:
+        numel *= size
+    if in_use is not None:
+        return min(in_use, numel)
+    visited, experts = shares.get(_parent(name), (1, 1))
+    return numel * visited // experts if shape and shape[0] == experts else numel
+
+
+def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str], read: int) -> list[str]:
+    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given.
+
+    Of linear layers and convolutions that is a product; matrices that other modules hold as parameters of their own, as
+    experts do, may be read otherwise.
+
+    A layer of adapters counts as one with the layer that it wraps: peft leaves inactive adapters, and the frozen
+    original of a module that is trained whole, out on purpose.
+    """
+    wrappers = [
+        path
+        for path, module in model.named_modules()
+        if type(module).__module__.startswith("peft.") and {"base_layer", "original_module"} & set(module._modules)
+    ]
+    used = 0
+    for op in operations:
+        for _, _, sources in op.products:
+            used |= sources
+    weights = {
+        path: [i for i, p in enumerate(parameters) if p == f"{path}.weight"]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
+    }
+    idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
+    number = {name: i for i, name in enumerate(parameters)}
+    for path, module in model.named_modules():
+        own = module.named_parameters(path, recurse=False)
+        matrices = [number[name] for name, p in own if p.dim() > 1 and name in number]
+        if path not in weights and matrices and not isinstance(module, nn.Embedding):
+            idle[path] = not any(read >> i & 1 for i in matrices)
+    for wrapper in wrappers:
+        leaves = [path for path in idle if inside(path, [wrapper])]
+        idle.update(dict.fromkeys(leaves, all(idle[leaf] for leaf in leaves)))
+    found: list[str] = []
+    for path, _ in model.named_modules():
+        below = [is_idle for leaf, is_idle in idle.items() if inside(leaf, [path])]
+        if path and below and all(below) and not inside(path, found):
+            found.append(path)
+    return found
+
+
+def checkpointable_blocks(model: nn.Module) -> set[str]:
+    """Find the blocks that activation checkpointing wraps: transformers' own choice, else the items of module lists.
+
+    A dictionary whose keys are numbers is a list too, as torchtitan's layers are.
+    """
+    chosen = [
+        path
+        for path, module in model.named_modules()
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    ]
+    if not chosen:
+        lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+        keys = [(path, key) for path, items in lists for key, _ in items.named_children() if key.isdigit()]
+        chosen = [f"{path}.{key}" if path else key for path, key in keys]
+    return {path for path in chosen if not inside(_parent(path), [c for c in chosen if c != path])}

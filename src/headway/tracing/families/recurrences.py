@@ -1,0 +1,223 @@
+"""Functions by which models run recurrences, by name, and what stands in for each while a model is traced.
+
+The same recurrence has a PyTorch fallback in transformers and a kernel in flash-linear-attention or `mamba_ssm`; which
+one a model calls depends on what is installed. Each is known here by its name, with a stand-in that takes its arguments
+under the kernels' own names, records the recurrence and returns shapes: the ledger is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headway.errors import TraceError
+from headway.tracing.recurrences import recur
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.tracing.record import Recorder
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str) -> Any:
+    """Pick an argument by position or by any of the names that the kernels give it."""
+    return args[position] if position < len(args) else next((kwargs[n] for n in names if n in kwargs), None)
+
+
+def _linear_attention(recorder: Recorder, *args: Any, delta: bool, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand in for q, k [batch, tokens, heads, qk size], v [batch, tokens, v heads, v size] and their gates."""
+    query = _argument(args, kwargs, 0, "q", "query")
+    key = _argument(args, kwargs, 1, "k", "key")
+    value = _argument(args, kwargs, 2, "v", "value")
+    if query.dim() != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2]:
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} runs a recurrence on q {tuple(query.shape)}, "
+            f"k {tuple(key.shape)}, v {tuple(value.shape)}; it reads [batch, tokens, heads, size], q and k alike."
+        )
+    batch, length, heads, v_size = value.shape
+    gates = [t for t in (*args[3:], *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    out, state = recur(
+        recorder,
+        batch * length,
+        heads * key.shape[-1] * v_size,
+        (value.shape, (batch, heads, key.shape[-1], v_size)),
+        query=[query],
+        key=[key],
+        value=[value],
+        gates=[t for t in gates if t is not query and t is not key and t is not value],
+        delta=delta,
+    )
+    return out, state
+
+
+def _selective_scan(
+    recorder: Recorder,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    _delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_options: Any,
+) -> Any:
+    """Stand in for Mamba's scan: x and dt [batch, channels, tokens], A [channels, state], B and C over the tokens."""
+    batch, channels, length = x.shape
+    out, state = recur(
+        recorder,
+        batch * length,
+        A.numel(),
+        (x.shape, (batch, channels, A.shape[-1])),
+        query=[C],
+        key=[B],
+        value=[x, dt],
+        gates=[A, delta_bias],
+        after=[D, z],
+    )
+    return (out, state) if return_last_state else out
+
+
+def _chunk_scan(
+    recorder: Recorder,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    _chunk_size: int = 0,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    **_options: Any,
+) -> Any:
+    """Stand in for Mamba-2's scan: x [batch, tokens, heads, head size], B and C [batch, tokens, groups, state]."""
+    batch, length, heads, head_size = x.shape
+    out, state = recur(
+        recorder,
+        batch * length,
+        heads * head_size * B.shape[-1],
+        (x.shape, (batch, heads, head_size, B.shape[-1])),
+        query=[C],
+        key=[B],
+        value=[x, dt],
+        gates=[A, dt_bias, initial_states],
+        after=[D, z],
+    )
+    return (out, state) if return_final_states else out
+
+
+def _wkv(
+    recorder: Recorder,
+    time_decay: torch.Tensor,
+    time_first: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: Any = None,
+    return_state: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """Stand in for RWKV-4's average of values: numerator and denominator are one number a channel each."""
+    batch, length, channels = key.shape
+    shapes = (value.shape, *[(batch, channels)] * 3)
+    gates = [time_decay, time_first]
+    out, *last = recur(recorder, batch * length, 0, shapes, query=[], key=[key], value=[value], gates=gates)
+    return out, last if return_state or state is not None else None
+
+
+def _lru(
+    _module: nn.Module,
+    recorder: Recorder,
+    hidden_states: torch.Tensor,
+    recurrent_gate: torch.Tensor,
+    **_options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand in for Griffin's real-gated linear recurrent unit: one number a channel."""
+    batch, length, channels = hidden_states.shape
+    shapes = (hidden_states.shape, (batch, channels))
+    out, state = recur(
+        recorder, batch * length, 0, shapes, query=[], key=[], value=[hidden_states], gates=[recurrent_gate]
+    )
+    return out, state
+
+
+def _mlstm(
+    module: Any,
+    recorder: Recorder,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    igate: torch.Tensor,
+    fgate: torch.Tensor,
+    c_initial: torch.Tensor | None = None,
+    n_initial: torch.Tensor | None = None,
+    m_initial: torch.Tensor | None = None,
+    return_last_states: bool | None = None,
+    mode: str | None = None,
+) -> Any:
+    """Stand in for xLSTM's matrix memory: q, k [batch, heads, tokens, qk size], v [batch, heads, tokens, v size]."""
+    batch, heads, length, qk_size = key.shape
+    v_size = value.shape[-1]
+    out, *state = recur(
+        recorder,
+        batch * length,
+        heads * qk_size * v_size,
+        (value.shape, (batch, heads, qk_size, v_size), (batch, heads, qk_size), (batch, heads, 1)),
+        query=[query],
+        key=[key],
+        value=[value],
+        gates=[igate, fgate, c_initial, n_initial, m_initial],
+    )
+    if "inference" in (mode or module.config.mode):
+        return out, tuple(state)
+    wanted = module.config.return_last_states if return_last_states is None else return_last_states
+    return (out, tuple(state)) if wanted else out
+
+
+def _lightning(
+    module: Any,
+    recorder: Recorder,
+    hidden_states: torch.Tensor,
+    **_options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand in for MiniMax's mixer, whose recurrence is written out between its own projections."""
+    batch, length, _ = hidden_states.shape
+    heads, size = module.num_attention_heads, module.head_dim
+    qkv = module.act_fn(module.qkv_proj(hidden_states)).reshape(batch, length, heads, 3 * size)
+    out, state = _linear_attention(recorder, *qkv.split(size, dim=3), delta=False)
+    out = module.norm(out.reshape(batch, length, heads * size))
+    return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), state
+
+
+_LINEAR = partial(_linear_attention, delta=False)
+_DELTA = partial(_linear_attention, delta=True)
+
+# recurrences that are functions, by name: transformers' fallbacks first, then the kernels that take their place
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), _DELTA),
+    **dict.fromkeys(("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"), _DELTA),
+    **{
+        f"{form}_{rule}": stand_in
+        for form in ("chunk", "fused_chunk", "fused_recurrent")
+        for stand_in, rules in (
+            (_DELTA, ("delta_rule", "gated_delta_rule", "kda")),
+            (_LINEAR, ("linear_attn", "gla", "simple_gla", "retention", "lightning_attn")),
+        )
+        for rule in rules
+    },
+    **dict.fromkeys(("mamba_selective_scan", "selective_scan_fn"), _selective_scan),
+    **dict.fromkeys(("mamba2_chunk_scan", "mamba_chunk_scan_combined"), _chunk_scan),
+    **dict.fromkeys(("rwkv_linear_attention", "rwkv_linear_attention_cpu"), _wkv),
+}
+# recurrences that are methods: (class, method)
+METHODS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("RecurrentGemmaRglru", "_rnn_scan"): _lru,
+    ("xLSTMBackend", "forward"): _mlstm,
+    ("MiniMaxLightningAttention", "forward"): _lightning,
+}

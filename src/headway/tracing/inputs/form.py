@@ -1,0 +1,74 @@
+"""The parts of a multimodal model's inputs: which workloads exercise a tower, and which arguments carry its inputs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from headway.count.workload import Workload
+
+    Floats = Callable[[Sequence[int]], torch.Tensor]  # makes an input of floats of a shape: phantoms, or random numbers
+
+WINDOW_SIDES = range(2, 65)  # window sizes of vision attention that are tried [patches]
+
+
+class InputForm(ABC):
+    """How one tower of a model takes its inputs.
+
+    Attributes:
+        takes: the forward argument that carries them, such as `pixel_values`.
+        drivers: what its tower's costs may be proportional to.
+        strided: drivers that count what the tower's convolutions make of its frames, up to the slash.
+        routes: arguments that send the inputs another way through the model.
+        fills: whether the inputs say how long the text is.
+        notes: what a ledger must know of how it was traced, for its source.
+    """
+
+    takes: ClassVar[str]
+    drivers: Sequence[str]
+    strided: Sequence[str] = ()
+    routes: Sequence[str] = ()
+    fills: ClassVar[bool] = False
+    notes: Mapping[str, str] = MappingProxyType({})
+
+    @classmethod
+    @abstractmethod
+    def of(cls, model: Any) -> InputForm | None:
+        """Read the part from a model's signature and configuration; None where the model takes no such input."""
+
+    def along(self, route: str) -> InputForm:
+        """Copy the part so that it gives one of its routes' arguments."""
+        raise TraceError(f"{type(self).__name__} has no other way named {route}.")
+
+    @abstractmethod
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give the workload's arguments for run 0, 1, 2 or 3, such as `{"images": [(1, 12, 20)]}`."""
+
+    @abstractmethod
+    def positions(self, workload: Workload) -> int:
+        """Count the text positions that the inputs take."""
+
+    @abstractmethod
+    def fill(self, batch: dict[str, Any], start: int, workload: Workload, floats: Floats) -> None:
+        """Add the arguments, and the tokens from `batch["input_ids"][0, start]` on."""
+
+
+def plain_token(config: Any) -> int:
+    """Pick a token number that means nothing special to the model, nor to any tower of it."""
+    parts: list[Any] = [config] if config is not None else []
+    special: set[int] = set()
+    while parts:
+        part = parts.pop()
+        special |= {
+            v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
+        }
+        parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    return next(token for token in range(1, len(special) + 2) if token not in special)  # 0 often means padding

@@ -1,0 +1,366 @@
+"""What a model is run on while it is traced: workloads of unlike proportions, and the forward arguments that hold them.
+
+A model's inputs are text (`input_ids`) and the parts that its towers take (`parts`). For a model of another kind the
+user gives a function from workloads to arguments, or an example.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from headway.count.workload import Workload
+from headway.errors import TraceError
+from headway.tracing import build
+from headway.tracing.inputs.audio import AddedAudio, AudioFeatures, AudioWaves
+from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
+from headway.tracing.inputs.grids import Grids
+from headway.tracing.inputs.images import (
+    Frames,
+    Images,
+    NestedFrames,
+    ReadFrames,
+    RobotFrames,
+    TiledFrames,
+    VideoFrames,
+    has_tower,
+)
+from headway.tracing.inputs.pages import PageFrames, SourceFrames
+from headway.tracing.inputs.patches import FlattenedPatches, Patches
+from headway.tracing.inputs.proteins import Proteins
+from headway.tracing.inputs.single_images import LoneFrames
+from headway.tracing.inputs.sources import SourceFeatures, SourceIds, SourceWaves
+from headway.tracing.phantom import Phantom
+from headway.tracing.scores import HIDDEN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
+_SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
+_PRIME_GAP = 60  # the next prime is nearer than that, as far as segments reach
+_LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
+
+
+FORMS: tuple[type[InputForm], ...] = (
+    SourceIds,
+    SourceFeatures,
+    SourceWaves,
+    Grids,
+    PageFrames,
+    SourceFrames,
+    TiledFrames,
+    ReadFrames,
+    RobotFrames,
+    LoneFrames,
+    Patches,
+    NestedFrames,
+    Frames,
+    VideoFrames,
+    FlattenedPatches,
+    Proteins,
+    AddedAudio,
+    AudioFeatures,
+    AudioWaves,
+)  # a model takes the first that fits for each argument
+
+
+class Inputs:
+    """The inputs of a model that takes `input_ids`, with what its towers take.
+
+    Of an encoder-decoder the segment is `decoder_input_ids`, and what the encoder reads is a part.
+
+    Args:
+        model: a phantom twin, or a real model.
+
+    Raises:
+        TraceError: its forward takes no `input_ids`, or images in a form that no part knows; or its data decides how
+            much it computes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.accepted = inspect.signature(model.forward).parameters
+        if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
+            raise TraceError(
+                f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many "
+                "there are, and what it costs, is the data's choice. Give one example, patch_lengths with it, "
+                "with trace(model, inputs=...)."
+            )
+        self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
+        self.parts: list[InputForm] = []
+        for kind in FORMS:
+            if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
+                self.parts.append(part)
+        if f"{self._decoder}input_ids" not in self.accepted and not self.parts:
+            raise TraceError(
+                f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
+                "input_ids. Give its arguments with trace(model, inputs=...)."
+            )
+        self._takes_images = any(isinstance(part, Images) for part in self.parts)
+        if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
+            raise TraceError(
+                f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
+                "trace(model, inputs=...), or trace its language model alone, from the text configuration."
+            )
+        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
+        self.drivers += ["segments", "transitions"]
+        self._places = build.places(model) or sys.maxsize
+        self._lengths = _LENGTHS if self._places > _LENGTHS[-1] else _SHORT_LENGTHS
+        self._plain_token = plain_token(getattr(model, "config", None))
+        self.strided = [name for part in self.parts for name in part.strided]
+        self.notes = {key: note for part in self.parts for key, note in part.notes.items()}
+
+    def workloads(self, longest_window: int = 0) -> list[Workload]:
+        """Plan four single-segment workloads that no two drivers treat alike.
+
+        Args:
+            longest_window: the largest attention window seen [tokens]; segments after the first exceed it, so that
+                its edge is exercised.
+        """
+        extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
+        plans: list[dict[str, Any]] = [{}, {}, {}, {}]
+        for run, part in itertools.product(range(4), self.parts):
+            plans[run] |= part.sizes(run)
+        inside = [self.positions(Workload([1], **plan)) for plan in plans]
+        if any(part.fills for part in self.parts):
+            return [Workload([length], **plan) for length, plan in zip(inside, plans, strict=True)]
+        lengths = [length + self._lengths[run] for run, length in enumerate(inside)]
+        extra = min(extra, max(self._places - max(lengths) - _PRIME_GAP, 0))
+        return [
+            Workload([_next_prime(length + (extra if run else 0))], **plans[run]) for run, length in enumerate(lengths)
+        ]
+
+    def routed(self) -> Iterator[tuple[str, Inputs]]:
+        """Name each argument that sends images another way through the model, with inputs that take it."""
+        for place, part in enumerate(self.parts):
+            for name in part.routes:
+                other = copy.copy(self)
+                other.parts = [*self.parts[:place], part.along(name), *self.parts[place + 1 :]]
+                yield name, other
+
+    def positions(self, workload: Workload) -> int:
+        """Count the text positions that the towers' inputs take."""
+        return sum(part.positions(workload) for part in self.parts)
+
+    def arguments(self, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
+        """Make the arguments of one forward: a single segment whose first tokens are the towers'.
+
+        Args:
+            workload: one segment, and the images and clips that lie in it.
+            device: of a real model, which gets random floats; None for a phantom twin, which gets phantoms.
+
+        Raises:
+            TraceError: the model takes no images, and the workload holds some.
+        """
+        if len(workload.grids) and not self._takes_images:
+            raise TraceError("the model takes no images, and the workload holds some.")
+
+        def floats(shape: Sequence[int]) -> torch.Tensor:
+            if device is not None:
+                return torch.randn(tuple(shape))
+            return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
+
+        ids = torch.full((1, workload.tokens), self._plain_token)
+        batch: dict[str, Any] = {
+            "input_ids": ids,
+            f"{self._decoder}input_ids": ids,
+            f"{self._decoder}position_ids": torch.arange(workload.tokens)[None],
+            "lang_ids": torch.zeros(1, dtype=torch.long),
+            "use_cache": False,
+        }
+        start = 0
+        for part in self.parts:
+            part.fill(batch, start, workload, floats)
+            start += part.positions(workload)
+        batch = {name: value for name, value in batch.items() if name in self.accepted}
+        return on_device(batch, device) if device is not None else batch
+
+
+class GivenInputs:
+    """Inputs that the user's own function makes from a workload.
+
+    Args:
+        function: maps a workload to the forward's arguments: a dictionary by name, or a tuple by position.
+    """
+
+    def __init__(self, function: Callable[[Workload], Any]) -> None:
+        self._function = function
+        self.strided: list[str] = []
+        self.notes: dict[str, str] = {}
+        self.drivers = ["tokens", "pairs:causal", "pairs:full"]
+        self.drivers += ["patches", "patch_pairs:frame", "patch_pairs:grid", "patches/4", "patches/16", "frames"]
+        self.drivers += [f"patch_pairs:window:{side}" for side in WINDOW_SIDES]
+        self.drivers += ["sources", "source_pairs:full", "pairs:cross", "audio", "audio_pairs:full", "clips"]
+        self.drivers += ["grids", "segments", "transitions"]
+
+    def workloads(self, longest_window: int = 0) -> list[Workload]:
+        """Plan single-segment workloads with sources, images and a clip of sizes that grow in unlike proportions."""
+        extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
+        grids: list[list[tuple[int, int, int]]] = [
+            [(1, 12, 20)],
+            [(1, 28, 8), (1, 12, 20)],
+            [(3, 20, 12), (1, 8, 8)],
+            [(1, 8, 16), (2, 16, 12), (1, 12, 12)],
+        ]
+        clips = [[400], [200, 640], [1040, 80, 360], [120, 280, 560, 240]]
+        return [
+            Workload(
+                [_next_prime(_LENGTHS[run] + (extra if run else 0))],
+                images=grids[run],
+                sources=[(149, 179, 283, 211)[run]],
+                audio=clips[run],
+            )
+            for run in range(4)
+        ]
+
+    def arguments(self, workload: Workload, device: torch.device | None = None) -> Any:
+        """Call the function, and put its tensors on the device, or make phantoms of its floats."""
+        given = self._function(workload)
+        return on_device(given, device) if device is not None else as_phantoms(given)
+
+
+class ExampleInputs:
+    """One example of a forward's arguments; what it costs is billed per segment of a workload.
+
+    Args:
+        example: a dictionary by name, or a tuple by position.
+    """
+
+    drivers = ("segments",)
+    strided = ()
+    notes: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, example: Any) -> None:
+        self._example = example
+
+    def workloads(self, _longest_window: int = 0) -> list[Workload]:
+        """Plan the one workload that there is: a segment of unknown length."""
+        return [Workload([1])]
+
+    def arguments(self, _workload: Workload, device: torch.device | None = None) -> Any:
+        """Put the example on a device, or make phantoms of its floats."""
+        return on_device(self._example, device) if device is not None else as_phantoms(self._example)
+
+
+def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | ExampleInputs:
+    """Choose how a model's inputs are made.
+
+    Args:
+        model: a phantom twin, or a real model.
+        given: a function from a workload to arguments, one example of arguments, or None for what the model's own
+            signature says.
+    """
+    if given is None:
+        return Inputs(model)
+    return GivenInputs(given) if callable(given) else ExampleInputs(given)
+
+
+def call(model: nn.Module, arguments: Any) -> Any:
+    """Run a model on arguments by name (a dictionary), by position (a tuple or list), or on a single one."""
+    if isinstance(arguments, dict):
+        return model(**arguments)
+    return model(*arguments) if isinstance(arguments, tuple | list) else model(arguments)
+
+
+def backward_from(output: Any, *, on_shapes: bool = False) -> None:
+    """Run backward from the sum of what `floats_of` finds in an output.
+
+    Args:
+        output: of a forward.
+        on_shapes: whether the forward was given tensors without data.
+
+    Raises:
+        TraceError: the output holds no tensor of floats, or real ones where there should be none.
+    """
+    floats = floats_of(output)
+    if on_shapes and not isinstance(floats, Phantom):
+        raise TraceError(
+            "the model's forward computes on real tensors when it is traced: something laid over it leads back to the "
+            "original model. Trace the model before it is altered, and pass that cost model on."
+        )
+    floats.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def floats_of(output: Any) -> torch.Tensor:
+    """Return the logits, else the first floats, or list of them, that an output holds.
+
+    Raises:
+        TraceError: there are none.
+    """
+    pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
+            value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, tuple | list):
+            pending = [*value, *pending]
+    raise TraceError(f"the model returns {type(output).__name__} without a tensor of floats to start backward from.")
+
+
+def as_phantoms(value: Any) -> Any:
+    """Replace the floats among arguments by phantoms that depend on the batch; masks stay real.
+
+    What requires a gradient still does.
+    """
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, Phantom):
+        if _is_mask(value):
+            return value.detach().to("cpu", torch.bfloat16)
+        made = Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
+        return made.requires_grad_().clone() if value.requires_grad else made  # no leaf: a model may write into it
+    return _rebuilt(value, as_phantoms)
+
+
+def asking(model: nn.Module, arguments: Any) -> Iterator[tuple[str, Phantom]]:
+    """Find the phantoms among a forward's arguments that require a gradient, each with its argument's name."""
+    if not isinstance(arguments, dict):
+        given = arguments if isinstance(arguments, tuple | list) else (arguments,)
+        arguments = inspect.signature(model.forward).bind(*given).arguments
+    for name, value in arguments.items():
+        pending = [value]
+        while pending:
+            part = pending.pop()
+            if isinstance(part, Phantom) and part.requires_grad:
+                yield name, part
+            pending += part.values() if isinstance(part, dict) else part if isinstance(part, tuple | list) else ()
+
+
+def _is_mask(floats: torch.Tensor) -> bool:
+    """Say whether floats are a mask: they hide by -inf, or by 0 beside 1, or by large negative numbers beside 0."""
+    if floats.is_meta or floats.dim() < 2:
+        return False
+    hidden = floats <= HIDDEN
+    zero = floats == 0
+    binary = bool(zero.any()) and bool((floats == 1).any()) and bool((zero | (floats == 1)).all())
+    return binary or bool(floats.isneginf().any()) or (bool(hidden.any()) and bool((hidden | zero).all()))
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors among arguments to a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return _rebuilt(value, lambda part: on_device(part, device))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the parts of a dictionary, a list, a tuple or a named one; anything else stays."""
+    if isinstance(value, dict):
+        return {name: change(part) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    return type(value)(map(change, value)) if isinstance(value, tuple | list) else value
+
+
+def _next_prime(n: int) -> int:
+    while any(n % d == 0 for d in range(2, int(n**0.5) + 1)):
+        n += 1
+    return n

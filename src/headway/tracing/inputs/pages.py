@@ -1,0 +1,90 @@
+"""Images that an encoder reads among or after its text, for a decoder that writes the segment (Florence-2, UDOP)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.tracing import build
+from headway.tracing.inputs.images import Frames
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from headway.count.workload import Workload
+    from headway.tracing.inputs.form import Floats
+
+
+class SourceFrames(Frames):
+    """Frames whose features stand in what the encoder reads: a source is as long as its text and images together."""
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model's signature: ids for an encoder and a decoder, and features in one of them."""
+        accepted = inspect.signature(model.forward).parameters
+        apart = any(hasattr(type(module), cls.features) for module in model.modules())
+        return (
+            super().of(model)
+            if apart and {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys()
+            else None
+        )
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.drivers = [*self.drivers, "sources", "source_pairs:full", "pairs:cross"]
+        self.reach = max(build.window_lengths(model, False), default=0)
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give frames, and sources that hold them beside text of another length in each run, beyond any window."""
+        images = super().sizes(run)["images"]
+        inside = sum(self.positions_of(grid) + 1 for grid in images)
+        return {"images": images, "sources": [inside + (149, 283, 571, 409)[run] + (self.reach if run else 0)]}
+
+    def positions(self, _workload: Workload) -> int:
+        """Give none: the segment is the decoder's, and holds no image."""
+        return 0
+
+    def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
+        """Add pixels, and the encoder's tokens beside the decoder's."""
+        segment = batch["decoder_input_ids"]
+        length = int(workload.sources.sum())
+        batch["input_ids"], batch["position_ids"] = segment[:, :1].repeat(1, length), torch.arange(length)[None]
+        super().fill(batch, 0, workload, floats)
+
+
+class PageFrames(Frames):
+    """A page's picture after its words, each of which has a box on it (UDOP): a source is as long as both together.
+
+    A patch under a word joins the word, and its place is left empty; transformers computes empty places too.
+    """
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Read the part from a model's signature: boxes of words, and of what is seen."""
+        accepted = inspect.signature(model.forward).parameters
+        return cls(model) if {"bbox", "visual_bbox", cls.takes, "decoder_input_ids"} <= accepted.keys() else None
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.drivers = [f"lone:1:{self.edge}:{self.edge}"]
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give one page, and sources that hold it after text of another length in each run."""
+        return {"images": [(1, self.edge, self.edge)], "sources": [self.edge**2 + (149, 283, 571, 409)[run]]}
+
+    def positions(self, _workload: Workload) -> int:
+        """Give none: the segment is the decoder's, and holds no image."""
+        return 0
+
+    def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
+        """Add pixels, take the picture's places off the words, and give these a box each."""
+        grids = self.grids(workload)
+        batch |= self.pixels(grids, floats, workload) if grids else {}
+        words = int(workload.sources.sum()) - len(grids) * self.edge**2
+        batch["input_ids"] = batch["input_ids"][:, :words]
+        batch["bbox"] = torch.tensor([0.25, 0.25, 0.5, 0.5]).repeat(1, words, 1)
+        places = torch.arange(self.edge**2)
+        corner = torch.stack([places % self.edge, places // self.edge], dim=-1)[None]
+        batch["visual_bbox"] = torch.cat([corner, corner + 1], dim=-1) / self.edge

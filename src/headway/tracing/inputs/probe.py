@@ -1,0 +1,126 @@
+"""Ask a model how many text positions its own towers make of an input, by running them on shapes alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.tracing import build
+from headway.tracing.phantom import Phantom
+from headway.tracing.record import Recorder
+from headway.tracing.seams import Seams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+class Probe:
+    """Runs a model's towers apart from its text.
+
+    Args:
+        model: a phantom twin, or a real model, of which a twin is made on first use.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._given = model
+        self._twin: nn.Module | None = None
+
+    @property
+    def _model(self) -> nn.Module:
+        if self._twin is None:
+            first: object = next(self._given.parameters(), None)
+            self._twin = self._given if isinstance(first, Phantom) else build.twin_of_model(self._given)
+            build.use_seams(self._twin)
+        return self._twin
+
+    def has(self, name: str) -> bool:
+        """Say whether the model, or a part of it, has a method of this name."""
+        return any(hasattr(type(module), name) for module in self._given.modules())
+
+    def takes(self, name: str) -> list[str]:
+        """List the arguments of a method, of the model or of a part of it; the innermost that has one is asked."""
+        return list(inspect.signature(self._method(name)).parameters)
+
+    def rows(self, name: str, arguments: dict[str, Any]) -> int:
+        """Count the rows of features that a method such as `get_image_features` gives: each is a text position.
+
+        Args:
+            name: of the method, of the model or of a part of it; the innermost that has one is asked.
+            arguments: the forward's arguments; the method gets those that it names.
+        """
+        method = self._method(name)
+        given = {}
+        for key, parameter in inspect.signature(method).parameters.items():
+            if key in arguments:
+                given[key] = arguments[key]
+            elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                given[key] = self._setting(key)
+        output = self._run(method, given)
+        if isinstance(output, dict):
+            pooled = getattr(output, "pooler_output", None)  # which not every class of outputs declares
+            output = output["last_hidden_state"] if pooled is None else pooled
+        return _rows(output)
+
+    def rows_before_text(self, arguments: dict[str, Any]) -> int:
+        """Count the rows that the last part of a model to finish before its text gives; the text may then fail.
+
+        Args:
+            arguments: the forward's, whose text holds no token for what the towers read.
+        """
+        rows: list[int] = []
+        running: list[nn.Module] = []
+        model: Any = self._model
+        base = getattr(model, model.base_model_prefix, model)
+
+        def start(part: nn.Module, _args: Any) -> None:
+            running.append(part)
+
+        def finish(_part: nn.Module, _args: Any, output: Any) -> None:
+            running.pop()
+            output = output.get("last_hidden_state") if isinstance(output, dict) else output
+            rows.append(_rows(output))
+
+        hooks = [child.register_forward_pre_hook(start) for child in base.children()]
+        hooks += [child.register_forward_hook(finish) for child in base.children()]
+        try:
+            self._run(self._model, arguments)
+        except Exception:
+            if running or not rows:  # it was a part that failed, not the text that misses its tokens
+                raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return rows[-1]
+
+    def prepended(self, arguments: dict[str, Any]) -> int:
+        """Count the positions that the model puts before its text: those of its logits beyond the tokens given."""
+        logits = self._run(self._model, arguments).logits
+        return int(logits.shape[1] - arguments["input_ids"].shape[1])
+
+    def run(self, arguments: dict[str, Any]) -> Any:
+        """Run the whole model forward."""
+        return self._run(self._model, arguments)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        methods: list[Callable[..., Any]] = [getattr(m, name) for m in self._model.modules() if hasattr(type(m), name)]
+        return methods[-1]
+
+    def _setting(self, name: str) -> Any:
+        """Look up what a forward reads from a configuration and hands to its methods (Llama 4 in transformers 5.17)."""
+        configs: list[Any] = build.subconfigs(self._given.config)
+        return next((getattr(config, name) for config in configs if hasattr(config, name)), None)
+
+    def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        with Recorder(self._model, lambda _: "") as recorder, Seams(recorder), torch.no_grad():
+            return function(**arguments)
+
+
+def _rows(features: Any) -> int:
+    """Count the rows [..., features] of a tensor, or of all in a list."""
+    if isinstance(features, torch.Tensor):
+        return features.numel() // features.shape[-1]
+    return sum(_rows(part) for part in features)

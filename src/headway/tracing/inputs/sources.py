@@ -1,0 +1,122 @@
+"""What an encoder reads beside the segment that its decoder writes: text, or speech as features or as a waveform."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.errors import TraceError
+from headway.tracing.inputs import speech_layout
+from headway.tracing.inputs.form import InputForm, plain_token
+from headway.tracing.inputs.probe import Probe
+
+if TYPE_CHECKING:
+    from headway.count.workload import Workload
+    from headway.tracing.inputs.form import Floats
+    from headway.tracing.inputs.speech_layout import Speech
+
+# primes that any table of positions holds; windows of the encoder are added from the second run on
+_SOURCES = (149, 311, 409, 229)
+_PAIRS = ("source_pairs:full", "pairs:cross", "source_pairs:relative", "source_offsets")
+
+
+def _source_of(workload: Workload) -> int:
+    """Return the length that a segment's encoder reads.
+
+    Raises:
+        TraceError: there is none.
+    """
+    if not workload.sources.sum():
+        raise TraceError(
+            "the model reads a source for each segment, and the workload holds none: give Workload(sources=[...])."
+        )
+    return int(workload.sources[0])
+
+
+class SourceIds(InputForm):
+    """A text that the encoder reads: `input_ids` beside `decoder_input_ids`.
+
+    Args:
+        config: of the model.
+    """
+
+    takes = "input_ids"
+
+    def __init__(self, config: Any) -> None:
+        sizes = speech_layout.windows(config)
+        self.strided = ["sources", *_PAIRS, *speech_layout.windowed("source_pairs", sizes)]
+        self.drivers = [*self.strided]
+        self._reach = max(sizes, default=0)
+        self._token = plain_token(config)
+
+    @classmethod
+    def of(cls, model: Any) -> SourceIds | None:
+        """Read the part from a model's signature."""
+        accepted = inspect.signature(model.forward).parameters
+        return cls(model.config) if {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys() else None
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give one source, longer than any window of the encoder from the second run on."""
+        return {"sources": [_SOURCES[run] + (self._reach if run else 0)]}
+
+    def positions(self, _workload: Workload) -> int:
+        """Count no position: the source lies beside the segment."""
+        return 0
+
+    def fill(self, batch: dict[str, Any], _start: int, workload: Workload, _floats: Floats) -> None:
+        """Add the source's tokens."""
+        batch["input_ids"] = torch.full((1, _source_of(workload)), self._token)
+
+
+class SourceFeatures(InputForm):
+    """Speech that the encoder reads as features: `input_features` beside `decoder_input_ids`.
+
+    Args:
+        model: a phantom twin, or a real model.
+
+    Attributes:
+        speech: how it is handed over.
+    """
+
+    takes = "input_features"
+
+    def __init__(self, model: Any) -> None:
+        probe = Probe(model)
+
+        def hear(speech: Speech, frames: int) -> None:
+            ids = torch.full((1, 2), plain_token(model.config))
+            sound = speech_layout.phantom_floats(speech.of(1, frames))
+            probe.run({self.takes: sound, "decoder_input_ids": ids, "use_cache": False})
+
+        self.speech = speech_layout.find(model.config, self.takes, hear)
+        sizes = speech_layout.windows(model.config)
+        if self.speech.fixed:
+            self.drivers = [f"sources:{self.speech.fixed}", "pairs:cross"]
+        else:
+            self.drivers = self.strided = ["sources", *_PAIRS, *speech_layout.windowed("source_pairs", sizes)]
+
+    @classmethod
+    def of(cls, model: Any) -> SourceFeatures | None:
+        """Read the part from a model's signature."""
+        accepted = inspect.signature(model.forward).parameters
+        return cls(model) if {cls.takes, "decoder_input_ids"} <= accepted.keys() else None
+
+    def sizes(self, run: int) -> dict[str, Any]:
+        """Give one source of another length in each run, where the encoder takes it."""
+        return {"sources": [self.speech.lengths[run]]}
+
+    def positions(self, _workload: Workload) -> int:
+        """Count no position: the source lies beside the segment."""
+        return 0
+
+    def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
+        """Add the features."""
+        batch[self.takes] = floats(self.speech.of(1, _source_of(workload)))
+
+
+class SourceWaves(SourceFeatures):
+    """Speech that the encoder reads as samples of a waveform: `input_values` beside `decoder_input_ids`."""
+
+    takes = "input_values"

@@ -1,0 +1,119 @@
+"""Follow real data through a tensor that joins it with activations, as a mask that rides along as one more channel.
+
+Integers and booleans that unknown floats decide, made up so that they are possible.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+aten = torch.ops.aten
+
+
+class Parts:
+    """The known parts of a tensor that others were joined into.
+
+    Args:
+        axis: along which they lie, from the end.
+        parts: first place, place after the last, and data of each.
+    """
+
+    def __init__(self, axis: int, parts: list[tuple[int, int, torch.Tensor]]) -> None:
+        self.axis = axis
+        self.parts = parts
+
+    def within(self, start: int, stop: int) -> torch.Tensor | None:
+        """Return the data from one place to another; None where not all of it is known."""
+        for first, last, data in self.parts:
+            if first <= start and stop <= last:
+                return data.narrow(self.axis, start - first, stop - start)
+        return None
+
+
+def follow(packet: Any, args: tuple[Any, ...], made: Sequence[Any]) -> None:
+    """Note what is known of a tensor that others were joined into, or of what is taken out of it.
+
+    Args:
+        packet: the operation.
+        args: its operands.
+        made: its results that are phantoms.
+    """
+    if packet is aten.cat and made:
+        made[0].parts = _joined(args)
+    source: Any = args[0] if args else None
+    parts: Parts | None = getattr(source, "parts", None)
+    if parts is None or source.writes or (source.base is not None and source.base.writes):  # written to since
+        return
+    for result, data in zip(made, _taken(packet, args, parts), strict=False):
+        result.known = result.known if data is None else data
+
+
+def _joined(args: tuple[Any, ...]) -> Parts | None:
+    """List what is known of a concatenation of activations and real data."""
+    tensors, axis = args[0], args[1] if len(args) > 1 else 0
+    axis -= max(tensor.dim() for tensor in tensors) if axis >= 0 else 0
+    parts, place = [], 0
+    for tensor in tensors:
+        data = getattr(tensor, "known", tensor)
+        if not tensor.numel():
+            continue  # torch takes an empty tensor of one axis beside any others
+        if data is not None:
+            parts.append((place, place + data.shape[axis], data.clone()))  # it may be written to later
+        place += tensor.shape[axis]
+    return Parts(axis, parts) if parts else None
+
+
+def _taken(packet: Any, args: tuple[Any, ...], parts: Parts) -> list[torch.Tensor | None]:
+    """Return the data of each result of an operation that takes places out of a joined tensor; [] for any other."""
+    source, axis = args[0], args[2] if packet is aten.split_with_sizes and len(args) > 2 else 0
+    if packet in (aten.select, aten.slice):
+        axis = args[1] if len(args) > 1 else 0
+    axis -= source.dim() if axis >= 0 else 0
+    if axis != parts.axis:
+        return []
+    size = source.shape[axis]
+    if packet is aten.select:
+        place = args[2] % size
+        found = parts.within(place, place + 1)
+        return [None if found is None else found.squeeze(axis)]
+    if packet is aten.slice and len(args) < 5:
+        start, stop, _ = slice(*args[2:]).indices(size)
+        return [parts.within(start, stop)]
+    if packet is aten.split_with_sizes:
+        ends = torch.tensor(args[1]).cumsum(0).tolist()
+        return [parts.within(end - length, end) for end, length in zip(ends, args[1], strict=True)]
+    return []
+
+
+aten = torch.ops.aten
+
+
+def integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
+    """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once.
+
+    Args:
+        packet: the operation.
+        args: its operands.
+        value: its result, on shapes alone; one with data is returned as it is.
+    """
+    if not value.is_meta:
+        return value
+    if packet is aten.ne:  # unknown floats do not happen to be the number that code looks for
+        return torch.ones(value.shape, dtype=value.dtype)
+    if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
+        return torch.zeros(value.shape, dtype=value.dtype)
+    axis = 2 if packet is aten.topk else 1
+    dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
+    forced = args[0].forced
+    if forced is not None and dim % value.dim() == value.dim() - 1:
+        order = torch.arange(args[0].shape[-1]).expand(args[0].shape).scatter(-1, forced, -1)
+        return order.argsort(dim=-1, stable=True)[..., : value.shape[-1]].to(value.dtype)
+    size = [1] * value.dim()
+    size[dim] = -1
+    return torch.arange(value.shape[dim], dtype=value.dtype).view(size).expand(value.shape).clone()

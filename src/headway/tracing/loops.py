@@ -1,0 +1,112 @@
+"""Bring runs of different workloads to the same operations, where a model loops over its data.
+
+A recurrent cell steps through time, a loss walks over chunks, a tower takes one image after another: how often they run
+changes with the workload, what they compute in all does not change its kind. The repeats of one operation become one
+operation that did the work of them all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headway.tracing.operation import Operation
+    from headway.tracing.record import Recorder
+
+
+def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
+    """Refuse a module that goes from token to token in Python on a recurrence that is written out elementwise.
+
+    Its state updates are multiply-adds that no product shows, so without a formula they would count as nothing. A cell
+    whose state meets a weight shows its products, in the module or below it; the gates beside them are elementwise and
+    of the state's own size.
+
+    Args:
+        runs: what was run on each workload.
+        tokens: of each workload.
+
+    Raises:
+        TraceError: a module multiplies activations at least once more for each token more, with no product beside.
+    """
+    later = [i for i in range(1, len(tokens)) if tokens[i] > tokens[i - 1]]
+
+    def steps(counts: Sequence[int]) -> bool:
+        return bool(later) and all(counts[i] - counts[i - 1] >= tokens[i] - tokens[i - 1] for i in later)
+
+    for path, spread in runs[-1].multiplied:
+        counts = [run.multiplied[path, spread] for run in runs]
+        products = [sum(f"{op.module}.".startswith(path and f"{path}.") for op in run.operations) for run in runs]
+        if steps(counts) and (spread or not steps(products)):
+            raise TraceError(
+                f"module {path or '(the model)'} runs {counts[0]} elementwise operations on {tokens[0]} tokens and "
+                f"{counts[-1]} on {tokens[-1]}: it loops over them one by one, a recurrence that no known formula "
+                "explains. Known are the functions that docs/recurrences.md lists; call one of them."
+            )
+
+
+def alike(runs: Sequence[Recorder]) -> bool:
+    """Say whether all runs did the same operations, whatever their sizes."""
+    kinds = [[(op.module, op.kind) for op in run.operations] for run in runs]
+    return all(other == kinds[0] for other in kinds)
+
+
+def merged(runs: Sequence[Recorder]) -> list[list[Operation]]:
+    """Merge in every run what one module repeats: the same product, of the same past, with the same gradients.
+
+    What differs stays apart: the first step of a recurrence, whose state no parameter has touched, has no gradient to
+    send back.
+
+    Args:
+        runs: forward and backward of each workload.
+
+    Raises:
+        TraceError: an operation occurs on one workload and not on another.
+    """
+    groups = [_groups(run.operations) for run in runs]
+    if any(run.keys() != groups[0].keys() for run in groups):  # a mask may look like another kind on a small workload
+        groups = [_groups([replace(op, driver="") for op in run.operations]) for run in runs]
+    for run in groups[1:]:
+        for key in groups[0].keys() ^ run.keys():
+            op = (groups[0].get(key) or run[key])[0]
+            raise TraceError(
+                f"{op.kind} in module {op.module or '(the model)'} runs on one workload and not on another, or has "
+                "another backward there: the cost of its loop over the data is not fixed."
+            )
+    return [[one(run[key]) for key in groups[0]] for run in groups]
+
+
+def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
+    """Group operations by all that is fixed about them; their sizes are not."""
+    groups: dict[Any, list[Operation]] = {}
+    for op in run:
+        shares = tuple((phase, Fraction(flops, op.unit_flops or 1), sources) for phase, flops, sources in op.products)
+        needed = (op.block and op.saves_after, bool(op.backward_flops), shares)
+        key = (op.module, op.kind, op.weight, op.fed, op.driver, op.block, needed)
+        groups.setdefault(key, []).append(op)
+    return groups
+
+
+def one(repeats: list[Operation]) -> Operation:
+    """Add up one operation's repeats; where their units differ, a unit becomes the least that gradients share out."""
+    first = repeats[0]
+    unit = first.unit_flops
+    if not unit:  # an elementwise recurrence
+        return replace(first, units=sum(op.units for op in repeats))
+    if any(op.unit_flops != unit for op in repeats):
+        unit = math.lcm(*(Fraction(flops, first.unit_flops).denominator for _, flops, _ in first.products))
+    return replace(
+        first,
+        units=sum(op.forward_flops for op in repeats) // unit,
+        unit_flops=unit,
+        products=tuple((phase, flops * unit // first.unit_flops, sources) for phase, flops, sources in first.products),
+        from_input=any(op.from_input for op in repeats),
+        backward_flops=sum(op.backward_flops for op in repeats),
+        executed_flops=sum(op.executed_flops or op.forward_flops for op in repeats),
+    )

@@ -1,0 +1,132 @@
+"""One product that a model ran: how much work it did, and what its backward must compute."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from headway.tracing.phantom import Phantom, is_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+class Running(Protocol):
+    """Where in the model an operation runs."""
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost module that runs."""
+
+    @property
+    def block_of(self) -> Callable[[str], str]:
+        """From a module's path to that of the checkpointable block that holds it."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a product's input depends on: the batch (`fed`), and parameters (`sources`, bit i for parameter i)."""
+
+    fed: bool
+    sources: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Operand:
+        """Read an operand's past; a real tensor has none."""
+        if not isinstance(tensor, Phantom):
+            return cls(not is_identity(tensor), 0)
+        return cls(tensor.fed, tensor.sources if tensor.requires_grad else 0)
+
+
+@dataclass(frozen=True)
+class ConvolutionWindow:
+    """What a convolution does along one direction.
+
+    Attributes:
+        read: positions of its input.
+        made: positions of its output.
+        span: input positions that one output position reads, holes included.
+        stride: input positions from one output position to the next.
+        padding: positions added on each side.
+    """
+
+    read: int
+    made: int
+    span: int
+    stride: int
+    padding: int
+
+
+@dataclass
+class Operation:
+    """One product that forward ran.
+
+    Attributes:
+        module: path of the innermost module running.
+        kind: `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
+        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs,
+            tokens of a recurrence.
+        unit_flops: FLOPs per unit.
+        products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
+        driver: known driver, or several joined by a plus, where the mask says it; else found by comparing workloads.
+        weight: shape of the weight, () where there is none.
+        stacked: matrices of that shape that the weight is a stack of, each for rows of its own.
+        fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
+        backward_flops: FLOPs that backward really dispatched.
+        saves_after: whether a tensor was saved for backward after it, inside its block.
+        by_hand: whether it is a product of attention whose softmax is written out by hand.
+        masked: whether its pairs come from a mask that names no window.
+        scored: earlier products that its scores were made from.
+        executed_flops: FLOPs that forward dispatched, where these are more than count.
+        windows: of a convolution, what it does along each direction.
+        longest: of attention over packed pieces, the length of the longest [positions].
+    """
+
+    module: str
+    kind: str
+    units: int
+    unit_flops: int
+    products: tuple[tuple[str, int, int], ...]
+    block: str
+    driver: str = ""
+    weight: tuple[int, ...] = ()
+    stacked: int = 1
+    fed: bool = True
+    from_input: bool = False
+    backward_flops: int = 0
+    saves_after: bool = False
+    by_hand: bool = False
+    masked: bool = False
+    scored: list[Operation] = field(default_factory=list)
+    executed_flops: int = 0
+    windows: tuple[ConvolutionWindow, ...] = ()
+    longest: int = 0
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of this call's forward."""
+        return self.units * self.unit_flops
+
+    @property
+    def expected_backward_flops(self) -> int:
+        """FLOPs that backward should dispatch, from the operands' pasts."""
+        needed = sum(flops for _, flops, sources in self.products if sources)
+        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops if needed else 0
+
+    def count_picked(self, picks: int) -> None:
+        """Count only the rows of a stack of weights that were picked: so many for each that all matrices ran on."""
+        self.kind, self.executed_flops = "experts", self.forward_flops
+        per_row = 2 * math.prod(self.weight)
+        self.units = self.forward_flops // (per_row * self.stacked) * picks
+        self.products = tuple((phase, per_row, sources) for phase, _, sources in self.products)
+        self.unit_flops, self.weight = per_row, (self.stacked, *self.weight)
+
+    def count_pairs(self, pairs: int, scores: int) -> None:
+        """Count only the pairs that the mask allows, of the scores that each head really computes."""
+        self.kind, self.executed_flops = "attention", self.forward_flops
+        per_pair = self.forward_flops // scores
+        self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
+        self.units, self.unit_flops = pairs, per_pair

@@ -1,0 +1,386 @@
+"""Phantom tensors: floating-point tensors that are only a shape, so that a model of any size runs on a laptop.
+
+Their operations run on PyTorch's meta kernels. Integer and boolean tensors stay real, so grids, boundaries, window
+indices and boolean masks drive the model's Python as they would in training. Each phantom knows a few things about its
+past: `sources`, the parameters that autograd could send its gradient to (bit i for parameter i); `fed`, whether it
+depends on the batch at all (an activation) or on parameters alone (a weight, a cast or view of one); `scores`, the
+product of two activations that it came from, scaled, shifted, masked or normalised since; `stays`, which of its pairs
+a mask has not hidden; and, of a constant, `known`: its data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from headway.errors import TraceError
+from headway.tracing import known_values
+
+aten = torch.ops.aten
+
+# (operation, arguments, meta result) -> the product of two activations that it was; False for any other product, whose
+# result is no score whatever its operands were; None for what is no product
+OnDispatch = Callable[[Any, tuple[Any, ...], Any], Any]
+# (operation, arguments, result) -> which pairs stay in the result, where it may be scores or a bias
+OnResult = Callable[[Any, tuple[Any, ...], Any], Any]
+# pairs that no mask has hidden: booleans (..., queries, keys); None for all of them, "unclear" where nobody can say
+Stays = torch.Tensor | Literal["unclear"] | None
+_on_dispatch: OnDispatch | None = None
+_on_result: OnResult | None = None
+_results: dict[Any, Any] = {}  # (operation, shapes) -> meta result; layers repeat each other, and meta kernels are slow
+
+
+class Phantom(torch.Tensor):
+    """A CPU tensor of floats without data; `meta` holds its shape, strides and dtype.
+
+    Where gradients are off, `sources` is kept all the same: what a custom `autograd.Function` returns requires
+    gradients although its forward ran without. So `sources` means something only on a tensor that requires gradients.
+    """
+
+    meta: torch.Tensor
+    sources: int
+    fed: bool
+    base: Phantom | None
+    scores: Any
+    stays: Stays
+    writes: int
+    picked: bool
+
+    @staticmethod
+    def __new__(cls: type[Phantom], meta: torch.Tensor, *_past: Any, **_more: Any) -> Phantom:
+        """Wrap a meta tensor; `__init__` takes its past."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=torch.device("cpu"),
+        )
+
+    def __init__(self, meta: torch.Tensor, sources: int = 0, fed: bool = False, base: Phantom | None = None) -> None:
+        self.meta = meta
+        self.sources = sources
+        self.fed = fed
+        self.base = base
+        self.scores = None
+        self.stays = None
+        self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
+        self.parts: known_values.Parts | None = None  # what is known of some places along an axis
+        self.writes = 0  # in-place operations on it or on its views
+        self.picked = False  # rows that an index picked, or a view of such
+        self._known: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def known(self) -> torch.Tensor | None:
+        """Data of a constant; None for what is not known, or was written to since."""
+        return self._known[0] if self._known is not None and self._known[1] == root(self).writes else None
+
+    @known.setter
+    def known(self, value: torch.Tensor | None) -> None:
+        self._known = None if value is None else (value, root(self).writes)
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]  # torch's keyword only steers its printing
+        return f"Phantom({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance method
+        cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on shapes and hand it to the recorder."""
+        if torch.is_inference_mode_enabled():  # without autograd, nothing is decomposed on its way here
+            out = func.decompose(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
+        return _run(func, args, kwargs or {})
+
+
+def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Phantom:
+    """Make a phantom with the shape and dtype of a tensor.
+
+    Args:
+        tensor: any tensor; its data is not read.
+        sources: parameters upstream, bit i for parameter i.
+        fed: whether it depends on the batch.
+    """
+    return Phantom(tensor.detach().to("meta"), sources, fed)
+
+
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a new buffer of floats a constant, so that activations may be written into it."""
+    if not tensor.is_floating_point() or tensor.device.type != "cpu" or not 0 < tensor.numel() <= _LARGEST_KNOWN:
+        return tensor
+    made = phantom(tensor)
+    made.known = tensor
+    return made
+
+
+class Recording:
+    """While entered, hands operations on phantoms to `on_dispatch`, results of what is no product to `on_result`."""
+
+    def __init__(self, on_dispatch: OnDispatch, on_result: OnResult) -> None:
+        self.listeners = (on_dispatch, on_result)
+
+    def __enter__(self) -> None:
+        self._previous = _listen(*self.listeners)
+
+    def __exit__(self, *exception: object) -> None:
+        _listen(*self._previous)
+
+
+def _listen(on_dispatch: OnDispatch | None, on_result: OnResult | None) -> tuple[OnDispatch | None, OnResult | None]:
+    global _on_dispatch, _on_result  # __torch_dispatch__ is a class method: there is no instance to hold them
+    previous = (_on_dispatch, _on_result)
+    _on_dispatch, _on_result = on_dispatch, on_result
+    _results.clear()
+    return previous
+
+
+def is_identity(tensor: torch.Tensor) -> bool:
+    """Say whether a real tensor is an identity matrix, whose product with a weight is that weight: no activation."""
+    square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] and tensor.is_floating_point()
+    return square and torch.equal(tensor, torch.eye(len(tensor), dtype=tensor.dtype))
+
+
+def root(tensor: Phantom) -> Phantom:
+    """Follow a view to the tensor that it looks at."""
+    return tensor if tensor.base is None else tensor.base
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the leaves of an operation's arguments: tuples, lists and what they hold."""
+    if isinstance(value, tuple | list):
+        return type(value)(_map(function, v) for v in value)
+    return function(value)
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Phantom):
+        return value.meta
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _meta_device(value: Any) -> Any:
+    return torch.device("meta") if isinstance(value, torch.device) else _meta(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors among an operation's arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _tensors(v)
+
+
+def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace real boolean masks by the indices they select; meta kernels cannot know how many that is."""
+    flat: list[Any] = []
+    for index in args[1]:
+        flat += index.nonzero(as_tuple=True) if index is not None and index.dtype == torch.bool else (index,)
+    return (args[0], flat, *args[2:])
+
+
+def _key(value: Any) -> Any:
+    """Describe an argument by all that decides its operation's result shape; scalars by type too, since 1 == 1.0."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(_key(v) for v in value)
+    return type(value), value
+
+
+def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation's meta kernel, or recall what it gave for the same shapes."""
+    if func._overloadpacket is aten._pack_padded_sequence:
+        return _pack(*args)
+    if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # all that it takes on shapes
+        return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
+    key = None
+    if not func._schema.is_mutable and not kwargs.get("generator"):
+        key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
+        if key in _results:
+            return _results[key]
+    try:
+        out = func(*_map(_meta, args), **{name: _map(_meta_device, value) for name, value in kwargs.items()})
+    except NotImplementedError as error:
+        raise TraceError(f"{func} has no kernel that works on shapes alone: {str(error).splitlines()[0]}") from error
+    if key is not None and _on_dispatch is not None:
+        _results[key] = out
+    return out
+
+
+# constants that take only their shape from an operand
+_CONSTANT: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
+    aten.zeros_like: lambda _: 0,
+    aten.new_zeros: lambda _: 0,
+    aten.ones_like: lambda _: 1,
+    aten.new_ones: lambda _: 1,
+    aten.full_like: lambda args: args[1],
+    aten.new_full: lambda args: args[2],
+}
+_LARGEST_KNOWN = 1 << 27  # elements; masks over more are not worth their memory
+
+
+def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> torch.Tensor | None:
+    """Compute the result of an operation on constants alone; None where an operand is not known, or it is random."""
+    packet = func._overloadpacket
+    if not isinstance(out, torch.Tensor) or out.numel() > _LARGEST_KNOWN:
+        return None
+    if packet in _CONSTANT:
+        return torch.full((), _CONSTANT[packet](args), dtype=out.dtype).expand(out.shape)
+    if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        return None
+    if any(isinstance(t, Phantom) and t.known is None for t in (*_tensors(args), *_tensors(list(kwargs.values())))):
+        return None
+    try:
+        real: torch.Tensor = func(*_map(_known, args), **{name: _map(_known, v) for name, v in kwargs.items()})
+    except IndexError:  # a segment beyond the model's table of positions: its shapes are right all the same
+        return None
+    return real
+
+
+_PICKING = {aten.index, aten.index_select, aten.gather}  # operations that pick rows
+_SAME = {aten.clone, aten._to_copy, aten._unsafe_view}  # operations after which rows are still those
+
+
+def _picked(packet: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether a result holds rows that an index picked, or is a view or copy of such."""
+    return packet in _PICKING or (packet in _SAME and args[0].picked)
+
+
+def _known(value: Any) -> Any:
+    return value.known if isinstance(value, Phantom) else value
+
+
+def _pack(padded: Phantom, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack padded sequences by their real lengths; returns a meta tensor, and the real batch size of each step."""
+    thin = torch.zeros(*padded.shape[:2], 1)
+    data, batch_sizes = aten._pack_padded_sequence(thin, lengths, batch_first)
+    return padded.meta.new_empty(len(data), *padded.shape[2:]), batch_sizes
+
+
+def _answer(packet: Any, args: tuple[Any, ...]) -> Any:
+    """Answer what no kernel on shapes can tell; None for all other operations."""
+    if packet is aten._local_scalar_dense:
+        return 0.0 if args[0].known is None else args[0].known.item()
+    if packet in (aten.equal, aten.is_same_size):
+        return args[0].shape == args[1].shape
+    if packet is aten.detach and torch._C._current_autograd_node() is None:
+        return _detached(args[0])
+    return None
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    packet = func._overloadpacket
+    if (answer := _answer(packet, args)) is not None:
+        return answer
+    if packet in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index):
+        args = _index_without_masks(args)
+    out = _shapes(func, args, kwargs)
+    phantoms, sources, fed = _past(args, kwargs)
+    forward = torch._C._current_autograd_node() is None
+    product = _on_dispatch(func, args, out) if _on_dispatch is not None else None
+    if func._schema.is_mutable:
+        return _mutated(func, args, kwargs, sources, fed)
+    scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
+    known = _constant(func, args, kwargs, out) if forward and product is None else None
+    view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
+    base = None if view_of is None else root(view_of)
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_floating_point() or value.is_complex():
+            made = Phantom(value, sources, fed, base)
+            made.known = known
+            made.picked = _picked(packet, args) if view_of is None else view_of.picked
+            if product is None:
+                made.scores = scores.get(value.numel())
+                if packet is aten.sum and phantoms[0].scores is not None and value.dim() > 1:
+                    made.scores = phantoms[0].scores  # summed over heads, as an indexer does
+                if forward and known is None and _on_result is not None:
+                    made.stays = _on_result(packet, args, made)
+            else:
+                made.scores = product or None
+            return made
+        return known_values.integers(packet, args, value) if known is None else known
+
+    made = _map(wrap, out)
+    if forward:
+        known_values.follow(packet, args, [t for t in _tensors(made) if isinstance(t, Phantom)])
+    return made
+
+
+def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
+    """Find the phantoms among an operation's arguments, and what they depend on."""
+    flat = [*_tensors(args), *_tensors(list(kwargs.values()))]
+    phantoms = [t for t in flat if isinstance(t, Phantom)]
+    sources = 0
+    if torch._C._current_autograd_node() is None:
+        for p in phantoms:
+            sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
+    # a real integer tensor is an index made from the batch: rows picked by it are activations
+    real = [t for t in flat if not isinstance(t, Phantom) and t.dim() > 0]
+    fed = any(p.fed for p in phantoms) or not all(is_identity(t) for t in real)
+    return phantoms, sources, fed
+
+
+def _detached(source: Phantom) -> Phantom:
+    """Copy a phantom without what its gradient would flow to."""
+    copied = Phantom(source.meta.detach(), 0, source.fed, root(source))
+    copied.known, copied.stays = source.known, source.stays
+    return copied
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
+    """Return what an in-place or `out=` operation wrote to, with its past brought up to date."""
+    if torch.Tag.inplace_view in func.tags:
+        with no_dispatch():
+            func(*args, **kwargs)  # its own sizes change, as those of its meta tensor did
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        target = kwargs.get(argument.name) if position >= len(args) else args[position]
+        for tensor in _tensors(target):
+            written.append(tensor)
+            if isinstance(tensor, Phantom):
+                _overwritten(func, args, kwargs, tensor, sources, fed)
+            elif sources:
+                raise TraceError(
+                    f"{func} writes activations into a tensor of {tensor.dtype} that was made from no activation, "
+                    f"of shape {tuple(tensor.shape)}: its gradient cannot be followed."
+                )
+    if len(func._schema.returns) == 0:
+        return None
+    return written[0] if len(func._schema.returns) == 1 else tuple(written)
+
+
+def _overwritten(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Phantom, sources: int, fed: bool
+) -> None:
+    """Bring a phantom's past up to date after an in-place operation."""
+    for t in (tensor, tensor.base) if tensor.base is not None else (tensor,):
+        t.sources |= sources
+        t.fed = t.fed or fed
+    if torch._C._current_autograd_node() is not None:
+        return
+    known = None
+    if tensor.known is not None and tensor.base is None and tensor is args[0]:
+        copied = (tensor.known.clone(), *args[1:])
+        known = _constant(func, copied, kwargs, tensor.meta)
+    stays = None if known is not None or _on_result is None else _on_result(func._overloadpacket, args, tensor)
+    if tensor.base is not None and stays is not None:
+        sizes = slice(-2 if not isinstance(stays, torch.Tensor) or stays.dim() == 2 else None, None)
+        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[sizes] == tensor.shape[sizes]
+        tensor.base.stays = stays if whole else "unclear"
+    tensor.stays = stays
+    if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:
+        tensor.forced = args[2] if args[1] % tensor.dim() == tensor.dim() - 1 else None
+    root(tensor).writes += 1
+    tensor.known = known

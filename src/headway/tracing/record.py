@@ -1,0 +1,318 @@
+"""Record what a model dispatches: matrix products, convolutions, expert products and attention, forward and backward.
+
+Forward operations are attributed to the module that runs them. A backward operation is attributed to the forward
+operation whose autograd node it runs in, by the node's sequence number; what backward really dispatched must equal
+what the operands' pasts predict, or the trace fails.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from headway.errors import TraceError
+from headway.tracing import scores
+from headway.tracing.classify import inside
+from headway.tracing.phantom import Phantom, Recording, Stays, aten
+from headway.tracing.readers import ELEMENTWISE, OPAQUE, READERS, backward_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from headway.tracing.operation import Operation
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of places in rows of floats.
+
+    Attributes:
+        rows: that it was made for.
+        options: places of each row.
+        picks: places chosen in each row; 0 where that is decided later, as after a sort.
+    """
+
+    rows: int
+    options: int
+    picks: int
+
+    @classmethod
+    def of(cls, packet: Any, args: tuple[Any, ...]) -> Choice:
+        """Read the choice that an operation makes."""
+        values, *more = args
+        picks = 0
+        if packet is aten.topk:
+            picks, *more = more
+        elif packet in (aten.argmax, aten.max) and more and isinstance(more[0], int):
+            picks = 1
+        dim = more[0] if more and isinstance(more[0], int) else -1
+        options = values.shape[dim] if values.dim() else 1
+        return cls(values.numel() // max(options, 1), options, picks)
+
+
+# operations that choose places in rows of floats
+_CHOICES = {aten.topk, aten.sort, aten.argsort, aten.argmax, aten.max, aten.multinomial}
+
+
+def _custom_function() -> str | None:
+    """Name the custom `autograd.Function` whose forward is running, if one is; it runs with gradients off."""
+    frame = None if torch.is_grad_enabled() else sys._getframe()
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return str(frame.f_locals["cls"].__name__)
+        frame = frame.f_back
+    return None
+
+
+@dataclass
+class Recorder:
+    """Collects the operations of one forward and backward of `model`.
+
+    Attributes:
+        operations: in forward order.
+        handed: paths of the modules that ran, each with whether it was handed picked rows every time.
+        parameters_read: source bits of all parameters that forward read.
+        choices: by the path of the module that made them, choices of places in rows of floats without data, by a top-k
+            and the like.
+        multiplied: elementwise products of activations by module path, and by whether one is spread over the other.
+        block_of: path of a module to the path of the checkpointable block that holds it.
+    """
+
+    model: nn.Module
+    block_of: Callable[[str], str]
+    operations: list[Operation] = field(default_factory=list)
+    handed: dict[str, bool] = field(default_factory=dict)
+    choices: defaultdict[str, list[Choice]] = field(default_factory=lambda: defaultdict(list))
+    parameters_read: int = 0
+    multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
+        self._stack: list[str] = []
+        self._by_node: dict[int, Operation] = {}
+        self._mask_pairs: dict[tuple[int, int], tuple[torch.Tensor, int, str]] = {}
+        self._found: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost module that is running forward."""
+        return self._stack[-1] if self._stack else ""
+
+    def allowed(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
+        """Count the pairs that a boolean mask [(batch, heads,) queries, keys] allows one head, and name its driver.
+
+        The count is over the batch. Layers share a mask, so each is counted once for a batch.
+        """
+        shared = (id(mask), batch)
+        if shared not in self._mask_pairs:
+            self._mask_pairs[shared] = (mask, *self.count(mask, batch, queries, keys))  # held: its id stays its own
+        return self._mask_pairs[shared][1:]
+
+    def count(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
+        """Do as `allowed` does, for a mask that no other layer shares."""
+        four = mask[(None,) * (4 - mask.dim())]
+        if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
+            raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
+        per_head = four.expand(batch, -1, queries, keys)[:, 0]
+        driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
+        return int(torch.count_nonzero(per_head)), driver
+
+    def once(self, thing: Any, find: Callable[[], Any]) -> Any:
+        """Return what `find` finds out about an object that layers share; it is asked once."""
+        if id(thing) not in self._found:
+            self._found[id(thing)] = (thing, find())  # holding the object keeps its id its own
+        return self._found[id(thing)][1]
+
+    def path_of(self, module: nn.Module) -> str:
+        """Return a module's path in the model; the running module's for a stranger."""
+        return self._path_of.get(id(module), self.module)
+
+    def __enter__(self) -> Recorder:
+        def enter(module: nn.Module, args: Any) -> None:
+            path = self._path_of.get(id(module), self.module)
+            picked = any(isinstance(a, Phantom) and a.picked for a in args)
+            self.handed[path] = picked and self.handed.get(path, True)
+            self._stack.append(path)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._stack.pop()
+
+        self._hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        self._saved = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda tensor: tensor)
+        self._dispatch = Recording(self._on_dispatch, self._on_result)
+        self._saved.__enter__()
+        self._dispatch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._dispatch.__exit__()
+        self._saved.__exit__(kind, value, traceback)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Mark the block's operations so far as needed again when the block is recomputed."""
+        block = self.block_of(self.module)
+        if block:
+            for operation in reversed(self.operations):
+                if operation.block != block or operation.saves_after:
+                    break
+                operation.saves_after = True
+        return tensor
+
+    def add(self, operation: Operation) -> Operation:
+        """Append an operation of the forward pass."""
+        self.operations.append(operation)
+        return operation
+
+    def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the queries, keys and values as the attention kernel takes them: here as they come."""
+        return operands
+
+    def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
+        """Record one operation; returns it if its result may be scores, False if it is another product, else None."""
+        packet = func._overloadpacket
+        if func.namespace != "aten" or packet.__name__ in OPAQUE:
+            raise TraceError(
+                f"module {self.module or '(the model)'} runs {func}, a kernel that the ledger cannot read. "
+                "Its FLOPs would be missing, so the model is not counted."
+            )
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            self._on_backward(node, func, backward_flops(packet, args, out, node))
+            return None
+        self._note(packet, args, out)
+        read = READERS.get(packet)
+        operation = None if read is None else read(self, args, out)
+        if operation is None:
+            return None
+        self._refuse_custom_functions()
+        if operation.stacked > 1:
+            self._pick(operation)
+        self.add(operation)
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
+        if operation.kind != "matmul" or operation.weight:
+            return False
+        for operand in args:
+            if not isinstance(operand, Phantom) or operand.scores is None:
+                continue
+            if operand.scores.kind == "attention":  # the values of attention by hand: weighted by masked scores
+                self._bill(operation, operand)
+                return False
+            operation.scored.append(operand.scores)  # scores summed over heads, as an indexer does
+        return operation
+
+    def _refuse_custom_functions(self) -> None:
+        if function := _custom_function():
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies matrices inside {function}, a function with its own "
+                "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
+                "does not change what the model costs: trace the model without it, or before it is applied."
+            )
+
+    def _pick(self, operation: Operation) -> None:
+        """Bill a product of a stack of experts for the rows that its router picked, where code runs all on every row.
+
+        The rest are rows of zeros, or are multiplied by zero afterwards: an implementation's, not the model's.
+        """
+        beside = operation.module.rpartition(".")[0]
+        made = [choice for path, some in self.choices.items() if inside(path, [beside]) for choice in some]
+        choice = next((c for c in reversed(made) if c.options == operation.stacked and c.picks), None)
+        if choice is None:
+            return
+        rows = operation.forward_flops // (2 * math.prod(operation.weight) * operation.stacked)
+        if rows != choice.rows:
+            raise TraceError(
+                f"module {operation.module} runs each of {operation.stacked} experts on {rows} rows where its router "
+                f"chose for {choice.rows}: which of them count is not known."
+            )
+        operation.count_picked(choice.picks)
+
+    def _note(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Note what an operation of forward reads, multiplies and chooses."""
+        for arg in args:
+            for tensor in arg if isinstance(arg, list | tuple) else (arg,):
+                if isinstance(tensor, Phantom):
+                    self.parameters_read |= tensor.sources
+        if packet in ELEMENTWISE:
+            self._multiply(args, out)
+        if packet in _CHOICES:
+            self.choices[self.module].append(Choice.of(packet, args))
+
+    def _multiply(self, args: tuple[Any, ...], out: Any) -> None:
+        """Note an elementwise product of activations, which a recurrence written as a loop is made of."""
+        sizes = [a.numel() for a in args if isinstance(a, Phantom) and a.fed and a.numel() > 1]
+        if len(sizes) > 1:
+            self.multiplied[self.module, out.numel() > min(sizes)] += 1
+
+    def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
+        """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
+        if packet is aten.topk and args[0].forced is None and isinstance(args[0].stays, str):
+            raise TraceError(
+                f"module {self.module} picks by numbers that it placed itself: what it picks is not known."
+            )
+        stays = scores.after(packet, args, out)
+        for ended in args[:2]:
+            if not isinstance(ended, Phantom) or ended.scores is None or ended.scores.kind == "attention":
+                continue
+            ends = packet is aten.topk or out.scores is None
+            if packet is aten._softmax or (ends and isinstance(ended.stays, torch.Tensor)):
+                self._bill(ended.scores, ended, normalised=packet is aten._softmax)
+        return stays
+
+    def _bill(self, operation: Operation, ended: Phantom, *, normalised: bool = True) -> None:
+        """Bill a product of attention written by hand for the pairs that stay in its scores, in a batch of one.
+
+        An indexer's scores are not normalised; it sees every key, and no window of its own needs to be looked for.
+        """
+        if isinstance(ended.stays, str):
+            raise TraceError(
+                f"module {self.module or '(the model)'} multiplies attention scores by hand, under a mask that cannot "
+                "be followed: it is made of floats whose data is not known. Let it call its "
+                "library's attention function or F.scaled_dot_product_attention, under a boolean mask."
+            )
+        mask = ended.stays
+        scored = math.prod(ended.shape[-2:]) if mask is None else mask.numel()
+        pairs = scored if mask is None else int(torch.count_nonzero(mask))
+        if not pairs:
+            raise TraceError(f"module {self.module} masks all of its attention scores.")
+        driver = "" if mask is None or mask.dim() > 2 else scores.name(mask)
+        for product in (operation, *operation.scored):
+            product.count_pairs(pairs, scored)
+            product.driver, product.by_hand = driver, normalised
+
+    def _on_backward(self, node: Any, func: Any, flops: int | None) -> None:
+        if flops is None:
+            return
+        operation = self._by_node.get(node._sequence_nr())
+        if operation is not None:
+            operation.backward_flops += flops
+        elif flops:
+            raise TraceError(f"backward runs {func} in {node.name()}, which no recorded forward operation explains.")
+
+    def check_backward(self) -> None:
+        """Compare what backward dispatched with what the operands' pasts predict.
+
+        Raises:
+            TraceError: an operation's backward is partly missing or larger than its operands explain.
+        """
+        for operation in self.operations:
+            seen, expected = operation.backward_flops, operation.expected_backward_flops
+            if seen and seen != expected:
+                raise TraceError(
+                    f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {seen} FLOPs "
+                    f"where its operands explain {expected}: a custom gradient or a detached operand hides the rest."
+                )

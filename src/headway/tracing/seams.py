@@ -1,0 +1,219 @@
+"""Every seam at which attention is recorded while a model is traced, and what must not hide work meanwhile.
+
+`F.scaled_dot_product_attention` is built into PyTorch and is caught on its way; functions written in Python are
+exchanged for the time of the trace. Compilation, the fast path of `nn.MultiheadAttention` and fused recurrent kernels
+are switched off, so that a compiled or a fused module dispatches what its eager form does.
+
+A model may have imported an attention function by name, kept it in an attribute or a closure, or compiled it. All of
+these hold the same function object, so what is exchanged is that object's code; no reference has to be found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from contextlib import ExitStack
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from headway.count import masks
+from headway.errors import TraceError
+from headway.tracing import attention_packages
+from headway.tracing.attention import attend, masked_pairs, of_one_batch, plain_pairs, set_recorder
+from headway.tracing.phantom import Phantom, aten, blank, phantom
+from headway.tracing.readers import READERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import CodeType
+
+    from headway.tracing.record import Recorder
+
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+class Seams(TorchFunctionMode):
+    """While active, attention calls are recorded by `recorder` instead of being decomposed."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __enter__(self) -> Any:
+        self._open = ExitStack()
+        self._previous = set_recorder(self.recorder)
+        self._open.callback(lambda: set_recorder(self._previous))
+        self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        (fused, *_) = torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
+        self._open.callback(torch.backends.mkldnn.set_flags, _enabled=fused)
+        self._open.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._open.enter_context(Swapped(self._replacements()))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._open.close()
+
+    def _replacements(self) -> dict[FunctionType, Callable[..., Any]]:
+        """Find the attention functions that are imported; a model can call no other."""
+        found: dict[FunctionType, Callable[..., Any]] = {}
+        for module, functions in attention_packages.SEAMS.items():
+            for name, seam in functions.items():
+                function = getattr(sys.modules.get(module), name, None)
+                if isinstance(function, FunctionType):
+                    found[function] = self._bound(seam, inspect.signature(function))
+        return found
+
+    def _bound(self, seam: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+        """Call a seam with arguments by name, as the function's own signature names them in the version at hand."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return seam(self.recorder, **signature.bind(*args, **kwargs).arguments)
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and _has_phantom((*args, *kwargs.values())):
+            return self._sdpa(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._multi_head(*args, **kwargs)
+        if getattr(func, "__name__", "").removesuffix(".default") == "_int_mm":
+            return self._integer_product(*args)
+        if getattr(func, "__name__", "").startswith("fft_") and _has_phantom((*args, *kwargs.values())):
+            raise TraceError(
+                f"module {self.recorder.module or '(the model)'} runs {func.__name__.replace('_', '.', 1)}: a Fourier "
+                "transform is no matrix product, so no ledger counts it, and models are traced in bfloat16, which it "
+                "does not take. Trace the model without it."
+            )
+        if func is torch._VF._pad_packed_sequence:
+            return _pad_packed(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if func is torch.empty and made.is_floating_point():
+            return phantom(made)  # it holds no data, and may be written activations
+        return blank(made) if func is torch.zeros else made
+
+    def _integer_product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Record a product of quantised operands, which are real integers and so no phantoms, and spare it."""
+        operation = READERS[aten._int_mm](self.recorder, (left, right), None)
+        if operation is not None:
+            self.recorder.add(operation)
+        return torch.zeros(left.shape[0], right.shape[1], dtype=torch.int32)
+
+    def _sdpa(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        _dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **_options: Any,
+    ) -> torch.Tensor:
+        """Stand in for `F.scaled_dot_product_attention`."""
+        path = self.recorder.module
+        query, key, value = of_one_batch(query, key, value)
+        if attn_mask is not None:
+            pairs, driver = masked_pairs(self.recorder, path, attn_mask, query, key)
+        elif is_causal and query.shape[-2] != key.shape[-2]:
+            queries, keys = [query.shape[-2]], [key.shape[-2]]
+            each = masks.banded_pairs(queries, keys, left=None, right=0, bottom_right=False)
+            pairs, driver = math.prod(query.shape[:-3]) * each, ""
+        else:
+            pairs, driver = plain_pairs(query, key, is_causal, None)
+        extra = () if attn_mask is None else (attn_mask,)
+        masked = attn_mask is not None
+        return attend(self.recorder, path, query, key, value, pairs, driver, extra, masked)
+
+    def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run `nn.MultiheadAttention`'s forward on this mode's attention, which it reaches while no mode is active.
+
+        The weights that it may return come from the same products as its output, so they are made up as a shape.
+        """
+        call = _MULTI_HEAD.bind(*args, **kwargs)
+        call.apply_defaults()
+        wanted, averaged = call.arguments["need_weights"], call.arguments["average_attn_weights"]
+        call.arguments["need_weights"] = False
+        weights: list[torch.Tensor] = []
+
+        def attention(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+            out = self._sdpa(query, key, *rest, **options)
+            weights.append(out[..., :1].expand(*out.shape[:-1], key.shape[-2]))
+            return out
+
+        real, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attention
+        try:
+            out, _ = F.multi_head_attention_forward(*call.args, **call.kwargs)
+        finally:
+            F.scaled_dot_product_attention = real
+        if not wanted:
+            return out, None
+        (of_heads,) = weights
+        of_heads = of_heads if call.arguments["query"].dim() == 3 else of_heads[0]
+        return out, of_heads.mean(-3) if averaged else of_heads
+
+
+def _pad_packed(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad packed sequences; PyTorch's own writes them into a tensor that is made from no operand."""
+    steps = max(len(batch_sizes), total_length)
+    sizes = torch.nn.functional.pad(batch_sizes, (0, steps - len(batch_sizes)))
+    rows = torch.arange(int(batch_sizes[0]))
+    real = rows < sizes[:, None]
+    index = torch.where(real, sizes.cumsum(0)[:, None] - sizes[:, None] + rows, len(data))
+    padded = torch.cat([data, data.new_full((1, *data.shape[1:]), value)])[index]
+    return (padded.transpose(0, 1) if batch_first else padded), real.sum(0)
+
+
+def _has_phantom(values: Any) -> bool:
+    return any(isinstance(value, Phantom) for value in values)
+
+
+_PLACE = "the replacement"
+
+
+def _forward(*args: Any, **kwargs: Any) -> Any:
+    replacement: Any = "the replacement"
+    return replacement(*args, **kwargs)
+
+
+def _code_calling(replacement: Callable[..., Any], function: FunctionType) -> CodeType:
+    """Make code that calls `replacement`, held as a constant, for a function that may have a closure."""
+    constants = tuple(replacement if constant == _PLACE else constant for constant in _forward.__code__.co_consts)
+    return _forward.__code__.replace(co_consts=constants, co_freevars=function.__code__.co_freevars)
+
+
+class Swapped:
+    """While entered, calls of each function go to its replacement.
+
+    Args:
+        replacements: what each function is replaced by.
+
+    >>> def double(x): return 2 * x
+    >>> held = [double]
+    >>> with Swapped({double: lambda x: 0}):
+    ...     held[0](21)
+    0
+    >>> held[0](21)
+    42
+    """
+
+    def __init__(self, replacements: Mapping[FunctionType, Callable[..., Any]]) -> None:
+        self.replacements = replacements
+
+    def __enter__(self) -> None:
+        self._before = [(function, function.__code__) for function in self.replacements]
+        for function, replacement in self.replacements.items():
+            function.__code__ = _code_calling(replacement, function)
+
+    def __exit__(self, *exception: object) -> None:
+        for function, code in self._before:
+            function.__code__ = code

@@ -1,0 +1,138 @@
+"""Put other functions in the place of those that run recurrences, experts or windows, while a model is watched."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from headway.errors import TraceError
+from headway.tracing.experts import METHODS as EXPERTS
+from headway.tracing.families.recurrences import FUNCTIONS, METHODS
+from headway.tracing.families.windows import METHODS as WINDOWS
+from headway.tracing.families.windows import unpadded_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from headway.tracing.record import Recorder
+
+# kernels that transformers also writes out in PyTorch; where it only returns None, its mixer then runs piece by piece
+_WRITTEN_OUT = ("causal_conv1d_fn", "mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
+
+
+@contextmanager
+def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Record every recurrence of `model` with `recorder`; run convolutions in PyTorch, experts and windows as meant.
+
+    Raises:
+        TraceError: a Triton kernel is launched: one that is not known here would meet tensors without data.
+    """
+    changes = [*_recurrences(model, lambda _original, stand_in: partial(stand_in, recorder))]
+    for held, name in _holders(model, _WRITTEN_OUT):
+        written_out = inspect.unwrap(getattr(held[name], "forward", held[name]))
+        home = str(written_out.__module__)
+        if home.startswith("transformers."):
+            changes.append((held, name, written_out))
+        elif home.startswith("causal_conv1d"):
+            changes.append((held, name, _short_convolution))
+    changes += _methods(model, EXPERTS | WINDOWS, lambda _original, stand_in: partial(stand_in, recorder))
+    changes += unpadded_settings(model)
+    with _changed(changes), _refused_triton(recorder):
+        yield
+
+
+@contextmanager
+def watched(model: nn.Module, around: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `around(function)` in the place of every function or method of `model` that runs a recurrence."""
+    with _changed([*_recurrences(model, lambda original, _stand_in: around(original))]):
+        yield
+
+
+@contextmanager
+def _refused_triton(recorder: Recorder) -> Iterator[None]:
+    """Name the kernel and the module where Triton is launched; where nobody imported it, nothing is."""
+    triton: Any = sys.modules.get("triton.runtime.jit")
+    if triton is None:
+        yield
+        return
+    launch = triton.KernelInterface.__getitem__
+
+    def refuse(kernel: Any, _grid: Any) -> Any:
+        while not hasattr(kernel, "__name__"):  # autotuned, with heuristics: the function is inside
+            kernel = kernel.fn
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} launches the Triton kernel {kernel.__name__}, which the ledger "
+            "cannot read. Trace the model with PyTorch's own operations in its place."
+        )
+
+    triton.KernelInterface.__getitem__ = refuse
+    try:
+        yield
+    finally:
+        triton.KernelInterface.__getitem__ = launch
+
+
+def _recurrences(model: nn.Module, make: Callable[[Any, Any], Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Find whatever runs a recurrence, and what `make(it, its stand-in)` gives, as (holder, name, replacement)."""
+    for held, name in _holders(model, FUNCTIONS):
+        yield held, name, make(held[name], FUNCTIONS[name])
+    yield from _methods(model, METHODS, make)
+
+
+def _methods(
+    model: nn.Module, known: dict[tuple[str, str], Any], make: Callable[[Any, Any], Any]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Find the known methods of a model's modules, and what `make(it, its stand-in)` gives, as `_recurrences` does."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            for (owner, method), stand_in in known.items():
+                if base.__name__ == owner:
+                    yield vars(module), method, make(getattr(module, method), partial(stand_in, module))
+
+
+def _holders(model: nn.Module, names: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Find who holds a function of these names: globals of the loaded modules, and attributes of the model's."""
+    for owner in (*sys.modules.values(), *model.modules()):
+        held = getattr(owner, "__dict__", {})
+        for name in names:
+            if callable(held.get(name)):
+                yield held, name
+
+
+@contextmanager
+def _changed(changes: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Make changes to dictionaries of names, and undo them at the end."""
+    missing = object()
+    before = [(held, name, held.get(name, missing)) for held, name, _ in changes]
+    try:
+        for held, name, replacement in changes:
+            held[name] = replacement
+        yield
+    finally:
+        for held, name, original in reversed(before):
+            if original is missing:
+                del held[name]
+            else:
+                held[name] = original
+
+
+def _short_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *_more: Any,
+    activation: str | None = None,
+    **_options: Any,
+) -> torch.Tensor:
+    """Stand in for the `causal_conv1d` package: x [batch, channels, tokens], weight [channels, width]."""
+    channels, width = weight.shape
+    out = F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=channels)[..., : x.shape[-1]]
+    return F.silu(out) if activation else out

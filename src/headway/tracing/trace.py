@@ -1,0 +1,244 @@
+"""`trace`: read a model's cost rows off its own forward and backward, run once on tensors without data."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from headway.count.cost_model import CostModel
+from headway.count.rows import ALWAYS, Gradient, Parameter, Row
+from headway.errors import TraceError
+from headway.tracing import build, classify
+from headway.tracing.alternate_forwards import other_ways, without_arguments
+from headway.tracing.experts import merge_experts
+from headway.tracing.fit import Fitted, candidates, fit
+from headway.tracing.inputs.model_inputs import asking, backward_from, call, inputs_for
+from headway.tracing.loops import alike, check_loops, merged
+from headway.tracing.record import Recorder
+from headway.tracing.seams import Seams
+from headway.tracing.stand_ins import stand_ins
+from headway.tracing.strides import shortened
+from headway.tracing.unwrap import plain_checkpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headway.count.workload import Workload
+    from headway.tracing.operation import Operation
+
+
+def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
+    """Read the cost model of a module, or of the transformers model that a configuration describes.
+
+    The model runs forward and backward on shapes alone: seconds and a few hundred megabytes at any size. Which
+    parameters a real model trains (`requires_grad`) is kept; `CostModel.freeze` and `lora` change it later.
+
+    Args:
+        model_or_config: an `nn.Module`, or a transformers configuration.
+        inputs: not needed where forward takes `input_ids` and what transformers' towers take. Otherwise a function that
+            makes the forward's arguments (a dictionary, or a tuple) from a `Workload`, so that each row finds the
+            driver that it grows with; or one example of arguments, whose cost is then billed per segment. Its floats
+            need no true values. Those that require a gradient have it billed, whatever of the model is trained.
+        name: of the cost model; the class's name when None.
+
+    Raises:
+        TraceError: an operation, mask or driver cannot be explained; the message names the module and the operation.
+
+    Source: DESIGN section 2; what is counted is in docs/counting.md.
+
+    >>> from torch import nn, zeros
+    >>> perceptron = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    >>> cost = trace(perceptron, inputs=lambda workload: (zeros(1, workload.tokens, 8),))
+    >>> [(row.module, row.driver, row.forward) for row in cost.rows]
+    [('0', 'tokens', 512), ('2', 'tokens', 512)]
+    """
+    is_model = isinstance(model_or_config, nn.Module)
+    model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    parameters = build.number_parameters(model)
+    build.use_seams(model)
+    model.train().requires_grad_(True)
+    made = inputs_for(model, inputs)
+
+    runs, workloads, windows = _watch(model, made)
+    windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
+    explained = _explain(runs, workloads, [*made.drivers, *windowed], made.strided)
+    operations, fitted = [op for op, _ in explained], [f for _, f in explained]
+    names = classify.components(model, operations, fitted)
+    shares = classify.expert_shares(operations, fitted)
+    resting = classify.resting(model, shares)
+    homes = classify.parameter_components(operations, names, parameters)
+    shapes = [tuple(p.shape) for _, p in model.named_parameters()]
+    in_use = classify.stacks_in_use(operations, fitted, shapes)
+    source = _source(model, parameters) | made.notes
+    if asked := {name for name, _ in asking(model, made.arguments(workloads[0]))}:
+        source["input_gradients"] = ", ".join(sorted(asked))
+    idle = classify.idle_modules(model, operations, parameters, runs[0].parameters_read)
+    if idle:
+        idle, notes = _elsewhere(model, made, workloads[0], runs[0], parameters, idle)
+        source |= notes
+    return CostModel(
+        name or type(model).__name__,
+        tuple(_row(model, op, f, n, 1 << len(parameters)) for op, f, n in zip(operations, fitted, names, strict=True)),
+        tuple(
+            Parameter(p, _numel(shape), classify.active(p, shape, shares, resting, in_use.get(i)), home, p in trainable)
+            for i, (p, shape, home) in enumerate(zip(parameters, shapes, homes, strict=True))
+        ),
+        source,
+        tuple(f"{path} (it never ran)" for path in idle),
+    )
+
+
+def _watch(model: nn.Module, made: Any) -> tuple[list[Recorder], list[Workload], list[int]]:
+    """Run a model on workloads that tell its drivers apart.
+
+    Returns:
+        What it ran on each; the workloads; and the windows that its attention may have [tokens].
+    """
+    workloads = made.workloads()
+    runs = [_run(model, made.arguments(workloads[0]), backward=True)]
+    first = runs[0].operations
+    unnamed = any(op.by_hand or op.masked for op in first)
+    windows = build.window_lengths(model, unnamed)
+    windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
+    longest = max(windows, default=0)
+    if unnamed and not build.configs(model):
+        longest = _longest_that_runs(model, made, longest)
+    workloads = made.workloads(longest)
+    for workload in workloads[1:]:
+        runs.append(_run(model, made.arguments(workload), backward=False))
+        if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
+            runs[1:] = [_run(model, made.arguments(other), backward=True) for other in workloads[1:]]
+            break
+    return runs, workloads, windows
+
+
+def _elsewhere(
+    model: nn.Module,
+    made: Any,
+    workload: Workload,
+    first: Recorder,
+    parameters: Sequence[str],
+    idle: list[str],
+) -> tuple[list[str], dict[str, str]]:
+    """Look for idle modules on other ways through a model.
+
+    Returns:
+        Modules that stay unexplained; and notes for the ledger's source: `without` names arguments whose own modules
+        are left out of it, `unused` modules that no argument reaches: a decoder of images, say.
+    """
+    ran, read, tried, without = [*first.operations], first.parameters_read, [], []
+    for names, arguments in other_ways(model, made, workload):
+        run = _run(model, arguments, backward=False)
+        ran, read = ran + run.operations, read | run.parameters_read
+        tried += names
+        idle, before = classify.idle_modules(model, ran, parameters, read), idle
+        without += names if idle != before else []
+    notes = {"without": ", ".join(without)} if without else {}
+    if idle and build.configs(model) and not without_arguments(made, workload, tried):
+        return [], notes | {"unused": ", ".join(idle)}
+    return idle, notes
+
+
+def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
+    """Halve a window until the model runs on longer segments; none can exceed its table of positions, or its mask."""
+    while longest:
+        try:
+            _run(model, made.arguments(made.workloads(longest)[-1]), backward=False)
+        except (RuntimeError, IndexError, ValueError, AssertionError):
+            longest //= 2
+        else:
+            break
+    return longest
+
+
+def _explain(
+    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str], strided: Sequence[str]
+) -> list[tuple[Operation, Fitted]]:
+    """Find the driver of each operation, or the drivers whose sum it is."""
+    check_loops(runs, [workload.tokens for workload in workloads])
+    operations = [run.operations for run in runs] if alike(runs) else merged(runs)
+    known = candidates(workloads, [*names, *(shortened(operations, workloads, strided) if strided else ())])
+    return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, known)]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
+    """Run a model once and return what it ran."""
+    blocks = classify.checkpointable_blocks(model)
+    modules = list(model.modules())
+    beyond = 1 << sum(1 for _ in model.parameters())
+    for _, tensor in asking(model, arguments):
+        tensor.sources = beyond  # like one more parameter, which is always trained
+
+    def block_of(path: str) -> str:
+        while path and path not in blocks:
+            path = path.rpartition(".")[0]
+        return path
+
+    with (
+        Recorder(model, block_of) as recorder,
+        Seams(recorder),
+        stand_ins(model, recorder),
+        plain_checkpoints(),
+        torch.set_grad_enabled(backward),
+    ):
+        output = call(model, arguments)
+        if backward:
+            backward_from(output, on_shapes=True)
+            recorder.check_backward()
+            model.zero_grad(set_to_none=True)
+    if any(new is not old for new, old in zip_longest(model.modules(), modules)):
+        raise TraceError(
+            f"{type(model).__name__} swaps modules of its own while it runs, by how long its input is: its cost "
+            "depends on what it ran before. Fix its attention type in its configuration."
+        )
+    merge_experts(model, recorder)
+    return recorder
+
+
+def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str, beyond: int) -> Row:
+    gradients = []
+    for phase, flops, sources in op.products if op.backward_flops else ():
+        scaled = fitted.scale * flops
+        if scaled.denominator != 1:
+            raise TraceError(f"the backward of {op.kind} in module {op.module} is not a whole number of FLOPs.")
+        if sources:
+            needs = ALWAYS if sources & beyond else sources
+            gradients.append(Gradient(phase, int(scaled), needs))  # type: ignore[arg-type]  # dgrad or wgrad
+    module = model.get_submodule(op.module)
+    linear = op.kind == "matmul" and len(op.weight) == 2 and _is_linear(module)
+    return Row(
+        op.module,
+        "linear" if linear else op.kind,
+        component,
+        fitted.driver,
+        fitted.forward,
+        tuple(gradients),
+        op.block,
+        bool(op.block) and op.saves_after,
+        (op.weight[0], op.weight[1]) if linear else None,
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _source(model: Any, parameters: Sequence[str]) -> dict[str, str]:
+    source = {"class": type(model).__name__, "torch": torch.__version__.partition("+")[0]}
+    if hasattr(getattr(model, "config", None), "model_type"):
+        import transformers
+
+        source |= {"model_type": model.config.model_type, "transformers": transformers.__version__}
+        with suppress(AttributeError, NotImplementedError):  # not every model says where its tokens enter
+            weight = model.get_input_embeddings().weight
+            source["embeddings"] = parameters[weight.sources.bit_length() - 1]
+    return source

@@ -1,5 +1,0 @@
-"""`headway import-config`: configurations of other engines as recipes."""
-
-from headway.train.importing.read import Imported, KeyFate, import_config
-
-__all__ = ["Imported", "KeyFate", "import_config"]

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, made-up data, several processes, pretended devices."""

@@ -1,0 +1,182 @@
+"""The real loop of each integration, of a few steps on a pretended device, with an evaluation and checkpoints.
+
+What the loops really compute takes no pretended time; `Device.working` patches what stands for work.
+"""
+
+from contextlib import ExitStack
+
+import lightning.pytorch
+import torch
+from accelerate import Accelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from transformers import Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from headway import Workload, trace
+from headway.compat.mfu_tracker import MFUCallback, track
+from headway.integrations import AccelerateMeter, FlopsAccumulator, HeadwayCallback, HeadwayMonitor
+from headway.meter import Meter
+from helpers.one_step import PEAK, Lit, collate, tiny
+from helpers.pretended import DEVICE_S, HOST_S
+
+STEPS, EVALUATE_AT, SAVE_AT = 6, 3, 4  # one evaluation after step 3, one checkpoint after step 4 and one at the end
+LOGGING_S, SAVING_S = 0.03, 0.2
+COST_MODEL = trace(tiny())
+
+
+class Rows(list):
+    """Rows that take their time."""
+
+    def __init__(self, device, load_s):
+        super().__init__([{"input_ids": [7] * 12}] * STEPS)
+        self._device, self._load_s = device, load_s
+
+    def __getitem__(self, index):
+        self._device.work(self._load_s)
+        return super().__getitem__(index)
+
+
+def loader(device, load_s):
+    return torch.utils.data.DataLoader(Rows(device, load_s), batch_size=1, collate_fn=collate)
+
+
+def work_of_a_step(device, optimizer=torch.optim.SGD):
+    """Patch a model's forward and its optimizer."""
+    stack = ExitStack()
+    stack.enter_context(device.working(Qwen3ForCausalLM, "forward", host_s=HOST_S, device_s=0.8 * DEVICE_S))
+    stack.enter_context(device.working(optimizer, "step", device_s=0.2 * DEVICE_S))
+    return stack
+
+
+class SlowTracker(TrainerCallback):
+    def __init__(self, device):
+        self._device = device
+
+    def on_log(self, *_, **__):
+        self._device.work(LOGGING_S)
+
+
+def hugging_face(folder, *, load_s=0.0, steps=STEPS, resume=None, callback=HeadwayCallback, **arguments):
+    def run(device, **options):
+        given = {"cost_model": COST_MODEL, "peak": PEAK} if callback is HeadwayCallback else {}
+        measuring = callback(**given)
+        measuring._options |= options
+        settings = TrainingArguments(
+            str(folder), per_device_train_batch_size=1, max_steps=steps, logging_steps=1, eval_strategy="steps",
+            eval_steps=EVALUATE_AT, save_steps=SAVE_AT, report_to=[], use_cpu=True, disable_tqdm=True,
+            remove_unused_columns=False, dataloader_pin_memory=False, logging_nan_inf_filter=False, **arguments,
+        )  # fmt: skip
+        trainer = Trainer(
+            tiny(), settings, train_dataset=Rows(device, load_s), eval_dataset=Rows(device, 0.0)[:2],
+            data_collator=collate, callbacks=[measuring, SlowTracker(device)],
+        )  # fmt: skip
+        with work_of_a_step(device, torch.optim.AdamW), device.working(Trainer, "save_model", host_s=SAVING_S):
+            trainer.train(resume_from_checkpoint=resume)
+        return measuring.run
+
+    return run
+
+
+def mfu_callback(folder, **options):
+    return hugging_face(folder, callback=MFUCallback, **options)
+
+
+def in_accelerate(_folder, *, load_s=0.0, steps=STEPS):
+    def run(device, **options):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
+        model = tiny()
+        model, optimizer, batches = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), loader(device, load_s)
+        )
+        meter = AccelerateMeter(accelerator, model, cost_model=COST_MODEL, peak=PEAK, log_every=1, **options)
+        with work_of_a_step(device):
+            for number, batch in enumerate(meter.batches(batches), start=1):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                meter.step(skipped=number == 2)
+                evaluate_and_save(device, meter, number)
+                if number == steps:
+                    break
+        return meter.close()
+
+    return run
+
+
+def evaluate_and_save(device, meter, number):
+    if number == EVALUATE_AT:
+        with meter.away():
+            device.launch(0.4)
+    if number in (SAVE_AT, STEPS):
+        with meter.away("checkpoint"):
+            device.work(SAVING_S)
+
+
+def in_lightning(folder, *, load_s=0.0, steps=STEPS, resume=None):
+    def run(device, **options):
+        monitor = HeadwayMonitor(cost_model=COST_MODEL, peak=PEAK, **options)
+
+        class Evaluated(Lit):
+            def validation_step(self, batch, _index):
+                self.model(**batch)
+
+            def on_train_batch_end(self, *_):
+                device.work(LOGGING_S)  # what other callbacks and loggers do between two steps
+
+        trainer = lightning.pytorch.Trainer(
+            callbacks=[monitor, ModelCheckpoint(folder, every_n_train_steps=SAVE_AT, save_last=True, save_top_k=-1)],
+            max_steps=steps, max_epochs=9, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, val_check_interval=EVALUATE_AT, limit_val_batches=2, log_every_n_steps=1,
+            default_root_dir=folder,
+        )  # fmt: skip
+        with (
+            work_of_a_step(device),
+            device.working(trainer.strategy, "save_checkpoint", host_s=SAVING_S),
+        ):
+            trainer.fit(Evaluated(torch.optim.SGD), loader(device, load_s), loader(device, 0.0), ckpt_path=resume)
+        return monitor.run
+
+    return run
+
+
+def by_hand(device, meter, load_s, steps, step):
+    """A loop of one's own, of which `step` is the part that computes and ends a step."""
+    for number in range(1, steps + 1):
+        meter.await_data()
+        device.work(load_s)
+        meter.got_data()
+        step(number)
+        evaluate_and_save(device, meter, number)
+    return meter.close()
+
+
+def compute(device):
+    device.work(HOST_S)
+    device.launch(DEVICE_S)
+
+
+def in_megatron(_folder, *, load_s=0.0, steps=STEPS):
+    def run(device, **options):
+        accumulator = FlopsAccumulator(Meter(COST_MODEL, peak=PEAK, log_every=1, **options))
+
+        def step(number):
+            accumulator.accumulate(torch.zeros(1, 12, dtype=torch.long))
+            compute(device)
+            accumulator.step(skipped=number == 2)
+
+        return by_hand(device, accumulator.meter, load_s, steps, step)
+
+    return run
+
+
+def track_a_meter(_folder, *, load_s=0.0, steps=STEPS):
+    def run(device, **options):
+        meter = Meter(COST_MODEL, peak=PEAK, log_every=1, **options)
+
+        def step(_number):
+            with track(meter, batch=Workload([12])):
+                compute(device)
+
+        return by_hand(device, meter, load_s, steps, step)
+
+    return run

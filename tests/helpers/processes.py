@@ -1,0 +1,162 @@
+"""Several real processes that train together, as torchrun would start them: over gloo, one thread each."""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HELPERS = Path(__file__).parent
+PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"  # of processes that tests start
+TRAIN = (sys.executable, "-m", "headway", "train")
+
+
+class Forked:
+    """A process made by multiprocessing's fork server, which has imported the engine already, with Popen's methods.
+
+    It is a process as any other but for the seconds that imports take.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path, cwd: Path) -> None:
+        self.args, self.out, self.err = command, out, err
+        self._process = _SERVER.Process(target=_become, args=(command, dict(environment), out, err, cwd))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["headway.quiet", "headway.train.loop", "headway.cli.app"])
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path, cwd: Path) -> None:
+    """Run a command of Python's in a process that the fork server made."""
+    for path, number in ((out, 1), (err, 2)):
+        with Path(path).open("w") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    _, how, *arguments = command
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    try:
+        if how == "-m":
+            sys.argv = arguments
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        elif how == "-c":
+            sys.argv = ["-c", *arguments[1:]]
+            exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = [how, *arguments]
+            runpy.run_path(how, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def start_processes(
+    command: Sequence[object],
+    count: int,
+    said: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> list[Forked]:
+    """Start `count` processes of one group; each finds its place in RANK, LOCAL_RANK and WORLD_SIZE.
+
+    Args:
+        command: Python and its arguments: -m and a module, -c and a program, or a script; the same for all.
+        count: processes of the group; a group of one is a process that torchrun did not start.
+        said: folder of what they say: RANK.out and RANK.err.
+        env: environment variables on top of this process's.
+        cwd: their working directory, if not this process's.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    shared |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if count > 1:
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    started = []
+    for rank in range(count):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+        environment = shared | place | dict(env or {})
+        files = said / f"{rank}.out", said / f"{rank}.err"
+        for file in files:
+            file.touch()
+        started.append(Forked([str(part) for part in command], environment, *files, cwd or Path.cwd()))
+    return started
+
+
+def run_processes(
+    command: Sequence[object],
+    count: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 600.0,
+    check: bool = True,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run `count` processes of one group to their end; what each said and how it ended, by rank.
+
+    Args:
+        command: the program and its arguments, the same for all.
+        count: processes of the group.
+        env: environment variables on top of this process's.
+        cwd: their working directory, if not this process's.
+        timeout_s: after so long those that still run are killed and the test fails [s].
+        check: fail, with what the failing process said, as soon as one ends with another status than 0.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        running = start_processes(command, count, Path(folder), env=env, cwd=cwd)
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while any(process.poll() is None for process in running) and time.monotonic() < deadline_s:
+                if check and any(process.returncode for process in running):
+                    break  # the others would wait for it
+                time.sleep(0.02)
+        finally:
+            hung = [rank for rank, process in enumerate(running) if process.poll() is None]
+            for process in running:
+                process.kill()
+                process.wait()
+        ended = [
+            subprocess.CompletedProcess(
+                process.args,
+                process.returncode,
+                Path(folder, f"{rank}.out").read_text(),
+                Path(folder, f"{rank}.err").read_text(),
+            )
+            for rank, process in enumerate(running)
+        ]
+    failed = [rank for rank, one in enumerate(ended) if one.returncode and rank not in hung]
+    said = "\n".join(f"rank {rank} of {count}: {ended[rank].stdout}{ended[rank].stderr}" for rank in failed or hung)
+    if check:
+        assert not failed, said
+    assert not hung or (check and failed), f"ranks {hung} did not end within {timeout_s} s\n{said}"
+    return ended

@@ -1,0 +1,100 @@
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from headway.count import Workload, load_cost_model
+from headway.errors import DataError, WorkloadError
+from headway.packing.lengths import read_lengths
+
+
+@pytest.fixture
+def table(tmp_path):
+    def write(content, name="lengths.csv"):
+        path = tmp_path / name
+        if isinstance(content, dict):
+            pq.write_table(pa.table(content), path)
+        else:
+            path.write_text(content, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_csv_and_parquet_say_the_same(table):
+    for path in (
+        table("patches,name,tokens\n16,a,300\n0,b,5\n"),
+        table({"name": ["a", "b"], "tokens": [300, 5], "patches": [16, 0]}, "lengths.parquet"),
+    ):
+        lengths = read_lengths(path)
+        assert lengths.tokens.tolist() == [300, 5]
+        assert lengths.patches.tolist() == [16, 0]
+        assert lengths.media_end.tolist() == [300, 0]
+        assert lengths.ok.all()
+
+
+def test_patches_may_be_left_out(table):
+    lengths = read_lengths(table("tokens\n7\n8\n"))
+    assert lengths.tokens.tolist() == [7, 8]
+    assert lengths.patches.tolist() == [0, 0]
+
+
+def test_grids_cost_what_the_model_computes_for_them(table):
+    model = load_cost_model("qwen2.5-vl-7b")
+    counted = model.count(Workload([900], images=[(1, 32, 48), (1, 16, 16)])).total
+    for path in (
+        table("tokens,grids\n900,1x32x48;1x16x16\n5,\n"),
+        table({"tokens": [900, 5], "grids": [[[1, 32, 48], [1, 16, 16]], []]}, "lengths.parquet"),
+    ):
+        lengths = read_lengths(path)
+        assert lengths.patches.tolist() == [32 * 48 + 16 * 16, 0]
+        assert lengths.costs(model).tolist() == pytest.approx([counted, model.count(Workload([5])).total], rel=1e-12)
+
+
+def test_patches_need_a_model_with_eyes(table):
+    lengths = read_lengths(table("tokens,patches\n300,16\n"))
+    with pytest.raises(WorkloadError, match="no vision tower"):
+        lengths.costs(load_cost_model("gpt2"))
+
+
+BAD = [
+    ("length\n5\n", 'has no column "tokens"; its columns are length'),
+    ("", 'has no column "tokens"; its columns are none'),
+    ("tokens\n", "holds no rows"),
+    ("tokens\n5\n0\n", "row 2: tokens is 0, but must be at least 1"),
+    ("tokens,patches\n5,-4\n", "row 1: patches is -4, but must be at least 0"),
+    ("tokens\n5\nmany\n", "could not convert"),
+    ("tokens\n2.5\n", "could not convert"),
+    ("tokens\n4294967296\n", "below 2[*][*]31"),
+    ("tokens,grids\n5,1x2\n", "grids"),
+    ("tokens,grids\n5,1x0x2\n", "at least 1"),
+    ("tokens,grids\nx,1x2x2\n", "invalid literal"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), BAD)
+def test_a_table_that_holds_no_lengths_is_refused(table, content, text):
+    with pytest.raises(DataError, match=text):
+        read_lengths(table(content))
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ({"length": [5]}, 'has no column "tokens"'),
+        ({"tokens": [5, None]}, "'tokens' has empty rows"),
+        ({"tokens": [1.5]}, "holds float64 values"),
+        ({"tokens": ["5"]}, "no lengths"),
+        ({"tokens": pa.array([], pa.int64())}, "holds no rows"),
+        ({"tokens": [5], "grids": [[[1, 2]]]}, "no list of"),
+    ],
+)
+def test_a_parquet_table_that_holds_no_lengths_is_refused(table, columns, text):
+    with pytest.raises(DataError, match=text):
+        read_lengths(table(columns, "lengths.parquet"))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, table):
+    with pytest.raises(DataError, match="cannot be read"):
+        read_lengths(tmp_path / "none.csv")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_lengths(table("no parquet", "lengths.parquet"))

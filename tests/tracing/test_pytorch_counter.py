@@ -1,0 +1,49 @@
+"""Ledgers against PyTorch's own counter on the real eager models, module by module, forward and backward."""
+
+from dataclasses import replace
+
+import pytest
+
+from headway.tracing import trace
+from helpers import pytorch_counter
+from helpers.pytorch_counter import build, check
+from helpers.tiny_models import FAMILIES, VISION_FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_module_counts_what_pytorch_dispatches(family):
+    check(build(family), family)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_frozen_vision_tower_counts_what_pytorch_dispatches(family):
+    model = build(family)
+    model.model.visual.requires_grad_(False)
+    check(model, family)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_trained_merger_before_a_frozen_language_model_counts_what_pytorch_dispatches(family):
+    model = build(family).requires_grad_(False)
+    model.model.visual.merger.requires_grad_(True)
+    check(model, family)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_tied", "qwen3_moe"])
+def test_training_only_the_last_layer_counts_what_pytorch_dispatches(family):
+    model = build(family).requires_grad_(False)
+    model.model.layers[-1].requires_grad_(True)
+    check(model, family)
+
+
+def test_a_wrong_coefficient_would_be_seen(monkeypatch):
+    honest = trace
+
+    def tampered(model):
+        cost = honest(model)
+        return replace(cost, rows=(*cost.rows[:-1], replace(cost.rows[-1], forward=cost.rows[-1].forward + 2)))
+
+    model = build("qwen3")
+    monkeypatch.setattr(pytorch_counter, "trace", tampered)
+    with pytest.raises(AssertionError):
+        check(model, "qwen3")

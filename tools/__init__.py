@@ -1,0 +1,1 @@
+"""Developers' tools: none of them ships with the package."""
