@@ -1,6 +1,7 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
-# make check  set up, then lint, types and fast tests (a few minutes)
-# make test   set up, then the test suite (half an hour on two cores)
+# make check  set up, then lint, types and the fastest tests (two minutes)
+# make test   set up, then the tests: all that are fast, and one slow case of each law (ten minutes on two cores)
+# make test-all   set up, then every test but the long ones (CI runs it)
 # make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (ten minutes)
 # make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (ten minutes)
@@ -14,7 +15,7 @@ SETUP := .venv/.headway-set-up
 SOURCES := src tests tools benchmarks examples
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
-.PHONY: demo check test test-long test-oldest sweep format lint types fast-tests
+.PHONY: demo check test test-all test-long test-oldest sweep format lint types fast-tests
 
 demo: $(SETUP)
 	rm -rf runs/digits # a run folder is never written over, and this is the demo's own
@@ -23,6 +24,9 @@ demo: $(SETUP)
 check: lint types fast-tests
 
 test: $(SETUP)
+	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long and (core or not slow and not dist)"
+
+test-all: $(SETUP)
 	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"
 
 test-long: $(SETUP)

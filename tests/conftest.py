@@ -30,7 +30,12 @@ def _own_peak(request, monkeypatch):
 @pytest.fixture
 def fresh_accelerator():
     """Let a test make an Accelerator with settings of its own: a process has one state for all of them."""
+    _forget_accelerators()
     yield
+    _forget_accelerators()
+
+
+def _forget_accelerators():
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 

@@ -53,16 +53,11 @@ def test_a_python_snippet_runs(snippet, capsys):
 
 
 def test_the_readme_has_what_these_tests_are_for():
-    assert len(SESSIONS) >= 4
-    assert len(SNIPPETS) >= 2
-    assert len(README.splitlines()) < 250
+    assert len(SESSIONS) >= 3
+    assert len(SNIPPETS) >= 1
+    assert len(README.splitlines()) < 150
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_a_link_leads_to_a_file(target):
     assert (Path(__file__).parent.parent / target).exists()
-
-
-@pytest.mark.parametrize("folder", re.findall(r"^    (src/headway/\w+/)", README, flags=re.MULTILINE))
-def test_the_file_map_names_folders_that_exist(folder):
-    assert (Path(__file__).parent.parent / folder / "__init__.py").exists()

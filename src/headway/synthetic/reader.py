@@ -1,5 +1,6 @@
 """The demonstration's model: a Qwen3-VL of about a million parameters, as an ordinary model folder without weights."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from headway.models.load import load_processor
@@ -9,22 +10,23 @@ from headway.synthetic.processor import write_processor
 PATCH_SIZE = 8  # [pixels]; the smallest images then are one token of 2 x 2 patches
 
 
-def write_reader(folder: Path) -> Path:
-    """Write the configuration, tokenizer and image processor of a small model that can learn to read digits.
+def write_reader(folder: Path, texts: Iterable[str] = (*QUESTIONS, "user\n", "assistant\n")) -> Path:
+    """Write the configuration, tokenizer and image processor of a small model that can learn to read small images.
 
     Weights are drawn when training starts. They are drawn wider than a large model's 0.02: in a hidden size of 128 that
     would leave every layer's output small beside its input, and learning starts several times later.
 
     Args:
         folder: created where needed.
+        texts: what the vocabulary is learned from: their words become single tokens.
 
     Returns:
         The folder; `headway train` and transformers open it like any other.
     """
     from transformers import Qwen3VLConfig
 
-    # Words of questions and turns become single tokens; answers stay digit by digit, as no number is among them.
-    write_processor(folder, [*QUESTIONS, "user\n", "assistant\n"], PATCH_SIZE, temporal_patch_size=1)
+    # Of the digits, answers stay digit by digit, as no number is among their questions.
+    write_processor(folder, texts, PATCH_SIZE, temporal_patch_size=1)
     tokenizer = load_processor(folder).tokenizer
     token = tokenizer.convert_tokens_to_ids
     hidden_size, num_heads, spread = 128, 4, 0.06
