@@ -1,5 +1,6 @@
 """The tutorial is followed from its first block to its last, with fewer pictures and steps."""
 
+import functools
 import re
 import shlex
 import sys
@@ -28,9 +29,8 @@ def test_every_block_runs_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     names = {}
-    for kind, body in BLOCKS:
-        for old, new in SMALLER:
-            body = body.replace(old, new)
+    for kind, written in BLOCKS:
+        body = functools.reduce(lambda text, change: text.replace(*change), SMALLER, written)
         if kind == "python":
             exec(compile(body, "tutorial.md", "exec"), names)
         elif kind == "yaml":

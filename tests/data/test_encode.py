@@ -181,7 +181,7 @@ def test_an_image_deleted_after_reading_is_named_with_its_line(write, encoder):
 def test_a_file_that_is_no_picture_is_named_with_its_line(write, encoder):
     file = write(chat(("user", QUESTION), ("assistant", "z")), pictures={"a.png": (16, 16)})
     shutil.copy(file, file.parent / "a.png")
-    with pytest.raises(DataError, match=r"line 1: the image .* cannot identify image file"):
+    with pytest.raises(DataError, match=r"line 1: the image .* it is no picture in a format that is read"):
         encoder.encode(read_samples(file)[0])
 
 

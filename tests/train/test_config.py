@@ -112,7 +112,13 @@ def test_a_missing_key_says_what_it_means(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "holds no configuration"), ("a: [", "is not YAML"), ("- 1", "holds no")]
+    ("text", "message"),
+    [
+        ("", "holds no configuration"),
+        ("a: [", "is not YAML"),
+        ("a:\n\tb: 1", "line 2, column 1 begins with a tab. Indent with spaces"),
+        ("- 1", "holds no"),
+    ],
 )
 def test_a_file_that_is_no_configuration(tmp_path, text, message):
     path = tmp_path / "c.yaml"

@@ -44,13 +44,20 @@ def test_a_dataset_is_called_by_its_path_or_a_given_name(folder):
     [
         ("none.jsonl", r"none\.jsonl cannot be read: No such file"),
         ("none-*.jsonl", r"none-\*\.jsonl cannot be read: No such file"),
-        ("nothing", "nothing cannot be read: No such file"),
+        ("nothing", "nothing cannot be read: the folder holds no files"),
     ],
 )
 def test_a_missing_dataset_is_named(folder, name, says):
     (folder / "nothing").mkdir()
     with pytest.raises(DataError, match=says):
         open_source(folder / name)
+
+
+@pytest.mark.parametrize(("extension", "mark"), [(".gz", b"\x1f\x8b\x08\x00"), (".zst", b"\x28\xb5\x2f\xfd\x04")])
+def test_a_compressed_file_under_a_plain_name_is_told_its_extension(tmp_path, extension, mark):
+    (tmp_path / "a.jsonl").write_bytes(mark + b"\xff\n")
+    ((_, error),) = open_source(tmp_path / "a.jsonl").shards[0].rows()
+    assert f"it is compressed, though its name does not say so. Add {extension} to the file's name" in str(error)
 
 
 def test_an_unknown_protocol_is_named():

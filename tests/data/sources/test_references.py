@@ -83,7 +83,9 @@ def test_data_uris_are_decoded_and_bounded(monkeypatch):
 
 
 def test_a_missing_file_is_named(root):
-    with pytest.raises(DataError, match=r"the video 'b\.mp4' does not exist in .*root\. Put the file there"):
+    with pytest.raises(
+        DataError, match=r"the video 'b\.mp4' does not exist in the folder .*root'\. Put the file there"
+    ):
         below(str(root), "video", "b.mp4")
 
 

@@ -231,7 +231,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"messages": [said("user", [{"type": "image"}])]}, "message 1: the row has 0 of kind image"),
         (
             {"messages": [said("user", "a")], "images": ["a.png"]},
-            "the row has 1 of kind image, but its messages hold 0",
+            "the row names 1 image(s), and its messages say of 0",
         ),
         ({"messages": [said("user", "<image><image>")], "image": "a.png"}, "hold more <image> markers"),
         ({"messages": [said("user", [{"type": "input_audio", "input_audio": "x"}])]}, '"input_audio" is "x"'),
@@ -247,7 +247,10 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"conversations": [{"from": "alien", "value": "a"}]}, 'turn 1: unknown speaker "alien". Allowed are human'),
         ({"conversations": [{"from": ["gpt"], "value": "a"}]}, 'unknown speaker ["gpt"]'),
         ({"conversations": [{"from": "human", "value": "<image>"}]}, 'choose the schema "sharegpt"'),
-        ({"conversations": [{"from": "human", "value": "a"}], "image": "a.png"}, "hold 0 <image> markers for them"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}], "image": "a.png"},
+            "its messages say of 0 where they belong",
+        ),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "turn 1: the call is a string but not JSON"),
         ({"prompt": 3, "completion": "a"}, '"prompt" is 3 and "completion" is "a"'),
         ({"prompt": [said("assistant", "a")], "completion": "b"}, "the prompt holds turns of the assistant"),
@@ -270,14 +273,14 @@ def test_a_named_schema_says_what_it_needs(read):
         DataError, match=r"needs the columns of a schema: prompt and completion \(prompt_completion\)\."
     ):
         read({"text": "a"}, schema="prompt_completion")
-    with pytest.raises(DataError, match=r"the row has 1 of kind image, but its messages hold 0"):
+    with pytest.raises(DataError, match=r"the row names 1 image\(s\), and its messages say of 0"):
         read({"conversations": [{"from": "human", "value": "<image>"}], "image": "a.png"}, schema="sharegpt")
     with pytest.raises(ConfigError, match=f"Unknown schema 'alpaca'. Allowed: {', '.join(SCHEMAS)}"):
         read({"text": "a"}, schema="alpaca")
 
 
 def test_media_beside_a_document_are_not_dropped(read):
-    with pytest.raises(DataError, match="the row has 1 of kind image"):
+    with pytest.raises(DataError, match=r"the row names 1 image\(s\)"):
         read({"text": "a", "image": "a.png"}, schema="text")
 
 

@@ -154,11 +154,13 @@ def decode_all(pictures: Sequence[Picture]) -> list[Pillow.Image]:
 def _opened(file: BinaryIO, max_pixels: int) -> Pillow.Image:
     Pillow.init()
     formats = [name for name in FORMATS if name in Pillow.OPEN]  # AVIF is in some builds of Pillow only
-    if max_pixels <= (Pillow.MAX_IMAGE_PIXELS or max_pixels):
-        return Pillow.open(file, formats=formats)
-    with warnings.catch_warnings():  # a limit above Pillow's own was asked for
-        warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
-        return Pillow.open(file, formats=formats)
+    with warnings.catch_warnings():
+        if max_pixels > (Pillow.MAX_IMAGE_PIXELS or max_pixels):  # a limit above Pillow's own was asked for
+            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
+        try:
+            return Pillow.open(file, formats=formats)
+        except Pillow.UnidentifiedImageError as error:  # whose own text is that of a Python object
+            raise OSError("it is no picture in a format that is read") from error
 
 
 def _as_rgb(image: Pillow.Image) -> Pillow.Image:

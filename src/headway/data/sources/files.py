@@ -126,7 +126,7 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
             if not Path(inside).name.startswith("."):  # as in a shell
                 names = [name for name in names if not Path(name).name.startswith(".")]
         if not names:
-            raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+            raise FileNotFoundError(ENOENT, "the folder holds no files" if folder else os.strerror(ENOENT))
         return [_file(system, name, options) for name in names], folder
     except (OSError, ImportError, ValueError) as error:  # ImportError and ValueError: fsspec's, of unknown protocols
         reason = getattr(error, "strerror", None) or error

@@ -10,6 +10,7 @@ from headway.data.sources.spans import Record, SpanReader
 from headway.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
+_COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # how such files begin
 _CHUNK_BYTES = 2**20
 _SPACE = b" \t\n\r"
 
@@ -160,6 +161,11 @@ def decoded(content: bytes) -> str:
     try:
         return content.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
+        for extension, mark in _COMPRESSED.items():
+            if content.startswith(mark):
+                raise DataError(
+                    f"it is compressed, though its name does not say so. Add {extension} to the file's name."
+                ) from error
         raise DataError(f"it is not UTF-8 text: {error}. Save the file as UTF-8.") from error
 
 

@@ -103,8 +103,8 @@ class RowMedia:
         for kind, waiting in self._waiting.items():
             if waiting:
                 raise DataError(
-                    f"the row has {self._taken[kind] + len(waiting)} of kind {kind}, but its messages hold "
-                    f"{self._taken[kind]} <{kind}> markers for them. Write a marker where each belongs."
+                    f"the row names {self._taken[kind] + len(waiting)} {kind}(s), and its messages say of "
+                    f"{self._taken[kind]} where they belong. Write <{kind}> into the words where each does."
                 )
 
     def _column(self, kind: str, fields: Mapping[str, Any]) -> list[Media]:
@@ -216,7 +216,8 @@ def below(root: str, kind: str, name: str) -> str:
     path = Path(root) / inside
     if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for names that are too long
         raise DataError(
-            f"the {kind} {name!r} does not exist in {root}. Put the file there, correct the path, or delete the row."
+            f"the {kind} {name!r} does not exist in the folder {root!r}. Put the file there, correct the path, or delete "
+            "the row."
         )
     if not Path(os.path.realpath(path)).is_relative_to(_real(root)):
         raise DataError(

@@ -42,7 +42,7 @@ def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
             f"cannot read the configuration {path}: {error.strerror}. Give the path of a YAML file."
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not YAML: {_what_is_wrong(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {_beyond(error)}.") from error
     if not isinstance(raw, dict):
@@ -101,6 +101,16 @@ def _beyond(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "its lists or mappings are nested too deeply"
     return f"a value in it is out of range ({error})"
+
+
+def _what_is_wrong(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    if "'\\t'" in str(error):
+        return f"{place} begins with a tab. Indent with spaces."
+    return f"{place}: {getattr(error, 'problem', '')}."
 
 
 def _assign(raw: dict[str, Any], override: str) -> None:
