@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
-from PIL import ExifTags, ImageOps
+from PIL import ExifTags, ImageOps, UnidentifiedImageError
 from PIL import Image as Pillow
 
 from headway.data.media.files import media_error, open_media
@@ -159,7 +159,7 @@ def _opened(file: BinaryIO, max_pixels: int) -> Pillow.Image:
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
         try:
             return Pillow.open(file, formats=formats)
-        except Pillow.UnidentifiedImageError as error:  # whose own text is that of a Python object
+        except UnidentifiedImageError as error:  # whose own text is that of a Python object
             raise OSError("it is no picture in a format that is read") from error
 
 

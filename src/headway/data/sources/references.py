@@ -216,8 +216,8 @@ def below(root: str, kind: str, name: str) -> str:
     path = Path(root) / inside
     if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for names that are too long
         raise DataError(
-            f"the {kind} {name!r} does not exist in the folder {root!r}. Put the file there, correct the path, or delete "
-            "the row."
+            f"the {kind} {name!r} does not exist in the folder {root!r}. Put the file there, correct the path, or "
+            "delete the row."
         )
     if not Path(os.path.realpath(path)).is_relative_to(_real(root)):
         raise DataError(
