@@ -25,6 +25,11 @@ def test_python_m_headway_is_headway():
     assert done.stdout == f"headway {package.__version__}\n"
 
 
+def test_libraries_that_complain_as_they_are_imported_are_quiet_before_that():
+    asked = "import headway.cli.app, logging; print(logging.getLogger('torchao').level == logging.ERROR)"
+    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["no-such-command"], ["flops"], ["flops", "gpt2", "--no-such-option"], ["flops", "gpt2", "--slots", "many"]],

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+import headway.quiet  # noqa: F401 - before any library that complains as it is imported
 from headway.cli import (
     audit,
     ceiling,

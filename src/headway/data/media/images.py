@@ -71,7 +71,7 @@ class Picture:
         self._file: BinaryIO | None = None
         try:
             self._file = open_media(media)
-            self._image = _opened(self._file, max_pixels)
+            self._image = _opened(self._file)
             width, height = self._image.size
             if width * height > max_pixels:
                 raise media_error(
@@ -151,12 +151,11 @@ def decode_all(pictures: Sequence[Picture]) -> list[Pillow.Image]:
     return [picture.decode() for picture in pictures]
 
 
-def _opened(file: BinaryIO, max_pixels: int) -> Pillow.Image:
+def _opened(file: BinaryIO) -> Pillow.Image:
     Pillow.init()
     formats = [name for name in FORMATS if name in Pillow.OPEN]  # AVIF is in some builds of Pillow only
     with warnings.catch_warnings():
-        if max_pixels > (Pillow.MAX_IMAGE_PIXELS or max_pixels):  # a limit above Pillow's own was asked for
-            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
+        warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # sizes are held against our own limit
         try:
             return Pillow.open(file, formats=formats)
         except UnidentifiedImageError as error:  # whose own text is that of a Python object
