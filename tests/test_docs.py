@@ -4,8 +4,11 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOT_RUN = {"log.md", "tutorial.md", "architectures.md", "published-figures.md"}  # tests/test_tutorial.py runs that one
@@ -64,3 +67,51 @@ def test_links_lead_to_files(page):
 def test_the_index_names_every_page():
     linked = re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
     assert {*linked, "index.md"} == {page.name for page in DOCS.glob("*.md")}
+
+
+def sections_in(annotation):
+    """The configuration classes that a field may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections_in(argument)]
+
+
+def unknown_keys(section, node, path=""):
+    """Dotted keys of a piece of YAML that the configuration does not have."""
+    if isinstance(node, list):
+        return [key for item in node for key in unknown_keys(section, item, path)]
+    if not isinstance(node, dict):
+        return []
+    found = []
+    for key, value in node.items():
+        fields = [one.model_fields[key] for one in section if key in one.model_fields]
+        found += [] if fields else [f"{path}{key}"]
+        for field in fields:
+            inner = sections_in(field.annotation)
+            found += unknown_keys(inner, value, f"{path}{key}.") if inner else []
+    return found
+
+
+SETTINGS = [
+    (page, body)
+    for page in PAGES
+    for body in re.findall(
+        r"^```yaml\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+]
+
+
+@pytest.mark.parametrize(("page", "settings"), SETTINGS, ids=[page for page, _ in SETTINGS])
+def test_settings_on_a_page_exist(page, settings):
+    from headway.train.config import TrainConfig
+
+    written = yaml.safe_load(settings)
+    written.pop("extends", None)
+    assert unknown_keys([TrainConfig], written) == []
+
+
+def test_a_setting_that_does_not_exist_is_found():
+    from headway.train.config import TrainConfig
+
+    assert unknown_keys([TrainConfig], {"optim": {"lr": 1.0, "stepz": 3}}) == ["optim.stepz"]
+    assert unknown_keys([TrainConfig], {"data": {"train": [{"path": "a", "rowz": 1}]}}) == ["data.train.rowz"]
