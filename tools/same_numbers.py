@@ -20,12 +20,6 @@ WORKLOADS = {
     "text": ["--segments", "4096*3,512"],
     "images": ["--segments", "4096*3,512", "--images", "1x32x48*2,1x16x20"],
 }
-CHANGES = {
-    "plain": [],
-    "recomputed": ["--recompute", "full,-attention"],
-    "frozen": ["--freeze", "language.mlp"],
-    "lora": ["--lora", "16:q_proj,v_proj"],
-}
 RECIPES = ("qwen2.5-7b-text-81920", "qwen3-vl-8b-image-61440", "qwen3-vl-30b-a3b-text-12288")
 COUNTED = (
     "loss",
@@ -36,6 +30,22 @@ COUNTED = (
     "digest",
     "supervised",
 )  # of a record: what no clock decides
+COUNTS = """
+from headway import Workload, load_cost_model, shipped_models
+
+text = Workload([4096, 4096, 4096, 512])
+images = Workload([4096, 4096, 4096, 512], images=[(1, 32, 48), (1, 32, 48), (1, 16, 20)])
+for name in shipped_models():
+    model = load_cost_model(name)
+    linear = next(row.module.rpartition(".")[2] for row in model.rows if row.features is not None)
+    changed = {"plain": model, "frozen": model.freeze(["language.projections"]), "lora": model.lora(16, [linear])}
+    for kind, workload in {"text": text, **({"images": images} if model.has_vision else {})}.items():
+        for change, one in changed.items():
+            for recompute in ("none", "full", "every:2", "full,-attention"):
+                for by in ("component", "module"):
+                    rows = one.count(workload, recompute=recompute, by=by).rows
+                    print(f"{name}-{kind}-{change}-{recompute}-{by}", repr(rows))
+"""
 TRACES = """
 import sys
 import transformers as t
@@ -83,16 +93,16 @@ def numbers_of(checkout: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for file in sorted((checkout / "src" / "headway" / "count").rglob("*.json")):
         found[f"shipped {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    models = json.loads(run(*headway, "models", "--json"))["models"]
-    for model in [entry["name"] for entry in models]:
+    for program, kind in ((COUNTS, "count"), (TRACES, "trace")):
+        for line in run("-c", program).splitlines():
+            name, _, rows = line.partition(" ")
+            found[f"{kind} {name}"] = hashlib.sha256(rows.encode()).hexdigest()
+    for model in json.loads(run(*headway, "models", "--json"))["models"]:
         for kind, workload in WORKLOADS.items():
-            for change, options in CHANGES.items():
-                found[f"flops {model} {kind} {change}"] = run(*headway, "flops", model, *workload, *options, "--json")
             step = ("--device", "H100 SXM", "--step-time", "1.9")
-            found[f"compare {model} {kind}"] = run(*headway, "compare", model, *workload, *step, "--json")
-    for line in run("-c", TRACES).splitlines():
-        name, _, rows = line.partition(" ")
-        found[f"trace {name}"] = hashlib.sha256(rows.encode()).hexdigest()
+            found[f"compare {model['name']} {kind}"] = run(
+                *headway, "compare", model["name"], *workload, *step, "--json"
+            )
     with tempfile.TemporaryDirectory() as folder:
         found |= _packs(lambda *arguments: run(*headway, *arguments), Path(folder))
         for recipe in RECIPES:
