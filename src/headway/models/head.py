@@ -1,9 +1,9 @@
 """The loss of a pack, straight from the model's output layer, so that whole logits never exist.
 
-`loss_head(model, chunk=...)` gives an object that runs the model on a pack and returns its losses. While it does, the
-forward of the model's output layer computes losses instead of logits: inside that module's forward, where hooks such as
-FSDP2's have gathered the weight, and whatever the module is (tied to the embedding, wrapped by LoRA). Outside, the
-model is untouched: `model(**inputs).logits` and `generate` work as ever.
+`model_with_loss(model, chunk=...)` gives an object that runs the model on a pack and returns its losses. While it does,
+the forward of the model's output layer computes losses instead of logits: inside that module's forward, where hooks
+such as FSDP2's have gathered the weight, and whatever the module is (tied to the embedding, wrapped by LoRA). Outside,
+the model is untouched: `model(**inputs).logits` and `generate` work as ever.
 
 What a model does to its logits after the output layer is found out by trying, once, without weights or data.
 """
@@ -46,7 +46,7 @@ class PackLoss(NamedTuple):
     right_T: torch.Tensor | None
 
 
-class LossHead(ABC):
+class ModelWithLoss(ABC):
     """Runs a model on a pack and returns its losses.
 
     Attributes:
@@ -70,7 +70,7 @@ class LossHead(ABC):
         """
 
 
-def loss_head(model: PreTrainedModel, *, chunk: int | None, liger: bool = False) -> LossHead:
+def model_with_loss(model: PreTrainedModel, *, chunk: int | None, liger: bool = False) -> ModelWithLoss:
     """Choose how the losses of a model are computed.
 
     Args:
@@ -81,23 +81,23 @@ def loss_head(model: PreTrainedModel, *, chunk: int | None, liger: bool = False)
     Raises:
         ConfigError: chunks were asked for, and the model does to its logits what is not known here.
     """
-    return WholeLogits(model) if chunk is None else ChunkedHead(model, chunk, liger=liger)
+    return WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger)
 
 
-class WholeLogits(LossHead):
+class WholeLogits(ModelWithLoss):
     """Losses from the logits of a whole pack, as the model returns them."""
 
     def __call__(
         self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
     ) -> PackLoss:
-        """Run the model; see `LossHead`."""
+        """Run the model; see `ModelWithLoss`."""
         logits_TV = self.model(**inputs).logits[0]
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         loss_T = F.cross_entropy(logits_TV.to(wide), labels_T, ignore_index=IGNORED, reduction="none")
         return PackLoss(loss_T.sum() / per, loss_T.detach(), logits_TV.argmax(-1) == labels_T if judge else None)
 
 
-class ChunkedHead(LossHead):
+class ChunkedLoss(ModelWithLoss):
     """Losses from the logits of a chunk of slots at a time."""
 
     def __init__(self, model: PreTrainedModel, chunk: int, *, liger: bool = False) -> None:
@@ -117,7 +117,7 @@ class ChunkedHead(LossHead):
     def __call__(
         self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
     ) -> PackLoss:
-        """Run the model; see `LossHead`.
+        """Run the model; see `ModelWithLoss`.
 
         Raises:
             TrainingError: the model does not call its output layer once, with a hidden state for each label.

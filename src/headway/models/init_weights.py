@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from headway.errors import ConfigError
+from headway.models.parallel import fill
 
 Home = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
 
 
 @torch.no_grad()
-def draw_weights(
+def init_weights(
     model: PreTrainedModel, device: torch.device | str, *, keep_on: torch.device | str | None = None
 ) -> None:
     """Give a model that was built on the meta device random weights.
@@ -37,13 +38,18 @@ def draw_weights(
     Raises:
         ConfigError: transformers has no rule for a parameter of this model.
     """
+    to_memory(model, device, keep_on)
+    with init.guard_torch_init_functions():
+        _walk(model, model, torch.device(device), "", set())
+
+
+def to_memory(model: PreTrainedModel, device: torch.device | str, keep_on: torch.device | str | None = None) -> None:
+    """Give a model that was built on the meta device memory without values; arguments as in `init_weights`."""
     model.to_empty(device=device if keep_on is None else keep_on)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
     model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
-    with init.guard_torch_init_functions():
-        _walk(model, model, torch.device(device), "", set())
 
 
 def _walk(module: nn.Module, owner: Any, device: torch.device, path: str, done: set[nn.Parameter]) -> None:
@@ -109,9 +115,7 @@ def _standing_in(whole: Mapping[Home, torch.Tensor]) -> Iterator[None]:
             module._parameters[name] = nn.Parameter(values, requires_grad=False)
         yield
         for home, values in whole.items():
-            parameter = slices[home]
-            cut = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(cut.to_local())
+            fill(slices[home], values)
     finally:
         for (module, name), parameter in slices.items():
             module._parameters[name] = parameter

@@ -25,11 +25,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
-from headway.models.patch_embedding import project_patches
+from headway.models.products import PROJECTIONS, project_patches
 
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Of a gated MLP: gate, what it gates, and back."""
 
 
 @dataclass(frozen=True)

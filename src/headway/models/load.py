@@ -26,7 +26,7 @@ from transformers.utils.import_utils import is_torchvision_available
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
-from headway.models.init_weights import draw_weights
+from headway.models.init_weights import init_weights
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
 
@@ -88,7 +88,7 @@ def load_model(
     Args:
         spec: a model folder, a config.json, a Hub name, or a configuration object.
         dtype: the parameters' floating-point type.
-        device: where the parameters live; "meta" for a random initialisation that `draw_weights` or `read_weights` will
+        device: where the parameters live; "meta" for a random initialisation that `init_weights` or `read_weights` will
             complete, once the model is sharded.
         attention: name of the attention backend; "headway_flash" for packed data, "eager" or "sdpa" for reference.
         random_init: initialise from the configuration alone, drawing from torch's global generator.
@@ -107,7 +107,7 @@ def load_model(
                 config, dtype=dtype, attn_implementation="eager", **_NO_CODE
             )
         if torch.device(device).type != "meta":
-            draw_weights(model, device)
+            init_weights(model, device)
     else:
         if isinstance(spec, PreTrainedConfig) or Path(spec).is_file():
             raise ConfigError(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from headway.models.autocast import product_dtype
+from headway.models.products import product_dtype
 
 IGNORED = -100  # label of a slot that is not supervised
 

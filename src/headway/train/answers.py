@@ -63,7 +63,7 @@ def answers_record(step: int, answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-class Questions:
+class GenerationEval:
     """Held-out chats to be answered, encoded once.
 
     Args:

@@ -18,7 +18,7 @@ import subprocess
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from headway.cache import write_whole
 from headway.errors import TrainingError
 from headway.log.jsonl import LineFile, append_whole
 from headway.log.sinks import Sinks
@@ -39,28 +40,9 @@ CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "sum
 CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", "export", "samples.jsonl", "resumes.jsonl"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, or as it was before, even if the power fails.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of the attempt.
-    """
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object so that it is there whole or not at all."""
-    write_whole(path, json.dumps(content, indent=1) + "\n")
+    write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
 
 
 def describe_software() -> dict[str, Any]:

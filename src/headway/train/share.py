@@ -107,7 +107,7 @@ def digest_of(batches: Sequence[Batch]) -> int:
     return total % DIGESTS
 
 
-def agree(
+def exchange_step(
     batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags, finished: list[list[int]]
 ) -> tuple[list[Batch], StepShare, list[list[list[int]]]]:
     """Tell the other ranks what this one is about to compute and what it has done, and hear what they are and have.

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from headway.models.parallel.mesh import local
+
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s, against a division by zero
 
 Spread = tuple[DeviceMesh, tuple[int, ...]] | None
@@ -32,7 +34,7 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     grads: dict[Spread, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            grads.setdefault(_spread(parameter.grad), []).append(_local(parameter.grad))
+            grads.setdefault(_spread(parameter.grad), []).append(local(parameter.grad))
     if not grads:
         return torch.zeros(())
     norms = [_norm(group, spread) for spread, group in grads.items()]
@@ -61,8 +63,3 @@ def _spread(grad: torch.Tensor) -> Spread:
         return None
     # A strided shard, of an expert's weights over two dimensions, is no `Shard` but cut all the same.
     return grad.device_mesh, tuple(dim for dim, place in enumerate(grad.placements) if not place.is_replicate())
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = grad.to_local() if isinstance(grad, DTensor) else grad
-    return local

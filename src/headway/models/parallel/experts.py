@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
 from headway.models.experts import apply_experts, experts_of, sizes_of, use_experts
-from headway.models.permute_rows import take
+from headway.models.grouped import permute_rows
 
 
 def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -79,8 +79,8 @@ def _exchange(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, _: torch
     sorted_R, order_R = expert_R.sort(stable=True)
     place_R = order_R.argsort()
     ends_L = received_PL.sum(0).cumsum(0, dtype=torch.int32)
-    out_RD = apply_experts(module, take(arrived_RD, order_R, place_R), ends_L, sorted_R)
-    out_SD: torch.Tensor = _Send.apply(take(out_RD, place_R, order_R), sent_P, received_P, group)  # type: ignore[no-untyped-call]
+    out_RD = apply_experts(module, permute_rows(arrived_RD, order_R, place_R), ends_L, sorted_R)
+    out_SD: torch.Tensor = _Send.apply(permute_rows(out_RD, place_R, order_R), sent_P, received_P, group)  # type: ignore[no-untyped-call]
     return out_SD
 
 

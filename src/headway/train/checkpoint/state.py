@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.errors import CheckpointError
-from headway.train.optim.parts import local
+from headway.models.parallel import local
 
 _ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 WEIGHTS, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."

@@ -8,7 +8,7 @@ held; `ema.py` the average of the weights.
 from headway.train.optim.ema import WeightAverage
 from headway.train.optim.freezing import adapt, freeze
 from headway.train.optim.groups import parameter_groups
-from headway.train.optim.optimizer import Optimizer, make_optimizer, set_learning_rate
+from headway.train.optim.optimizer import Optimizer, make_optimizer, set_learning_rate, take_step
 from headway.train.optim.schedule import learning_rate
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "make_optimizer",
     "parameter_groups",
     "set_learning_rate",
+    "take_step",
 ]

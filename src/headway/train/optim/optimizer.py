@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from headway.count import CostModel
+from headway.models.parallel import local
 from headway.train.config import OptimConfig
 from headway.train.config.optim import MuonConfig
 from headway.train.optim.groups import parameter_groups
 from headway.train.optim.moments import Held, new_moment, open_moment, width
 from headway.train.optim.muon import orthogonalised, step_scale
-from headway.train.optim.parts import Values, alike, cut, laid_as, local
+from headway.train.optim.parts import Values, alike, cut, laid_as
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by the rule of a group
 
@@ -242,6 +243,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every group its share of a learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
+
+
+def take_step(optimizer: Optimizer, numbers_K: torch.Tensor, *, skips: bool) -> None:
+    """Update the weights; where numbers are not finite, leave the update out if `skips` is set.
+
+    The optimizer looks at the numbers on the device: nothing waits for them.
+
+    Args:
+        optimizer: with the gradients in place.
+        numbers_K: the step's losses and gradient norm, the same on all ranks, shape (K,).
+        skips: whether an update may be left out.
+    """
+    if skips:
+        optimizer.found_inf = 1.0 - torch.isfinite(numbers_K).all().to(torch.float32)
+    optimizer.step()
 
 
 def _own_type(parameter: torch.Tensor) -> Held:

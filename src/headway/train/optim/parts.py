@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from headway.models.parallel import local
+
 AT_ONCE = 2**24  # values worked on at a time: each float32 copy of them takes 64 MiB
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor; a tensor that is not sharded is all its own."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Part(NamedTuple):
