@@ -4,16 +4,20 @@ That traces are right is held where tracing is tested; a run only has to use wha
 between it and those that it starts, models of one class, configuration, parameters and modules share a ledger.
 """
 
+import functools
 import hashlib
 import os
 import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headway.count import CostModel
 from headway.tracing import trace
 from headway.train import build
 from headway.train.optim import freezing
+from helpers.tiny_models import tiny_config
 
 FOLDER = "HEADWAY_TEST_LEDGERS"  # the environment variable that names the folder of the ledgers
 
@@ -36,3 +40,16 @@ def ledger_of(model: Any) -> CostModel:
 def install() -> None:
     """Have the runs of this process, and of those that it starts, take their ledgers from the folder."""
     build.trace = freezing.trace = ledger_of  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ledgers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Trace each model once, however many runs train it: import this into a conftest.py."""
+    os.environ[FOLDER] = str(tmp_path_factory.mktemp("ledgers"))
+    install()
+
+
+@functools.cache
+def tiny_ledger(family: str) -> CostModel:
+    """The ledger of a family's tiny model."""
+    return trace(tiny_config(family))

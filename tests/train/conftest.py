@@ -1,7 +1,6 @@
 """A small dataset of digits, a model of a few thousand parameters, and a configuration that trains it in seconds."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -11,20 +10,13 @@ import yaml
 from headway.synthetic.digits import write_digits
 from headway.synthetic.reader import write_reader
 from headway.train.config import parse_config
-from helpers import traced_once
+from helpers.traced_once import ledgers  # noqa: F401 - a fixture of all tests here
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """Losses repeat bit for bit on one thread only."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def ledgers(tmp_path_factory):
-    """Trace each model once, however many runs train it."""
-    os.environ[traced_once.FOLDER] = str(tmp_path_factory.mktemp("ledgers"))
-    traced_once.install()
 
 
 @pytest.fixture(scope="session")
