@@ -82,7 +82,7 @@ def mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Say what transformers should hand to `attend` as its mask.
+    """Choose the mask that transformers hands to `attend`.
 
     None where segment boundaries, causality and a window say it all; an empty tensor where positions restart, which
     obliges the caller to give the pack's boundaries; a boolean mask (B, 1, queries, keys) for padded rows and for
@@ -108,7 +108,7 @@ def mask(
 
 
 def _kinds(function: Callable[..., Any]) -> set[str]:
-    """Names of the elementary mask functions that a mask function is made of."""
+    """Name the elementary mask functions that a mask function combines."""
     name = function.__qualname__
     if name not in _COMBINING:
         return {name}
@@ -220,7 +220,7 @@ def _within_segments(
     sinks_H: torch.Tensor | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attend with the kernel that this device and these settings have; shape (T, H, Dv)."""
+    """Attend with the kernel for this device and these settings; shape (T, H, Dv)."""
     if q_THD.shape[1] == 0:  # more processes than heads: this one has none to attend with
         return q_THD.reshape(q_THD.shape[0], 0, v_TKD.shape[2])
     if q_THD.is_cuda:

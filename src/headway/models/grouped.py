@@ -57,7 +57,7 @@ def _has_kernel(rows_SD: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _OnlyWhereRows(torch.autograd.Function):
-    """A weight as it is, whose gradient is zero for experts without rows, whatever it was before."""
+    """Pass a weight through; its gradient is set to zero for experts without rows."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ class ChunkedLoss(ModelWithLoss):
         return found._replace(total=found.total + 0.0 * zeros.sum())
 
     def _forward(self, hidden_1TH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the output layer does: logits, or, while a pack's losses are wanted, those, and a zero for each slot."""
+        """Return logits; or, while losses are wanted, compute and keep them and return a zero for each slot."""
         if self._asked is None:
             logits: torch.Tensor = self._plain_forward(hidden_1TH, *args, **kwargs)
             return logits
@@ -161,7 +161,7 @@ class ChunkedLoss(ModelWithLoss):
 
 
 def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
-    """Find out what a model does to its logits between its output layer and its result.
+    """Find the function that a model applies to its logits after the output layer: none, a factor or a soft cap.
 
     The model's forward is run once with its body left out and an output layer that returns known numbers on the CPU, so
     weights may be anywhere, or on the meta device.
@@ -192,7 +192,7 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
 
 
 class _Instead:
-    """Another forward for a module, for a while."""
+    """Replaces a module's forward while it is entered."""
 
     def __init__(self, module: nn.Module, forward: Any) -> None:
         self._module, self._forward = module, forward
@@ -208,7 +208,7 @@ class _Instead:
 
 
 class _Body:
-    """The result of a body that has not run: a hidden state, and None for whatever else a model passes on."""
+    """Output of a body that was skipped: a hidden state, and None for any other attribute that a model passes on."""
 
     last_hidden_state = torch.zeros(1, 1, 1)
 

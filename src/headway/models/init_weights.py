@@ -1,4 +1,4 @@
-"""Random weights, drawn module by module in transformers' own order, also where a process keeps slices of them only.
+"""Random initialisation in transformers' own order, the same numbers for sharded and for whole models.
 
 Every process draws each whole parameter in turn from its generator, keeps its slice and forgets the rest. So the same
 seed gives the same weights, bit for bit, on one process and on many, and no process ever holds more than one module's
@@ -53,7 +53,7 @@ def to_memory(model: PreTrainedModel, device: torch.device | str, keep_on: torch
 
 
 def _walk(module: nn.Module, owner: Any, device: torch.device, path: str, done: set[nn.Parameter]) -> None:
-    """Children first, each by the rule of the innermost model around it, as transformers goes."""
+    """Fill children before their parent, each by the rule of the innermost model around it, as transformers does."""
     for name, child in module.named_children():
         _walk(child, child if isinstance(child, PreTrainedModel) else owner, device, f"{path}{name}.", done)
     own = dict(module.named_parameters(recurse=False))
@@ -68,7 +68,7 @@ def _walk(module: nn.Module, owner: Any, device: torch.device, path: str, done: 
 
 
 def _fill(module: nn.Module, owner: Any, device: torch.device, path: str, fresh: Sequence[Home]) -> None:
-    """Have a model's rule fill a module's parameters; those kept as slices are whole meanwhile."""
+    """Run a model's initialisation rule on a module, with whole tensors in place of sharded parameters meanwhile."""
     whole: dict[Home, torch.Tensor] = {}
     for home, name in fresh:
         parameter: Any = home._parameters[name]
@@ -108,7 +108,7 @@ def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None
 
 @contextmanager
 def _standing_in(whole: Mapping[Home, torch.Tensor]) -> Iterator[None]:
-    """Have whole values stand in for slices; afterwards the slices are those of what the values became."""
+    """Put whole tensors in place of sharded parameters; afterwards copy this process's slices of them back."""
     slices: dict[Home, Any] = {(module, name): module._parameters[name] for module, name in whole}
     try:
         for (module, name), values in whole.items():
@@ -128,7 +128,7 @@ class _Touched(Exception):  # noqa: N818 - no error: it says what to make whole
 
 
 class _SlicesAreTouched(TorchFunctionMode):
-    """Stops before anything is done to slices: a draw of them would not be that of the whole."""
+    """Interrupts a rule before it touches a sharded parameter, whose slice would get other numbers than the whole."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":

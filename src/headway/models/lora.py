@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft, inside a model that stays what it was.
+"""Low-rank adapters by peft, put into a model in place.
 
 The model keeps its class, its forward and its names, but for the modules that take an adapter: `q_proj.weight` becomes
 `q_proj.base_layer.weight`, beside `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`.
@@ -205,7 +205,7 @@ def _inject(model: PreTrainedModel, config: Any) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules with an adapter, by the names that they have in the model without."""
+    """Yield each module with an adapter, under the name that it has in the model without adapters."""
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
             yield name, module

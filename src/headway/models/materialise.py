@@ -77,7 +77,7 @@ def read_weights(
 
 @torch.no_grad()
 def allocate(model: PreTrainedModel, device: torch.device | str, *, keep_on: torch.device | str | None = None) -> None:
-    """Give a model that was built on the meta device memory for weights that are read later, and what no file holds.
+    """Allocate a model that was built on the meta device, for weights that are read later; compute unsaved buffers.
 
     Args:
         model: changed in place; its parameters and persistent buffers have no values yet, its other buffers theirs.
@@ -139,7 +139,7 @@ def _read_slices(sliced: dict[str, Any], model: PreTrainedModel, plan: LoadState
 
 
 def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
-    """Whether rows of what a rule makes are made of the same rows of what it takes."""
+    """Whether a process's rows of a parameter can be made from the same rows of the stored tensors alone."""
     merges = all(
         (isinstance(op, MergeModulelist) and op.dim == 0) or (isinstance(op, Concatenate) and op.dim > 0)
         for op in rule.operations
@@ -174,5 +174,5 @@ def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: 
 
 
 def _fetched(name: str) -> Path:
-    """The folder of a Hub model in this machine's cache, fetched if it is not there."""
+    """Download a Hub model into this machine's cache if it is not there, and give its folder."""
     return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))

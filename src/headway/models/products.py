@@ -38,7 +38,7 @@ class _PatchConv2d(nn.Conv2d):
 
 
 class _PatchConv3d(nn.Conv3d):
-    """Multiplies where the input is one position of the kernel, and convolves elsewhere."""
+    """As `_PatchConv2d`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name that torch gives it
         return _project(self, input) if input.shape[2:] == self.kernel_size else super().forward(input)
@@ -53,7 +53,7 @@ _MULTIPLYING: dict[type[nn.Module], Any] = {nn.Conv2d: _PatchConv2d, nn.Conv3d: 
 
 
 def project_patches(model: nn.Module) -> list[str]:
-    """Let a model's convolutions multiply matrices where their input is a single patch; weights stay as they are.
+    """Let convolutions run as matrix products where their input is a single patch; weights keep their shapes.
 
     Returns:
         Names of the modules that may do so.

@@ -1,4 +1,4 @@
-"""The model of a run: opened, traced, fitted with what the settings ask for, and laid over the processes."""
+"""Build a run's model: open it, trace it, apply the settings, and shard it over the processes."""
 
 import os
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def build_trained(
 def build_model(
     config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """The configured model: with saved weights or at random; what a checkpoint is read into, if there is one.
+    """Build the configured model: with saved weights, random ones, or none yet for a checkpoint's.
 
     Args:
         config: everything there is to say.
@@ -129,7 +129,7 @@ def distribute(
     precision: Precision,
     device: torch.device,
 ) -> None:
-    """Shard a model that has no weights yet, and give every process its slices of them, or room for a checkpoint's.
+    """Shard a model that has no weights yet, and give every process its slices, or memory for a checkpoint's.
 
     Raises:
         CheckpointError: the weights are not whole, or of another model.
@@ -169,7 +169,7 @@ def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
 
 
 def _architecture(path: str) -> dict[str, Any]:
-    """A model's configuration without what saving adds to it."""
+    """Configuration of a model without the keys that saving adds."""
     volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
 
     def clean(node: Any) -> Any:

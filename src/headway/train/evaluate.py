@@ -31,7 +31,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
         samples: samples judged.
@@ -101,7 +101,7 @@ class EvalSet:
     def evaluate(
         self, model_with_loss: ModelWithLoss, device: torch.device, autocast: Autocast = nullcontext
     ) -> Evaluation:
-        """Judge every sample with the model as it is.
+        """Judge every sample with the model's present weights.
 
         Args:
             model_with_loss: its model is put into evaluation mode for the time being.
@@ -110,7 +110,7 @@ class EvalSet:
         """
         model = model_with_loss.model
         was_training = model.training
-        model.eval()
+        model.train(False)
         # samples, exact answers, summed cross-entropy, supervised tokens
         totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         for batch in self._packs:
@@ -124,7 +124,7 @@ class EvalSet:
 def judge(
     model_with_loss: ModelWithLoss, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """This process's part of what a pack adds to the totals; L are its slots.
+    """Evaluate a pack: this process's summands of the totals; L are its slots.
 
     Args:
         model_with_loss: of a model in evaluation mode.

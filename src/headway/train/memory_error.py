@@ -1,4 +1,4 @@
-"""What is said when memory runs out: what held it, which pack asked for more, and what would need less."""
+"""Error text when memory runs out: its holders, the pack that asked for more, and settings that need less."""
 
 import math
 import re
@@ -64,7 +64,7 @@ class Explanation:
         )
 
     def _way_out(self, held: dict[str, int], activations: int) -> str:
-        """What would fit the device, by the memory plan; where there is none, what would need less."""
+        """Say which settings fit the device by the memory plan; without a plan, which would need less."""
         run, phase = self._run, self._phase
         if run.device.type == "cuda" and phase.batch is not None:
             total = torch.cuda.get_device_properties(run.device).total_memory
@@ -111,7 +111,7 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
 
 
 def held_bytes(run: Run) -> dict[str, int]:
-    """What this process holds of the model and of what training keeps of it, by part [bytes]."""
+    """Memory of this process's slices of weights, gradients, optimizer state and averages [bytes]."""
     parameters = list(run.model.parameters())
     states = [value for state in run.optimizer.state.values() for value in state.values()]
     averages = [] if run.ema is None else list(run.ema.state_dict().values())
@@ -163,7 +163,7 @@ def possible_savings(
 
 
 def local_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Memory of this process's parts of tensors on a device; what two of them share counts once [bytes]."""
+    """Memory of this process's slices of tensors on a device; shared storage counts once [bytes]."""
     storages = {}
     for tensor in tensors:
         own = local(tensor)
@@ -184,7 +184,6 @@ def asked_bytes(error: BaseException) -> int | None:
 
 
 def _num_blocks(model: PreTrainedModel) -> int:
-    """Layers that can be recomputed; 0 for a model that has none."""
     try:
         return len(blocks(model))
     except ConfigError:

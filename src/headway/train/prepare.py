@@ -74,7 +74,7 @@ class Run:
 
     @property
     def model(self) -> PreTrainedModel:
-        """What learns."""
+        """The model."""
         return self.trained.model
 
     def weights_to_judge(self) -> AbstractContextManager[None]:
@@ -87,7 +87,7 @@ class Run:
         return _sequence_group(self.mesh)
 
     def describe(self) -> list[str]:
-        """A few lines on what is about to happen."""
+        """Lines that describe the run on the screen."""
         params, peak = self.meter.cost_model.params, self.meter.peak
         lines = [
             f"{model_name(self.model)}: {params.total / 1e6:.2f} M parameters, {params.trainable / 1e6:.2f} M "
@@ -98,7 +98,7 @@ class Run:
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
     def write_model(self, folder: Path) -> None:
-        """Write what a model folder holds besides weights."""
+        """Write config, generation config, adapter config and processor."""
         self.model.config.save_pretrained(folder)
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
@@ -269,7 +269,7 @@ def save(run: Run, step: int, behind: Mapping[str, Any]) -> None:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """What the run is made of, for run.json."""
+    """Content of run.json."""
     params, peak = run.meter.cost_model.params, run.meter.peak
     return {
         "software": describe_software(),

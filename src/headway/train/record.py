@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: the resolved configuration, the software and device, and a record per step.
+"""The run folder's files: the resolved configuration, the software and device, and a record per step.
 
 config.yaml     the configuration as it was resolved
 run.json        versions, device, git commit, peak and convention
@@ -46,7 +46,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def describe_software() -> dict[str, Any]:
-    """Versions of what computes the run, and the git commit of the working directory if it is in a repository."""
+    """Versions of the software, and the git commit of the working directory if it is in a repository."""
     return {
         "headway": __version__,
         "python": platform.python_version(),
@@ -153,7 +153,7 @@ class MetricsLog:
         self._trackers.write(record)
 
     def _go_back(self, path: Path, last_step: int, lost: Path | None) -> None:
-        """Cut off what lies after a step, and what a killed process left unfinished at the end."""
+        """Cut the file after a step, and remove a line that a kill left unfinished at the end."""
         kept_bytes, ended = 0, b"\n"
         redone: list[dict[str, Any]] = []
         with path.open("rb") as file:
@@ -194,7 +194,7 @@ class MetricsLog:
 
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
-    """Say of a refused write which file it was for, and that nothing is lost by it."""
+    """Turn a refused write into an error that names the file and says that nothing is lost."""
     try:
         yield
     except OSError as error:

@@ -83,7 +83,7 @@ class StepRecorder:
         self._pending.append((pending, HostCopy(numbers_K)))
 
     def behind(self) -> dict[str, Any]:
-        """What a checkpoint is to know of the steps that have been written, besides the place in the data."""
+        """State for a checkpoint: skipped updates in a row, and the digest of all samples so far."""
         return {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}"}
 
     def write(self, windows: Sequence[Window]) -> None:
@@ -128,7 +128,7 @@ class StepRecorder:
         self._show(record)
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
-        """What to say of a step that ends the run; the samples that this rank had in it go to a file."""
+        """Text of the error that ends the run; the samples that this rank had in the step go to a file."""
         step, batches = pending.step, pending.batches
         samples = [source for batch in batches for source in batch.sources]
         try:
@@ -145,7 +145,7 @@ class StepRecorder:
         )
 
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
-        """Mean loss, tokens and targets of each source, and the share of its tokens that was cut or left out."""
+        """Mean loss, tokens and targets of each source, and the fraction of its tokens that was cut or left out."""
         parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
         return {
             name: {

@@ -1,4 +1,4 @@
-"""What the settings of `speed` mean for a model on this device: compilation, kernels, and blocks to recompute."""
+"""Apply the settings of `speed` to a model on this device: compilation, kernels, and blocks to recompute."""
 
 import math
 from importlib.util import find_spec
@@ -110,7 +110,7 @@ def chosen_recompute(
 
 
 def saved_of(path: str, precision: str) -> SavedActivations:
-    """What autograd saves of a model in training: as it ships, or traced from its configuration.
+    """Activations that autograd saves of a model in training: from a shipped file, or traced from its configuration.
 
     Args:
         path: as in `model.path`.

@@ -1,4 +1,4 @@
-"""Where a run stands, who watches that it moves on, what is said when it cannot, and who asks it to stop.
+"""The loop's phase, the watchdog over it, error texts that name it, and signals that stop the run.
 
 The loop notes in a `LoopPhase` what it is about to do. A watchdog ends the process when that has not changed for too
 long; an error of the memory or of the processes' connection is told together with it.
@@ -33,7 +33,7 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 @dataclass
 class LoopPhase:
-    """What the loop of this process is doing.
+    """Phase of the training loop in this process.
 
     Attributes:
         step: the step being taken.
@@ -50,7 +50,7 @@ class LoopPhase:
     since_s: float = field(default_factory=time.monotonic)
 
     def at(self, name: str, *, step: int | None = None, batch: Batch | None = None, watched: bool = True) -> None:
-        """Note what comes next.
+        """Enter a phase.
 
         Args:
             name: what is about to be done.
@@ -133,7 +133,7 @@ class Watchdog:
 
 
 def _in_time(tell: Callable[[], None]) -> bool:
-    """Tell something from a thread of its own, which may hang; whether it was told, and soon enough."""
+    """Run a report in a thread of its own, which may hang; whether it succeeded soon enough."""
     told = threading.Event()
 
     def try_to() -> None:
@@ -149,7 +149,7 @@ def _in_time(tell: Callable[[], None]) -> bool:
 
 @contextmanager
 def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], str]) -> Iterator[None]:
-    """Turn errors of memory, files and the processes' connection into ones that say where, and what to do.
+    """Turn errors of memory, files and connections into ones that name the phase and the way out.
 
     Args:
         phase: where the process stands.

@@ -46,7 +46,7 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
 
 
 def _norm(grads: list[torch.Tensor], spread: Spread) -> torch.Tensor:
-    """The norm of gradients that are spread alike, the pieces of all processes together."""
+    """Norm of gradients on one mesh, over the slices of all processes."""
     dtype = torch.promote_types(grads[0].dtype, torch.float32)  # a sum of squares in bfloat16 would lose its tail
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=dtype)))
     if spread is None:

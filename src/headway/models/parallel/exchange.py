@@ -1,4 +1,4 @@
-"""What the processes that share a pack exchange: tokens for heads before attention, heads for tokens after it.
+"""All-to-all of Ulysses sequence parallelism: tokens for heads before attention, heads for tokens after it.
 
 Outside attention each process of a group holds a part of the tokens and every head; inside it, all tokens and a part of
 the heads. One all-to-all each way makes the change, and autograd runs it backwards. Neither tokens nor heads need
@@ -146,7 +146,6 @@ def gather_slots(x_LC: torch.Tensor, split: Split) -> torch.Tensor:
 
 
 def _ranges(heads: int, degree: int) -> list[slice]:
-    """Each process's query heads."""
     found, start = [], 0
     for count in shares(heads, degree):
         found.append(slice(start, start + count))
@@ -155,14 +154,14 @@ def _ranges(heads: int, degree: int) -> list[slice]:
 
 
 def _read_by(heads: slice, per_key: int) -> slice:
-    """Key heads that a run of query heads reads, `per_key` query heads reading each."""
+    """Key heads that a range of query heads reads, where each key head serves `per_key` query heads."""
     if heads.start == heads.stop:
         return slice(0, 0)
     return slice(heads.start // per_key, (heads.stop - 1) // per_key + 1)
 
 
 def _deal_columns(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
-    """Send each process its columns of this process's slots, a part for each; get one's own columns of all slots."""
+    """Send every process its columns of this process's slots; receive this process's columns of all slots."""
     widths = [part.shape[1] for part in parts]
     x_LW = torch.cat(parts, dim=1)
     x_TW: torch.Tensor = _columns_of_all_slots(x_LW, split.slots, widths, split.unit, split.rank, split.group)

@@ -85,7 +85,7 @@ def _exchange(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, _: torch
 
 
 class _Send(torch.autograd.Function):
-    """Send consecutive rows to the processes of a group; their gradients take the way back."""
+    """Send consecutive rows to the processes of a group; gradients are sent back the same way."""
 
     @staticmethod
     def forward(

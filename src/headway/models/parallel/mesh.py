@@ -55,7 +55,7 @@ def build_mesh(shape: MeshShape, device_type: str) -> Mesh:
 
 
 def _without_replicas(mesh: DeviceMesh, shape: MeshShape, sharded: str) -> DeviceMesh:
-    """The dimensions that FSDP takes: one where there are no replicas."""
+    """Mesh dimensions that FSDP takes: without replicas, the sharded one alone."""
     return mesh[sharded] if shape.replicate == 1 else mesh["replicate", sharded]
 
 

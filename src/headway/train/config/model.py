@@ -141,7 +141,7 @@ class SpeedConfig(Section):
 
     @property
     def recompute_bytes(self) -> int | None:
-        """What blocks may keep from forward to backward on each device [bytes]; None where it does not choose them."""
+        """Limit of `memory:SIZE` for activations kept from forward to backward on each device [bytes]; None without."""
         return _size(self.recompute)
 
 

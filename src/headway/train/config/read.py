@@ -146,7 +146,7 @@ def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> T
 
 
 def _beyond(error: Exception) -> str:
-    """What is wrong with YAML that is none of YAML's own mistakes."""
+    """Explain an error of reading YAML that PyYAML does not report as its own."""
     if isinstance(error, RecursionError):
         return "its lists or mappings are nested too deeply"
     return f"a value in it is out of range ({error})"
@@ -185,7 +185,7 @@ def _assign(raw: dict[str, Any], override: str) -> None:
 
 
 def _describe(error: dict[str, Any]) -> str:
-    """One pydantic error as a clause: where, what was given, what is allowed."""
+    """Render one pydantic error as a clause: where, what was given, what is allowed."""
     location = tuple(error["loc"])
     name = ".".join(str(part) for part in location)
     if error["type"] == "extra_forbidden":
@@ -202,7 +202,7 @@ def _describe(error: dict[str, Any]) -> str:
 
 
 def _field(location: tuple[int | str, ...]) -> Any:
-    """The annotation found at a location of the configuration; list items by index."""
+    """Annotation and field found at a location of the configuration; list items by index."""
     annotation: Any = TrainConfig
     info = None
     for part in location:
@@ -218,13 +218,13 @@ def _field(location: tuple[int | str, ...]) -> Any:
 
 
 def _section(annotation: Any) -> Any:
-    """The section that an annotation names, itself or as one of several choices."""
+    """Section class that an annotation names, itself or as one of several choices."""
     choices = (annotation, *getattr(annotation, "__args__", ()))
     return next((kind for kind in choices if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
-    """A section's settings under the names of the file."""
+    """Settings of a section by their names in the file."""
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 

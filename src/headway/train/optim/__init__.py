@@ -1,4 +1,4 @@
-"""What turns gradients into weights: what learns, in which groups, by which rule, how fast, and the average of it.
+"""The optimizer: frozen parts, parameter groups, AdamW and Muon, learning rates, and averaged weights.
 
 `schedule.py` the learning rate of a step; `freezing.py` what learns; `groups.py` who shares settings;
 `optimizer.py` AdamW and Muon as one optimizer; `muon.py` Muon's matrices across processes; `moments.py` how moments are

@@ -1,4 +1,4 @@
-"""What learns and what does not, in the model and in its ledger by one rule: frozen parts, and adapters."""
+"""Freeze parts and add adapters, in the model and in its ledger by one rule."""
 
 from collections.abc import Sequence
 

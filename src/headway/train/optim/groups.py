@@ -55,7 +55,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel
 
 
 def _rates(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> dict[str, float | str]:
-    """The learning rate that `optim.lr_of` gives each parameter it names; of several patterns the last one holds."""
+    """Learning rate that `optim.lr_of` gives each parameter it matches; of several patterns the last one holds."""
     learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     last: dict[str, str] = {}
     for pattern in optim.lr_of:

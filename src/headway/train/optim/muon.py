@@ -106,7 +106,7 @@ def orthogonalised(
 
 
 def _all_here(alike: _Alike, iterations: int) -> _Alike:
-    """Orthogonalise updates of one shape whose matrices this process has whole."""
+    """Orthogonalise updates of one shape that this process holds whole."""
     parameter, first = alike[0]
     matrices = torch.cat([update.view(-1, *update.shape[-2:]) for _, update in alike]).to(_device(parameter))
     results = _by_stacks(matrices, iterations).to(first.device).reshape(-1)
@@ -115,7 +115,7 @@ def _all_here(alike: _Alike, iterations: int) -> _Alike:
 
 
 def _by_stacks(matrices_NAB: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Newton-Schulz on as many matrices at a time as fit the budget of an optimizer's working memory."""
+    """Run Newton-Schulz on stacks of matrices that fit the optimizer's memory budget."""
     if len(matrices_NAB) == 0:
         return matrices_NAB
     at_once = max(1, AT_ONCE // matrices_NAB[0].numel())
@@ -129,7 +129,7 @@ def _by_stacks(matrices_NAB: torch.Tensor, iterations: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How matrices are cut: along which of their two dimensions, over which processes."""
+    """How a parameter's matrices are sharded: along rows or columns, over which processes."""
 
     group: Any
     dim: int  # 0 for rows, 1 for columns
@@ -143,13 +143,13 @@ class _Layout:
         return math.prod(parameter.shape[:-2])
 
     def lengths(self, total: int) -> list[int]:
-        """What each process holds of a dimension. Source: DTensor cuts as `torch.chunk` does."""
+        """Length of each process's slice of a dimension. Source: DTensor cuts as `torch.chunk` does."""
         most = -(-total // self.size)
         return [max(0, min(most, total - rank * most)) for rank in range(self.size)]
 
 
 def _layout(parameter: torch.Tensor) -> _Layout | None:
-    """How the matrices of a parameter are cut; None where this process has whole ones."""
+    """Sharding of a parameter's matrices; None where this process holds whole ones."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -170,7 +170,7 @@ def _layout(parameter: torch.Tensor) -> _Layout | None:
 
 
 def _device(parameter: torch.Tensor) -> torch.device:
-    """Where a parameter's matrices are computed: on the mesh's devices, even if it is offloaded to the host."""
+    """Device that computes a parameter's matrices: the mesh's, even if the parameter is offloaded to the host."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return parameter.device
@@ -205,7 +205,7 @@ class _Swap:
         self._received, self._work = self._exchange(sent, back=False)
 
     def _exchange(self, sent: torch.Tensor, *, back: bool) -> tuple[torch.Tensor, Any]:
-        """Send slices to the owners of their matrices, or back; returns before they have arrived."""
+        """Start sending slices to the owners of their matrices, or back; does not wait for their arrival."""
         rank = self._layout.rank
         mine = [count * self._lengths[rank] * self._across for count in self._counts]  # of others' matrices
         theirs = [self._counts[rank] * length * self._across for length in self._lengths]  # of this one's
@@ -245,7 +245,6 @@ class _Swap:
 def _add_product(
     base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float, alpha: float
 ) -> torch.Tensor:
-    """Add beta times the base and alpha times a product, of matrices or of stacks of them."""
     if base.ndim == 2:
         return torch.addmm(base, left, right, beta=beta, alpha=alpha)
     return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)

@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
         return sum(moment.nbytes for moment in state.values())
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
-        """PyTorch's fused kernel, on the tensors themselves or on float32 copies of what is held in another type."""
+        """Run PyTorch's fused AdamW, on the tensors themselves or on float32 copies of what is held in another type."""
         parameters = self._begin(group)
         whole = [p for p in parameters if self._is_float32(p)]
         if whole:
@@ -115,7 +115,6 @@ class Optimizer(torch.optim.Optimizer):
         self._end(parameters)
 
     def _is_float32(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter and its moments are all held in float32."""
         return parameter.dtype is torch.float32 and self._held in (None, "float32")
 
     def _fused(
@@ -127,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         first: list[torch.Tensor],
         second: list[torch.Tensor],
     ) -> None:
-        """Update weights and moments in float32, each a tensor for an owner, whose steps are counted already."""
+        """Update weights and moments in float32, one tensor for each owner, whose steps have been counted."""
         torch._fused_adamw_(
             weights,
             gradients,
@@ -161,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
         self._end(parameters)
 
     def _momenta(self, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each of Muon's parameters with this process's part of its update before it is orthogonalised, in bfloat16."""
+        """Yield Muon's parameters with this process's part of the update before orthogonalisation, in bfloat16."""
         for kind in alike(parameters, self._block_of):
             noise, updates = self._noise_of(kind[0], stream=0), []
             for parts in cut(kind, self._block_of(kind[0].shape)):
@@ -182,7 +181,7 @@ class Optimizer(torch.optim.Optimizer):
                         yield part.parameter, whole.view(local(part.parameter).shape)
 
     def _begin(self, group: dict[str, Any]) -> list[torch.Tensor]:
-        """Count the step of every parameter that has a gradient, after making its state if it has none."""
+        """Make the state of parameters that have none, and count the step of every parameter with a gradient."""
         parameters: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
         for parameter in parameters:
             state: dict[str, Any] = self.state[parameter]
@@ -199,12 +198,12 @@ class Optimizer(torch.optim.Optimizer):
         return parameters
 
     def _end(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take back the count of a step that was left out."""
+        """Undo the count where the step was left out."""
         if parameters and self._found_inf is not None:
             torch._foreach_sub_([self.state[p]["step"] for p in parameters], [self._found_inf] * len(parameters))
 
     def _block_of(self, shape: torch.Size) -> int:
-        """Values of a parameter that are held together."""
+        """Number of values of a parameter that share a scale."""
         return width(shape) if self._held == "8bit" else 1
 
     def _noise_of(self, first: torch.Tensor, *, stream: int) -> torch.Generator:

@@ -1,4 +1,4 @@
-"""Many parameters at a time: parts of them laid end to end, worked on in float32 by one kernel each step of the way.
+"""Multi-tensor updates: parts of many parameters laid end to end, updated in float32 by one kernel per operation.
 
 A model has hundreds of parameters, most of them small. So an optimizer takes as many as fit a budget of memory, cuts
 what is larger, and computes on one flat tensor of them all. Letters: R rows of blocks, B values of a block.
@@ -16,7 +16,7 @@ AT_ONCE = 2**24  # values worked on at a time: each float32 copy of them takes 6
 
 
 class Part(NamedTuple):
-    """Neighbouring values of one parameter, of this process's part of it.
+    """A range of values in this process's slice of a parameter.
 
     Attributes:
         parameter: whose.
@@ -34,7 +34,7 @@ class Part(NamedTuple):
         return self.stop == local(self.parameter).numel()
 
     def of(self, tensor: torch.Tensor, *, block: int = 1) -> torch.Tensor:
-        """What belongs to this part of a tensor laid out as the parameter, flat.
+        """The same range of another tensor that is laid out as the parameter, flat.
 
         Args:
             tensor: whole, or sharded as the parameter is.
@@ -117,7 +117,7 @@ class Values:
         self.parts = laid_as(self._held, flat)
 
     def write(self, noise: torch.Generator, skip: torch.Tensor | None) -> None:
-        """Hold the values; bfloat16 is rounded stochastically, so that changes below a step of it are not lost.
+        """Write the values back; bfloat16 is rounded stochastically, so that changes below a step of it are not lost.
 
         Args:
             noise: for the rounding.
