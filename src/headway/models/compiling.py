@@ -91,7 +91,7 @@ class CompileWatch:
 
     def _look(self, *, expected: bool) -> None:
         failed = self._failed()
-        for metrics in self._newest():
+        for metrics in self._newest():  # a first compilation has no `recompile_reason`
             self._happened = True
             gives_up = "recompile limit" in (metrics.fail_reason or "")  # from then on this function runs uncompiled
             if metrics.recompile_reason is None or (expected and not gives_up):

@@ -10,6 +10,8 @@ What a model does to its logits after the output layer is found out by trying, o
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -169,11 +171,12 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     Raises:
         ConfigError: neither nothing, nor a factor, nor a soft cap.
     """
+    # Known logits on both sides of zero, from tiny to huge, in place of what the output layer would give.
     vocabulary = int(getattr(layer, "out_features", 0)) or len(layer.weight)  # type: ignore[arg-type]
     tried_1TV = torch.zeros(1, 1, max(vocabulary, len(_TRIED)), dtype=torch.float64)
     tried_1TV[0, 0, : len(_TRIED)] = torch.tensor(_TRIED, dtype=torch.float64)
     body = model.base_model
-    with _Instead(layer, lambda *_, **__: tried_1TV.clone()), _Instead(body, lambda *_, **__: _Body()), torch.no_grad():
+    with _instead(layer, lambda *_, **__: tried_1TV.clone()), _instead(body, lambda *_, **__: _Body()), torch.no_grad():
         try:
             got = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
         except Exception as error:
@@ -181,6 +184,7 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     if got.shape != tried_1TV.shape:
         raise ConfigError(_not_known(model, f"it turns {tuple(tried_1TV.shape)} logits into {tuple(got.shape)}"))
     result = got.double()
+    # A factor shows at 1, a soft cap at 1e9; either must then explain all that was tried.
     one, cap = (float(result[0, 0, _TRIED.index(value)]) for value in (1.0, 1e9))
     candidates = [AfterHead(scale=one)]
     if 0.0 < one < cap:  # tanh(1e9 / cap) is 1
@@ -191,20 +195,17 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     raise ConfigError(_not_known(model, "it is neither a factor nor a soft cap by tanh"))
 
 
-class _Instead:
-    """Replaces a module's forward while it is entered."""
-
-    def __init__(self, module: nn.Module, forward: Any) -> None:
-        self._module, self._forward = module, forward
-
-    def __enter__(self) -> None:
-        self._before = vars(self._module).get("forward")
-        self._module.forward = self._forward
-
-    def __exit__(self, *_: object) -> None:
-        del self._module.forward
-        if self._before is not None:
-            self._module.forward = self._before
+@contextmanager
+def _instead(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Replace a module's forward while entered."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 class _Body:

@@ -89,6 +89,7 @@ def tokens_to_heads(
         Queries (T, h, D), keys (T, k, D) and values (T, k, Dv) of the whole pack; k divides h. A process without query
         heads, where there are fewer than processes, gets none of any.
     """
+    # For each process: its query heads, the key heads that these read, and both of this process's slots side by side.
     query_heads = _ranges(q_LHD.shape[1], split.degree)
     per_key = q_LHD.shape[1] // k_LKD.shape[1]
     key_heads = [_read_by(heads, per_key) for heads in query_heads]
@@ -96,6 +97,7 @@ def tokens_to_heads(
         torch.cat([q_LHD[:, own].flatten(1), k_LKD[:, read].flatten(1), v_LKD[:, read].flatten(1)], dim=1)
         for own, read in zip(query_heads, key_heads, strict=True)
     ]
+    # One exchange for queries, keys and values; what arrives is cut into the three again.
     x_TW = _deal_columns(parts, split)
     own, read = query_heads[split.rank], key_heads[split.rank]
     sizes = [q_LHD.shape[2], k_LKD.shape[2], v_LKD.shape[2]]
@@ -104,6 +106,7 @@ def tokens_to_heads(
     q_ThD, k_TkD, v_TkD = (
         column.view(split.slots, count, size) for column, count, size in zip(columns, counts, sizes, strict=True)
     )
+    # Kernels want each key head read by equally many query heads: where it is not, it is repeated for each reader.
     readers = [
         sum(head // per_key == key for head in range(own.start, own.stop)) for key in range(read.start, read.stop)
     ]

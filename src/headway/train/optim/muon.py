@@ -85,17 +85,18 @@ def orthogonalised(
     turn = 0
     for parameter, update in updates:
         layout = _layout(parameter)
-        if layout is None:
+        if layout is None:  # this process has the whole matrix: gather others of its shape, up to the memory budget
             stack = whole.setdefault(parameter.shape, [])
             stack.append((parameter, update))
             if sum(update.numel() for _, update in stack) >= AT_ONCE:
                 yield _all_here(whole.pop(parameter.shape), iterations)
             continue
+        # Sharded matrices are exchanged in batches of one shape, at least one matrix for each process to compute.
         alike = waiting.setdefault((layout, parameter.shape), [])
         alike.append((parameter, update))
         if sum(layout.stack(parameter) for parameter, _ in alike) >= layout.size:
             under_way.append(_Swap(layout, waiting.pop((layout, parameter.shape)), turn))
-            yield from finished(_IN_FLIGHT - 1)
+            yield from finished(_IN_FLIGHT - 1)  # compute on what has arrived while the next ones are on their way
     for (layout, _), alike in waiting.items():  # fewer matrices than processes: not always the same ones compute
         under_way.append(_Swap(layout, alike, turn))
         turn += len(alike)
@@ -217,6 +218,7 @@ class _Swap:
     def finish(self, iterations: int) -> _Alike:
         """Wait for the matrices, orthogonalise them, send them back; this process's parts."""
         self._work.wait()
+        # The slices of each of this process's matrices, put together along the dimension that they were cut in.
         count, across, rank = self._counts[self._layout.rank], self._across, self._layout.rank
         parts = [
             part.view(count, length, across)
@@ -229,6 +231,7 @@ class _Swap:
         whole = torch.cat(parts, dim=1)
         if count:  # the way round in which a single process would have them
             whole = _by_stacks(whole.mT, iterations).mT if self._layout.dim else _by_stacks(whole, iterations)
+        # Cut again, and every slice back to the process that holds it.
         sent = torch.cat([part.reshape(-1) for part in torch.split(whole, self._lengths, dim=1)])
         returned, work = self._exchange(sent, back=True)
         work.wait()

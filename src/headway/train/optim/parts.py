@@ -74,7 +74,7 @@ def cut(parameters: Iterable[torch.Tensor], block: int = 1) -> Iterator[list[Par
     room = at_once = max(1, AT_ONCE // block) * block
     for parameter in parameters:
         numel, start = local(parameter).numel(), 0
-        while True:
+        while True:  # at least once, so that a parameter of which this process holds nothing comes as an empty part
             stop = min(numel, start + room)
             group.append(Part(parameter, start, stop))
             room -= stop - start
