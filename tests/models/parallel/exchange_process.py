@@ -3,6 +3,7 @@
 Every process draws the same examples. A law holds for all processes or fails for all, so that none waits for another.
 """
 
+import os
 import sys
 
 import torch
@@ -18,7 +19,7 @@ EXAMPLES = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=50,
+    max_examples=50 if os.environ.get("HEADWAY_TEST_PROFILE") == "long" else 20,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
