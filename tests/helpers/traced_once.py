@@ -16,7 +16,7 @@ import pytest
 from headway.count import CostModel
 from headway.tracing import trace
 from headway.train import build
-from headway.train.optim import freezing
+from headway.train.optim import groups
 from helpers.tiny_models import tiny_config
 
 FOLDER = "HEADWAY_TEST_LEDGERS"  # the environment variable that names the folder of the ledgers
@@ -39,7 +39,7 @@ def ledger_of(model: Any) -> CostModel:
 
 def install() -> None:
     """Have the runs of this process, and of those that it starts, take their ledgers from the folder."""
-    build.trace = freezing.trace = ledger_of  # type: ignore[attr-defined]
+    build.trace = groups.trace = ledger_of  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,13 +1,12 @@
 """The optimizer: frozen parts, parameter groups, AdamW and Muon, learning rates, and averaged weights.
 
-`schedule.py` the learning rate of a step; `freezing.py` what learns; `groups.py` who shares settings;
+`schedule.py` the learning rate of a step; `groups.py` what learns, and who shares settings;
 `optimizer.py` AdamW and Muon as one optimizer; `muon.py` Muon's matrices across processes; `moments.py` how moments are
 held; `ema.py` the average of the weights.
 """
 
 from headway.train.optim.ema import WeightAverage
-from headway.train.optim.freezing import adapt, freeze
-from headway.train.optim.groups import parameter_groups
+from headway.train.optim.groups import adapt, freeze, parameter_groups
 from headway.train.optim.optimizer import Optimizer, make_optimizer, set_learning_rate, take_step
 from headway.train.optim.schedule import learning_rate
 
