@@ -31,10 +31,10 @@ from headway.data import EncodedSample
 from headway.data.collate import Collator, collate
 from headway.models import load_model
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.head import loss_head
+from headway.models.head import model_with_loss
 from headway.models.kernels import use_kernels
 from headway.models.vision import vision_geometry
-from headway.train.config.speed import SpeedConfig
+from headway.train.config import SpeedConfig
 from mixes import Mix
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -101,7 +101,7 @@ def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool 
     """Train in packs; the statements of a step are those of `headway.train.loop`, compiled as by `speed.compile`."""
     model = build_model(mix, "headway_flash", device)
     use_kernels(model, "torch", device)
-    head = loss_head(model, chunk=SpeedConfig().loss_chunk)
+    head = model_with_loss(model, chunk=SpeedConfig().loss_chunk)
     if compiled:
         compile_blocks(model, CompileWatch())
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -281,7 +281,7 @@ def compare_first_losses(mix: Mix, batch_size: int) -> dict[str, float]:
     samples, cpu = mix.samples[:batch_size], torch.device("cpu")
     with torch.no_grad():
         batch = collate(samples)
-        head = loss_head(build_model(mix, "headway_flash", cpu), chunk=SpeedConfig().loss_chunk)
+        head = model_with_loss(build_model(mix, "headway_flash", cpu), chunk=SpeedConfig().loss_chunk)
         found = {"headway": head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised).total}
         theirs = build_model(mix, "sdpa", cpu)
         found["trainer"] = theirs(**pad(samples)).loss

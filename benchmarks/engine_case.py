@@ -171,7 +171,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
     def step(number: int, batch: Batch) -> torch.Tensor:
         set_learning_rate(optimizer, learning_rate(number, config.optim))
         with precision.autocast():
-            pack = trained.head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
+            pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
         torch.autograd.backward(pack.total)
         clip_(parameters, math.inf if config.optim.clip is None else config.optim.clip)
         optimizer.step()

@@ -1,8 +1,8 @@
 """A recipe's model, its fullest pack, and its training step on the pretended device.
 
 Everything comes from a recipe as training takes it: `build_trained` with its settings, the packs that its plan makes of
-its lengths, `LossHead`, clipping, the optimizer. Only what needs a Hub, a Triton compiler or other machines is changed:
-models are built from shipped configurations without weights, blocks are not compiled, kernels are torch's.
+its lengths, `ModelWithLoss`, clipping, the optimizer. Only what needs a Hub, a Triton compiler or other machines is
+changed: models are built from shipped configurations without weights, blocks are not compiled, kernels are torch's.
 """
 
 import copy
@@ -39,9 +39,8 @@ from headway.tracing.build import preset_config
 from headway.train.build import Trained, build_trained
 from headway.train.config import TrainConfig, load_config
 from headway.train.device import choose_precision
-from headway.train.nonfinite import take_step
 from headway.train.optim import make_optimizer
-from headway.train.optim.optimizer import set_learning_rate
+from headway.train.optim.optimizer import set_learning_rate, take_step
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -184,7 +183,7 @@ def _step(
     set_learning_rate(optimizer, 1e-5)
     batch = batch.to(device)
     with watch.at("forward"), precision.autocast():
-        pack = trained.head(batch.model_inputs(), batch.labels_1T[0], per=max(1, batch.num_supervised))
+        pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=max(1, batch.num_supervised))
     with watch.at("backward"):
         backward(pack.total, watch)
         sources.index_add_(0, batch.source_of_slots(), pack.loss_T)

@@ -21,7 +21,7 @@ from helpers.tiny_models import PATCH, VISION_FAMILIES, tiny_config
 from helpers.whole_pipeline import write_sources
 
 IS_LONG = os.environ.get("HEADWAY_TEST_PROFILE") == "long"  # as `make test-long` sets it
-PACKS_PER_STEP, STEPS = 4, 20 if IS_LONG else 8
+PACKS_PER_STEP, STEPS = 4, 20 if IS_LONG else 5
 _TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 _TOKENS |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 

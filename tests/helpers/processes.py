@@ -64,6 +64,10 @@ def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, e
     os.environ.update(environment)
     _, how, *arguments = command
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    if "HEADWAY_TEST_LEDGERS" in environment:  # as tests/train has it
+        from helpers import traced_once
+
+        traced_once.install()
     try:
         if how == "-m":
             sys.argv = arguments

@@ -76,13 +76,18 @@ def check_packs(family, packs, num_graphs):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "num_graphs"),
-    [("qwen3", 1), ("gpt2", 1), ("qwen3_moe", 1), ("mistral_sliding", 1), ("gpt_oss_sinks", 2)],
+    [
+        pytest.param("qwen3_moe", 1, marks=pytest.mark.core),
+        ("gpt_oss_sinks", 2),
+        *(pytest.param(family, 1, marks=pytest.mark.long) for family in ("qwen3", "gpt2", "mistral_sliding")),
+    ],
 )
 def test_each_kind_of_layer_compiles_once_for_packs_of_every_size(family, num_graphs):
     check_packs(family, [pack(lengths) for lengths in PACKS], num_graphs)
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_sums_over_few_and_over_many_slots_share_their_code():
     """Inductor's code for a CPU adds more than 4,096 values in cascades; with 4 heads that is 1,024 slots."""
     plain, compiled, watch = model_of("qwen3"), model_of("qwen3"), CompileWatch(is_strict=True)
@@ -95,7 +100,14 @@ def test_sums_over_few_and_over_many_slots_share_their_code():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("qwen3_vl", marks=pytest.mark.core),
+        "qwen2_5_vl",
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.long),
+    ],
+)
 def test_each_tower_compiles_once_for_images_of_every_number_and_size(family):
     images = ([(2, 2)], [(4, 6), (2, 8)], [(8, 8), (2, 4), (6, 2)])
     packs = [pack(lengths, grids) for lengths, grids in zip(PACKS[1:], images, strict=True)]
@@ -131,6 +143,7 @@ def test_a_recompilation_is_counted_and_named_once(compiled):
     assert watch.since() == (False, (), ())
 
 
+@pytest.mark.slow
 def test_where_there_are_two_kinds_of_layers_the_guards_of_both_are_named():
     model, watch = model_of("gpt_oss_sinks"), CompileWatch()
     compile_blocks(model, watch, backend="eager")
@@ -198,6 +211,7 @@ def test_sharded_blocks_compile_the_same(recompute, num_graphs):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_sharded_blocks_keep_attention_uncompiled():
     for process in run_processes([sys.executable, Path(__file__), "full,-attention", ""], 2):
         assert process.stdout.split() == ["same", "0"]

@@ -8,7 +8,7 @@ import transformers
 
 from headway.errors import ConfigError
 from headway.models.float8 import check_float8, use_float8
-from headway.models.head import loss_head
+from headway.models.head import model_with_loss
 from headway.models.load import load_model
 from headway.tracing import trace
 from headway.train.config import RunConfig
@@ -65,7 +65,7 @@ def test_a_loss_in_float8_is_near_and_its_gradients_are_finite():
     other = copy.deepcopy(model)
     assert len(use_float8(other, trace(model), emulate=True)) == 2 * 7
     ids = torch.randint(7, 160, (1, 21), generator=torch.Generator().manual_seed(0))  # not a multiple of 16 slots
-    plain, found = (loss_head(m, chunk=8)({"input_ids": ids}, ids[0], per=21) for m in (model, other))
+    plain, found = (model_with_loss(m, chunk=8)({"input_ids": ids}, ids[0], per=21) for m in (model, other))
     assert found.total.item() != plain.total.item()
     assert found.total.item() == pytest.approx(plain.total.item(), rel=0.1)
     found.total.backward()

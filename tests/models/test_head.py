@@ -10,7 +10,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.head import ChunkedHead, loss_head, what_follows
+from headway.models.head import ChunkedLoss, model_with_loss, what_follows
 from headway.models.losses import AfterHead
 from helpers.tiny_models import RECURRENT_FAMILIES, TEXT_FAMILIES, tiny_config
 
@@ -58,7 +58,7 @@ def check_equal(model, chunk, per=11):
     inputs, labels_T = pack()
     other = copy.deepcopy(model)
     total, losses_T, right_T = reference(model, inputs, labels_T, per)
-    found = loss_head(other, chunk=chunk)(inputs, labels_T, per=per, judge=True)
+    found = model_with_loss(other, chunk=chunk)(inputs, labels_T, per=per, judge=True)
     found.total.backward()
     torch.testing.assert_close(found.total.detach(), total, rtol=1e-12, atol=0.0)
     torch.testing.assert_close(found.loss_T, losses_T, rtol=1e-12, atol=0.0)
@@ -104,7 +104,7 @@ def test_float32_losses_are_within_a_millionth():
     model = build(tiny_config("qwen3"), torch.float32)
     inputs, labels_T = pack()
     _, losses_T, _ = reference(model, inputs, labels_T, per=1)
-    found = loss_head(model, chunk=8)(inputs, labels_T)
+    found = model_with_loss(model, chunk=8)(inputs, labels_T)
     torch.testing.assert_close(found.loss_T, losses_T, rtol=1e-6, atol=0.0)
 
 
@@ -114,7 +114,7 @@ def test_the_gradient_under_autocast_is_that_of_the_model_under_autocast():
     inputs, labels_T = pack()
     with torch.autocast("cpu", torch.bfloat16):
         logits_TV = model(**inputs).logits[0]
-        found = loss_head(other, chunk=8)(inputs, labels_T)
+        found = model_with_loss(other, chunk=8)(inputs, labels_T)
     F.cross_entropy(logits_TV.float(), labels_T, ignore_index=-100, reduction="sum").backward()
     found.total.backward()
     got, wanted = other.lm_head.weight.grad, model.lm_head.weight.grad
@@ -138,7 +138,7 @@ def test_logits_are_never_whole(monkeypatch):
                     largest = max(largest, tensor.numel())
             return result
 
-    head = loss_head(model, chunk=16)
+    head = model_with_loss(model, chunk=16)
     with Sizes():
         head({"input_ids": labels_T[None]}, labels_T).total.backward()
     assert largest == 4096 * 32  # the whole logits would be 4096 * 512
@@ -148,7 +148,7 @@ def test_outside_a_loss_the_model_is_what_it_was():
     model = build(tiny_config("qwen3"))
     inputs, labels_T = pack()
     before = model(**inputs).logits
-    head = loss_head(model, chunk=8)
+    head = model_with_loss(model, chunk=8)
     with torch.no_grad():
         found = head(inputs, labels_T)
     assert not found.total.requires_grad
@@ -195,14 +195,14 @@ def test_a_head_whose_logits_are_changed_otherwise_is_refused():
 
     model.__class__ = Shifted
     with pytest.raises(ConfigError, match=r"neither a factor nor a soft cap.*speed.loss_chunk=null"):
-        loss_head(model, chunk=8)
+        model_with_loss(model, chunk=8)
 
 
 def test_a_model_that_cuts_its_logits_short_is_refused_when_it_runs():
     model = build(tiny_config("qwen3"))
     inputs, labels_T = pack()
-    head = loss_head(model, chunk=8)
+    head = model_with_loss(model, chunk=8)
     with pytest.raises(TrainingError, match=r"on \(1, 1\) slots, and for the first time, where 23 slots have labels"):
         head(inputs | {"logits_to_keep": 1}, labels_T)
-    assert isinstance(head, ChunkedHead)
+    assert isinstance(head, ChunkedLoss)
     assert model(**inputs).logits.shape == (1, LENGTH, 160)  # a failed call leaves nothing behind

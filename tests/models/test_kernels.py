@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from headway.errors import ConfigError
 from headway.models import kernels
 from headway.models.flash import choose_kernel, cuda_kernel, flash_kernel
-from headway.models.head import loss_head
+from headway.models.head import model_with_loss
 from headway.models.kernels import gated_mlps, rms_norms, rotary_functions, use_kernels
 from headway.models.segments import segment_attention
 from headway.models.varlen import varlen_attention
@@ -207,9 +207,9 @@ def test_liger_computes_the_same_losses_and_gradients_on_cuda(family):
     model = build(family).cuda()
     other = copy.deepcopy(model)
     ids = torch.randint(7, 160, (1, 64), device="cuda")
-    plain = loss_head(model, chunk=16)({"input_ids": ids}, ids[0], per=64, judge=True)
+    plain = model_with_loss(model, chunk=16)({"input_ids": ids}, ids[0], per=64, judge=True)
     lines = use_kernels(other, "liger", CUDA)
-    found = loss_head(other, chunk=16, liger=True)({"input_ids": ids}, ids[0], per=64, judge=True)
+    found = model_with_loss(other, chunk=16, liger=True)({"input_ids": ids}, ids[0], per=64, judge=True)
     assert lines
     torch.testing.assert_close(found.loss_T, plain.loss_T, rtol=1e-4, atol=1e-4)
     assert torch.equal(found.right_T, plain.right_T)

@@ -18,6 +18,7 @@ from headway.models.lora import (
 )
 from headway.tracing import trace
 from helpers.tiny_models import VISION_FAMILIES, tiny_config
+from helpers.traced_once import tiny_ledger
 
 # peft asks transformers for a name that is going away
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -27,7 +28,7 @@ IDS = torch.arange(10, 40)[None]
 def adapted(family, targets=None, *, trained=True, **settings):
     torch.manual_seed(0)
     model = load_model(tiny_config(family), random_init=True, attention="eager")
-    modules = adapter_modules(trace(model), targets)
+    modules = adapter_modules(tiny_ledger(family), targets)
     add_adapters(model, modules, **{"rank": 4, "alpha": 8.0, "dropout": 0.0, "base": "base"} | settings)
     initialise_adapters(model, 1, "cpu")
     if trained:
@@ -37,12 +38,22 @@ def adapted(family, targets=None, *, trained=True, **settings):
     return model
 
 
-@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj"], ["*.layers.1.*"]])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", *VISION_FAMILIES])
+TARGETS = (None, ["q_proj", "v_proj"], ["*.layers.1.*"])
+OFTEN = [*(("qwen3", targets) for targets in TARGETS), ("qwen3_vl_moe", None)]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        pytest.param(family, targets, marks=() if (family, targets) in OFTEN else [pytest.mark.slow, pytest.mark.long])
+        for family in ("qwen3", "qwen3_moe", *VISION_FAMILIES)
+        for targets in TARGETS
+    ],
+)
 def test_the_ledger_counts_what_headway_flops_says(family, targets):
     images = [(1, 4, 6)] if family in VISION_FAMILIES else []
     step = Workload([50, 33], images=images)
-    real, stored = trace(adapted(family, targets)), trace(tiny_config(family)).lora(4, targets)
+    real, stored = trace(adapted(family, targets)), tiny_ledger(family).lora(4, targets)
     assert real.params == stored.params
     a, b = real.count(step, recompute="full"), stored.count(step, recompute="full")
     assert (a.forward, a.dgrad, a.wgrad, a.recompute) == (b.forward, b.dgrad, b.wgrad, b.recompute)
@@ -108,13 +119,11 @@ def test_a_model_can_be_had_without_its_adapters_for_a_while():
     ],
 )
 def test_targets_that_can_take_no_adapter_are_an_error(targets, frozen, words):
-    model = load_model(tiny_config("qwen3_vl_moe"), random_init=True)
     with pytest.raises(ConfigError, match=words):
-        adapter_modules(trace(model).freeze(frozen), targets)
+        adapter_modules(tiny_ledger("qwen3_vl_moe").freeze(frozen), targets)
 
 
 def test_frozen_modules_take_no_adapter():
-    model = load_model(tiny_config("qwen3_vl"), random_init=True)
-    modules = adapter_modules(trace(model).freeze(["vision"]), None)
+    modules = adapter_modules(tiny_ledger("qwen3_vl").freeze(["vision"]), None)
     assert modules
     assert not [name for name in modules if "visual" in name]

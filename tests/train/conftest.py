@@ -10,6 +10,7 @@ import yaml
 from headway.synthetic.digits import write_digits
 from headway.synthetic.reader import write_reader
 from headway.train.config import parse_config
+from helpers.traced_once import ledgers  # noqa: F401 - a fixture of all tests here
 
 
 @pytest.fixture(autouse=True, scope="session")

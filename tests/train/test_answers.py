@@ -11,10 +11,10 @@ import yaml
 from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
 from headway.errors import ConfigError
-from headway.models.head import loss_head
+from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.packing.budget import Budget
-from headway.train.answers import Questions
+from headway.train.answers import GenerationEval
 from headway.train.config import parse_config
 from headway.train.evaluate import EvalSet
 from headway.train.loop import train
@@ -35,7 +35,7 @@ def reader(digits):
 
 def questions(encoder, samples, **settings):
     collator = Collator(pixel_scale=encoder.pixel_scale)
-    return Questions(samples, encoder, BUDGET, collator, ALONE, **{"count": 100, "max_new_tokens": 12} | settings)
+    return GenerationEval(samples, encoder, BUDGET, collator, ALONE, **{"count": 100, "max_new_tokens": 12} | settings)
 
 
 def test_answers_are_those_of_transformers_generate(reader):
@@ -67,7 +67,7 @@ def test_answers_are_exact_where_exact_match_says_so(reader):
             torch.nn.functional.cross_entropy(logits, batch.labels_1T[0], ignore_index=-100).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = EvalSet(samples, encoder, BUDGET, ALONE).evaluate(loss_head(model, chunk=64), CPU)
+    found = EvalSet(samples, encoder, BUDGET, ALONE).evaluate(model_with_loss(model, chunk=64), CPU)
     answers = questions(encoder, samples).answer(model, CPU)
     assert 0 < found.exact <= 12
     assert sum(answer.is_exact for answer in answers) == found.exact
@@ -94,6 +94,7 @@ def test_a_run_writes_answers_beside_its_records(raw, digits):
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.core
 def test_processes_that_share_packs_give_the_answers_of_one(raw, digits, tmp_path):
     raw["data"]["eval"] = str(digits / "data/eval.jsonl")
     raw["eval"] = {"at_end": True, "generate": 4, "max_new_tokens": 6}

@@ -7,7 +7,7 @@ import pytest
 
 from headway.data.feed import Feed
 from headway.meter.goodput_report import read_goodput
-from headway.models.head import LossHead
+from headway.models.head import ModelWithLoss
 from headway.train import record
 from headway.train.checkpoint.saver import CheckpointSaver
 from headway.train.config import parse_config
@@ -22,7 +22,7 @@ HOST_S, DEVICE_S, EVALUATION_S, SAVING_S = 0.010, 0.050, 0.4, 0.2
 @contextmanager
 def on(device, *, mark=None, load_s=0.0):
     """Let the loop's own work be done by a device: what it runs for real takes no time of the pretended clocks."""
-    head = next(kind for kind in LossHead.__subclasses__() if kind.__name__ == "ChunkedHead")
+    head = next(kind for kind in ModelWithLoss.__subclasses__() if kind.__name__ == "ChunkedLoss")
     with (
         device.stands_in(mark),
         device.working(head, "__call__", host_s=HOST_S, device_s=0.8 * DEVICE_S),

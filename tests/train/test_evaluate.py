@@ -3,7 +3,7 @@ import torch
 
 from headway.data import Budget, Encoder, read_samples
 from headway.errors import DataError
-from headway.models.head import loss_head
+from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.pixel_patches import normalised
 from headway.train.config import parse_config
@@ -63,9 +63,11 @@ def test_exact_match_is_what_greedy_generation_gives(digits, reader):
     samples = read_samples(digits / "data/train.jsonl")[:40]
     generated = [_is_exact_token_by_token(model, encoder, sample) for sample in samples]
     assert 0 < sum(generated) < len(generated), "a test on all right or all wrong answers would say nothing"
-    judged = [EvalSet([s], encoder, Budget(512), ALONE).evaluate(loss_head(model, chunk=7), CPU).exact for s in samples]
+    judged = [
+        EvalSet([s], encoder, Budget(512), ALONE).evaluate(model_with_loss(model, chunk=7), CPU).exact for s in samples
+    ]
     assert judged == generated
-    packed = EvalSet(samples, encoder, Budget(512), ALONE).evaluate(loss_head(model, chunk=7), CPU)
+    packed = EvalSet(samples, encoder, Budget(512), ALONE).evaluate(model_with_loss(model, chunk=7), CPU)
     assert packed.exact == sum(generated)
     assert packed.samples == len(samples)
 
@@ -88,7 +90,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens(digits, reader):
         log_probs_SV = logits_SV.log_softmax(-1)
         summed -= sum(log_probs_SV[prompt - 1 + i, token].item() for i, token in enumerate(gold))
         tokens += len(gold)
-    found = EvalSet(samples, encoder, Budget(300), ALONE).evaluate(loss_head(model, chunk=7), CPU)
+    found = EvalSet(samples, encoder, Budget(300), ALONE).evaluate(model_with_loss(model, chunk=7), CPU)
     assert found.loss == pytest.approx(summed / tokens, rel=1e-5)
 
 
@@ -96,7 +98,7 @@ def test_evaluating_leaves_the_model_in_training_mode(digits, reader):
     model, encoder = reader
     model.train()
     EvalSet(read_samples(digits / "data/eval.jsonl")[:2], encoder, Budget(300), ALONE).evaluate(
-        loss_head(model, chunk=7), CPU
+        model_with_loss(model, chunk=7), CPU
     )
     assert model.training
     model.eval()

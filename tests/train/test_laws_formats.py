@@ -17,10 +17,11 @@ from headway.synthetic.reader import write_reader
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import parse_config
 from headway.train.loop import train
+from helpers.engine_runs import IS_LONG
 from helpers.run_records import read_metrics
 
 NAMES = ("lines", "table", "shards", "saved")
-ROWS = 600  # of each source
+ROWS = 600 if IS_LONG else 100  # of each source
 
 
 def with_media_apart(line, folder):
@@ -50,9 +51,9 @@ def sources(tmp_path_factory):
     (folder / "lines.jsonl").write_text("\n".join(openai))
 
     rows = [{"messages": json.dumps(turns), "images": files} for turns, files in chats[ROWS : 2 * ROWS]]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "table.parquet", row_group_size=100)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "table.parquet", row_group_size=40)
 
-    with webdataset.ShardWriter(str(folder / "shard-%03d.tar"), maxcount=150, verbose=0) as writer:
+    with webdataset.ShardWriter(str(folder / "shard-%03d.tar"), maxcount=40, verbose=0) as writer:
         for number, (turns, (png,)) in enumerate(chats[2 * ROWS : 3 * ROWS]):
             writer.write({"__key__": f"{number:05d}", "json": {"messages": turns}, "png": png})
 
@@ -122,7 +123,10 @@ def test_four_formats_mixed_by_weight_teach_a_model_to_read(tmp_path, reader, so
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [None, {"lanes": 4, "shuffle": 16}], ids=["indexed", "stream"])
+@pytest.mark.parametrize(
+    "stream",
+    [pytest.param(None, marks=pytest.mark.core, id="indexed"), pytest.param({"lanes": 4, "shuffle": 16}, id="stream")],
+)
 def test_four_formats_mixed_by_epochs_are_read_to_the_end(tmp_path, reader, sources, stream):
     """100, 200, 50 and 300 samples, all of them once they have ended."""
     epochs = {

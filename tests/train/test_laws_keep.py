@@ -115,9 +115,11 @@ class Started:
         return [path.read_text() for path in self.said]
 
 
-def test_a_killed_rank_ends_the_others_and_fewer_processes_go_on_with_the_same_losses(recipe, alone, tmp_path):
+# so late that the second save has waited for the first
+@pytest.mark.parametrize("kills", [pytest.param([(2, 8)], marks=pytest.mark.core), [(4, 8), (2, 13)]], ids=len)
+def test_a_killed_rank_ends_the_others_and_fewer_processes_go_on_with_the_same_losses(recipe, alone, tmp_path, kills):
     folder = tmp_path / "run"
-    for processes, kill_at in ((4, 8), (2, 13)):  # so late that the second save has waited for the first
+    for processes, kill_at in kills:
         program = signalled(signal.SIGKILL, processes - 1, kill_at, random.Random(processes).uniform(0.0, 0.2))
         run = Started([*program, *arguments(recipe, folder, processes)], processes, tmp_path)
         codes = run.end()
@@ -132,7 +134,7 @@ def test_a_killed_rank_ends_the_others_and_fewer_processes_go_on_with_the_same_l
         assert saved.mesh["shard"] == processes
     run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1, timeout_s=600.0)
     assert_same(curve(folder), alone)
-    assert read_goodput(folder).restarts == 2
+    assert read_goodput(folder).restarts == len(kills)
 
 
 KILLED_WHILE_SAVING = """
@@ -157,7 +159,7 @@ main()
 @pytest.mark.parametrize(
     ("stage", "rank"),
     [
-        ("publish", 0),
+        pytest.param("publish", 0, marks=pytest.mark.core),
         pytest.param("entries", 1, marks=pytest.mark.long),
         pytest.param("seal", 0, marks=pytest.mark.long),
     ],
@@ -195,6 +197,7 @@ def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp
     assert_same(curve(folder), alone)
 
 
+@pytest.mark.core
 def test_sigterm_to_one_rank_saves_and_ends_all_with_0(recipe, alone, tmp_path):
     folder = tmp_path / "run"
     run = Started([*signalled(signal.SIGTERM, 1, 5), *arguments(recipe, folder, 2)], 2, tmp_path)
@@ -217,6 +220,7 @@ main()
 """
 
 
+@pytest.mark.core
 def test_a_full_disk_under_one_rank_ends_all_with_the_reason(recipe, tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "-c", FULL_DISK_OF_ONE_RANK, "train", *arguments(recipe, folder, 2)]

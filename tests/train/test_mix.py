@@ -53,7 +53,7 @@ def test_each_source_of_a_mixture_has_its_loss_and_tokens(mixed, stream):
     assert steps[-1]["sources"]["lines"]["loss"] < steps[0]["sources"]["lines"]["loss"]
 
 
-@pytest.mark.parametrize("stream", [None, {"lanes": 2, "shuffle": 8}])
+@pytest.mark.parametrize("stream", [pytest.param(None, marks=pytest.mark.slow), {"lanes": 2, "shuffle": 8}])
 def test_a_mixture_goes_on_from_a_checkpoint_as_if_never_stopped(mixed, stream, monkeypatch):
     mixed["data"]["stream"] = stream
     config = parse_config(mixed)

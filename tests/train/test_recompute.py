@@ -17,7 +17,7 @@ from headway.train.watch import LoopPhase
 def prepared(raw, recompute):
     config = parse_config({**raw, "speed": {"recompute": recompute}})
     with RunFolder(config.run.folder) as folder:
-        return prepare(config, resume=False, place=LoopPhase(), folder=folder)
+        return prepare(config, resume=False, phase=LoopPhase(), folder=folder)
 
 
 def with_folder(raw, name):

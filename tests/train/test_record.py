@@ -5,7 +5,7 @@ import torch
 
 from headway.errors import TrainingError
 from headway.train.progress import evaluation_line, step_line
-from headway.train.record import MetricsLog, write_json, write_whole
+from headway.train.record import MetricsLog, write_json
 from headway.train.recorder import HostCopy
 from helpers.refusing_disk import a_full_disk
 from helpers.run_records import read_metrics
@@ -102,12 +102,13 @@ def test_json_is_written_whole(tmp_path):
 
 
 def test_a_refused_write_leaves_the_file_as_it_was(tmp_path):
-    path = tmp_path / "config.yaml"
-    write_whole(path, "a: 1\n")
+    path = tmp_path / "run.json"
+    write_json(path, {"a": 1})
+    before = path.read_text()
     with a_full_disk(2), pytest.raises(OSError, match="File too large"):
-        write_whole(path, "a: 1\nb: 2\n")
-    assert path.read_text() == "a: 1\n"
-    assert [one.name for one in tmp_path.iterdir()] == ["config.yaml"]
+        write_json(path, {"a": 2})
+    assert path.read_text() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_the_line_of_a_step():

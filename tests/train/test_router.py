@@ -19,7 +19,7 @@ def test_a_step_records_how_its_slots_were_routed(raw, mixture, tmp_path):
     raw["run"]["folder"] = str(tmp_path / "again")
     config = parse_config(raw)
     with RunFolder(config.run.folder) as folder:
-        run = prepare(config, resume=False, place=LoopPhase(), folder=folder)
+        run = prepare(config, resume=False, phase=LoopPhase(), folder=folder)
     loads = torch.zeros(2, 8)
 
     def count(layer):

@@ -9,7 +9,7 @@ from headway.errors import ConfigError
 from headway.models.load import load_model
 from headway.train import device as train_device
 from headway.train import speed as train_speed
-from headway.train.config.speed import SpeedConfig
+from headway.train.config import SpeedConfig
 from headway.train.speed import compiles, put_in_kernels
 from helpers.tiny_models import tiny_config
 

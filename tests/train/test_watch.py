@@ -10,7 +10,7 @@ import pytest
 
 from headway.errors import RankLostError, TrainingError
 from headway.train import watch
-from headway.train.watch import LoopPhase, Watchdog, told
+from headway.train.watch import LoopPhase, Watchdog, explain_errors
 
 
 def hang(tmp_path, monkeypatch, path):
@@ -102,13 +102,13 @@ def test_a_full_disk_is_told_with_file_and_place():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a/run.json")
     with (
         pytest.raises(TrainingError, match=r"runs/a/run.json could not be .* in step 4, opening .*No space left.*Make"),
-        told(place, str),
+        explain_errors(place, str),
     ):
         raise full
 
 
 def test_a_lost_connection_is_not_taken_for_a_disk():
-    with pytest.raises(RankLostError), told(LoopPhase(), str):
+    with pytest.raises(RankLostError), explain_errors(LoopPhase(), str):
         raise RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1")
-    with pytest.raises(ConnectionResetError), told(LoopPhase(), str):
+    with pytest.raises(ConnectionResetError), explain_errors(LoopPhase(), str):
         raise ConnectionResetError(errno.ECONNRESET, "reset")

@@ -16,16 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.autocast import product_dtype
-from headway.models.exact import exact_attention, exact_segments
 from headway.models.flash import cuda_kernel
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
-from headway.models.segments import segment_attention
+from headway.models.products import product_dtype
+from headway.models.recompute import refuse_kept_attention
+from headway.models.segments import groups, segment_attention, take
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 
@@ -81,7 +82,7 @@ def mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Say what transformers should hand to `attend` as its mask.
+    """Choose the mask that transformers hands to `attend`.
 
     None where segment boundaries, causality and a window say it all; an empty tensor where positions restart, which
     obliges the caller to give the pack's boundaries; a boolean mask (B, 1, queries, keys) for padded rows and for
@@ -107,7 +108,7 @@ def mask(
 
 
 def _kinds(function: Callable[..., Any]) -> set[str]:
-    """Names of the elementary mask functions that a mask function is made of."""
+    """Name the elementary mask functions that a mask function combines."""
     name = function.__qualname__
     if name not in _COMBINING:
         return {name}
@@ -219,7 +220,7 @@ def _within_segments(
     sinks_H: torch.Tensor | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attend with the kernel that this device and these settings have; shape (T, H, Dv)."""
+    """Attend with the kernel for this device and these settings; shape (T, H, Dv)."""
     if q_THD.shape[1] == 0:  # more processes than heads: this one has none to attend with
         return q_THD.reshape(q_THD.shape[0], 0, v_TKD.shape[2])
     if q_THD.is_cuda:
@@ -247,3 +248,72 @@ def _one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     dtype = product_dtype(tensors[0], tensors[-1])
     return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+# Attention written out (scores, mask, softmax), slower than the kernels, for what they do not have: soft-capped scores,
+# attention dropout, padded rows and generation from a cache.
+
+
+def exact_attention(
+    q_BHTD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend under a boolean mask (True: may see), shape (B or 1, 1, T, S); returns shape (B, H, T, Dv)."""
+    if dropout > 0.0:
+        refuse_kept_attention("no kernel has attention dropout here")
+    if softcap is None and sinks_H is None:
+        grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
+        return F.scaled_dot_product_attention(
+            q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
+    refuse_kept_attention("no kernel has score soft-capping here, or sinks under a mask")
+    repeats = q_BHTD.shape[1] // k_BKSD.shape[1]
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSD, v_BKSD))
+    wide = torch.promote_types(torch.float32, q_BHTD.dtype)
+    scores = (q_BHTD @ k.transpose(2, 3)).to(wide) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks_H is not None:
+        sinks = sinks_H.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
+    return weights.to(v.dtype) @ v
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
+def exact_segments(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_seqlens_N: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend within segments, group by group of equal length; returns shape (T, H, Dv). Arguments as in `segments`."""
+    parts, places = [], []
+    for group in groups(cu_seqlens_N):
+        seen = torch.ones(group.length, group.length, dtype=torch.bool)
+        if causal:
+            seen = seen.tril()
+        if window is not None:
+            seen = seen.triu(1 - window)
+        q, k, v = (take(x, group) for x in (q_THD, k_TKD, v_TKD))
+        out_MHLD = exact_attention(q, k, v, seen[None, None], scale, softcap, sinks_H, dropout)
+        parts.append(out_MHLD.transpose(1, 2).flatten(0, 1))
+        first = group.start if group.start is not None else 0
+        places.append(group.slots if group.slots is not None else torch.arange(first, first + parts[-1].shape[0]))
+    return torch.cat(parts).index_select(0, torch.cat(places).argsort())

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, language and vision: what is sharded, compiled and recomputed one at a time."""
+"""The repeated layers of a model's towers: each is sharded, compiled and recomputed as a unit."""
 
 from dataclasses import dataclass
 

@@ -32,7 +32,7 @@ _OF_TOWERS = ("image_", "video_")
 
 
 class Compilations(NamedTuple):
-    """What torch.compile did since it was asked before.
+    """Compilations by torch.compile since the last look.
 
     Attributes:
         happened: whether it compiled anything.
@@ -63,7 +63,7 @@ class CompileWatch:
         self._happened, self._guards = False, []
 
     def since(self) -> Compilations:
-        """What compiled since the last call.
+        """Compilations since the last call.
 
         Raises:
             TrainingError: something compiled again, and that is an error.
@@ -91,7 +91,7 @@ class CompileWatch:
 
     def _look(self, *, expected: bool) -> None:
         failed = self._failed()
-        for metrics in self._newest():
+        for metrics in self._newest():  # a first compilation has no `recompile_reason`
             self._happened = True
             gives_up = "recompile limit" in (metrics.fail_reason or "")  # from then on this function runs uncompiled
             if metrics.recompile_reason is None or (expected and not gives_up):
@@ -104,7 +104,7 @@ class CompileWatch:
             self._guards.append(f"{metrics.co_name}: {guards}{limit}")
 
     def _failed(self) -> list[str]:
-        """Why compilations of a function did not serve a call, since this was last asked."""
+        """List the guards that failed since the last call: why compiled code could not be reused."""
         dynamo = sys.modules.get("torch._dynamo.utils")  # where nobody imported it, nothing has been compiled
         new: list[str] = []
         for code, reasons in (dynamo.guard_failures if dynamo is not None else {}).items():
@@ -114,7 +114,7 @@ class CompileWatch:
         return new
 
     def _newest(self) -> list[Any]:
-        """Records of compilations since the last call, as far back as torch keeps them (64)."""
+        """List torch's compilation records since the last call, as far back as torch keeps them (64)."""
         dynamo = sys.modules.get("torch._dynamo.utils")
         new: list[Any] = []
         for metrics in reversed(dynamo.get_compilation_metrics() if dynamo is not None else []):
@@ -126,7 +126,7 @@ class CompileWatch:
 
 
 def _guard(reason: str) -> str:
-    """The guard in a reason such as `0/1: L['x'].size()[0] == 3  # source line`, with a stack below."""
+    """Take the guard out of a reason such as `0/1: L['x'].size()[0] == 3  # source line`, with a stack below."""
     return reason.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
 
 
@@ -150,7 +150,7 @@ class WarmUp:
 
 
 def compile_blocks(model: PreTrainedModel, watch: CompileWatch, backend: str = "inductor") -> int:
-    """Compile every block of a model, after it has been chosen which are recomputed.
+    """Compile every block of a model; call it after `recompute_blocks`.
 
     Args:
         model: on its device or without data; sharded before or afterwards.
@@ -208,7 +208,7 @@ def _own_forward(cls: type[nn.Module]) -> types.FunctionType:
 
 
 def _recomputed(module: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is computed again in backward, with a code object for each kind of block, as above."""
+    """Make a forward that is recomputed in backward; each class of block has a code object, as in `_own_forward`."""
     checkpointed, key = module._gradient_checkpointing_func, (type(module), module._gradient_checkpointing_func)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ def _recomputed(module: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _at_once(forward: Callable[..., Any], *args: Any) -> Any:
-    """Stand in for a checkpoint, around what has one of its own."""
+    """Stand in for transformers' checkpoint around a block whose compiled graph holds one already."""
     return forward(*args)
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from headway.errors import ConfigError
-from headway.models.autocast import product_dtype
-from headway.models.grouped import grouped_linear
-from headway.models.permute_rows import take
+from headway.models.grouped import grouped_linear, permute_rows
+from headway.models.parallel import local
+from headway.models.products import product_dtype
 
 NAME = "headway_experts"
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -76,9 +75,9 @@ def run_experts(
     if module.training and hasattr(module, "router_load"):
         module.router_load.add_(sizes_of(ends_E))
 
-    rows_SD = take(hidden_TD, order_S, place_S, chosen_TK.shape[1])
+    rows_SD = permute_rows(hidden_TD, order_S, place_S, chosen_TK.shape[1])
     out_SD = getattr(module, "apply_rows", apply_experts)(module, rows_SD, ends_E, sorted_S)
-    out_TKD = take(out_SD, place_S, order_S).view(*chosen_TK.shape, -1)
+    out_TKD = permute_rows(out_SD, place_S, order_S).view(*chosen_TK.shape, -1)
     out_TD: torch.Tensor = (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
     return out_TD
 
@@ -114,8 +113,3 @@ def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expe
 def sizes_of(ends_E: torch.Tensor) -> torch.Tensor:
     """The rows of each expert, from where they end, shape (E,)."""
     return ends_E.diff(prepend=ends_E.new_zeros(1))
-
-
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that this process keeps: all of it, unless its experts are spread."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,4 +1,4 @@
-"""One matrix per expert, each for the rows that were sent to it: the product of a mixture-of-experts layer.
+"""The product of a mixture-of-experts layer, one matrix per expert for the rows sent to it; and rows sorted for it.
 
 Tensor letters: S rows sorted by expert, E experts, D input size, F output size. Rows of expert e end at `ends_E[e]`.
 
@@ -57,7 +57,7 @@ def _has_kernel(rows_SD: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _OnlyWhereRows(torch.autograd.Function):
-    """A weight as it is, whose gradient is zero for experts without rows, whatever it was before."""
+    """Pass a weight through; its gradient is set to zero for experts without rows."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -124,3 +124,41 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 _linear.register_autograd(_backward, setup_context=_save)
+
+
+def permute_rows(x: torch.Tensor, index_S: torch.Tensor, back_S: torch.Tensor, copies: int = 1) -> torch.Tensor:
+    """Take rows of a tensor, each of its rows `copies` times, in another order.
+
+    Each index also says how to go back, so that the gradient is taken by index as well, and not scattered.
+
+    Args:
+        x: shape (S / copies, D).
+        index_S: which copy comes at each place, shape (S,); copy i is of row i // copies.
+        back_S: at which place each copy is, the inverse of `index_S`, shape (S,).
+        copies: how often each row is taken.
+
+    Returns:
+        The rows, shape (S, D).
+
+    >>> index, back = torch.tensor([3, 0, 2, 1]), torch.tensor([1, 3, 2, 0])
+    >>> permute_rows(torch.tensor([[1.0], [2.0]]), index, back, copies=2).tolist()
+    [[2.0], [1.0], [2.0], [1.0]]
+    """
+    taken: torch.Tensor = _PermuteRows.apply(x, index_S, back_S, copies)  # type: ignore[no-untyped-call]  # torch's own
+    return taken
+
+
+class _PermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index_S: torch.Tensor, back_S: torch.Tensor, copies: int) -> torch.Tensor:
+        ctx.save_for_backward(back_S)
+        ctx.copies = copies
+        return x[index_S // copies if copies > 1 else index_S]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (back_S,) = ctx.saved_tensors
+        grad = grads[0][back_S]
+        if ctx.copies > 1:
+            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, -1).sum(1)
+        return grad, None, None, None

@@ -1,15 +1,17 @@
 """The loss of a pack, straight from the model's output layer, so that whole logits never exist.
 
-`loss_head(model, chunk=...)` gives an object that runs the model on a pack and returns its losses. While it does, the
-forward of the model's output layer computes losses instead of logits: inside that module's forward, where hooks such as
-FSDP2's have gathered the weight, and whatever the module is (tied to the embedding, wrapped by LoRA). Outside, the
-model is untouched: `model(**inputs).logits` and `generate` work as ever.
+`model_with_loss(model, chunk=...)` gives an object that runs the model on a pack and returns its losses. While it does,
+the forward of the model's output layer computes losses instead of logits: inside that module's forward, where hooks
+such as FSDP2's have gathered the weight, and whatever the module is (tied to the embedding, wrapped by LoRA). Outside,
+the model is untouched: `model(**inputs).logits` and `generate` work as ever.
 
 What a model does to its logits after the output layer is found out by trying, once, without weights or data.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +48,7 @@ class PackLoss(NamedTuple):
     right_T: torch.Tensor | None
 
 
-class LossHead(ABC):
+class ModelWithLoss(ABC):
     """Runs a model on a pack and returns its losses.
 
     Attributes:
@@ -70,7 +72,7 @@ class LossHead(ABC):
         """
 
 
-def loss_head(model: PreTrainedModel, *, chunk: int | None, liger: bool = False) -> LossHead:
+def model_with_loss(model: PreTrainedModel, *, chunk: int | None, liger: bool = False) -> ModelWithLoss:
     """Choose how the losses of a model are computed.
 
     Args:
@@ -81,23 +83,23 @@ def loss_head(model: PreTrainedModel, *, chunk: int | None, liger: bool = False)
     Raises:
         ConfigError: chunks were asked for, and the model does to its logits what is not known here.
     """
-    return WholeLogits(model) if chunk is None else ChunkedHead(model, chunk, liger=liger)
+    return WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger)
 
 
-class WholeLogits(LossHead):
+class WholeLogits(ModelWithLoss):
     """Losses from the logits of a whole pack, as the model returns them."""
 
     def __call__(
         self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
     ) -> PackLoss:
-        """Run the model; see `LossHead`."""
+        """Run the model; see `ModelWithLoss`."""
         logits_TV = self.model(**inputs).logits[0]
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         loss_T = F.cross_entropy(logits_TV.to(wide), labels_T, ignore_index=IGNORED, reduction="none")
         return PackLoss(loss_T.sum() / per, loss_T.detach(), logits_TV.argmax(-1) == labels_T if judge else None)
 
 
-class ChunkedHead(LossHead):
+class ChunkedLoss(ModelWithLoss):
     """Losses from the logits of a chunk of slots at a time."""
 
     def __init__(self, model: PreTrainedModel, chunk: int, *, liger: bool = False) -> None:
@@ -117,7 +119,7 @@ class ChunkedHead(LossHead):
     def __call__(
         self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
     ) -> PackLoss:
-        """Run the model; see `LossHead`.
+        """Run the model; see `ModelWithLoss`.
 
         Raises:
             TrainingError: the model does not call its output layer once, with a hidden state for each label.
@@ -134,7 +136,7 @@ class ChunkedHead(LossHead):
         return found._replace(total=found.total + 0.0 * zeros.sum())
 
     def _forward(self, hidden_1TH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the output layer does: logits, or, while a pack's losses are wanted, those, and a zero for each slot."""
+        """Return logits; or, while losses are wanted, compute and keep them and return a zero for each slot."""
         if self._asked is None:
             logits: torch.Tensor = self._plain_forward(hidden_1TH, *args, **kwargs)
             return logits
@@ -161,7 +163,7 @@ class ChunkedHead(LossHead):
 
 
 def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
-    """Find out what a model does to its logits between its output layer and its result.
+    """Find the function that a model applies to its logits after the output layer: none, a factor or a soft cap.
 
     The model's forward is run once with its body left out and an output layer that returns known numbers on the CPU, so
     weights may be anywhere, or on the meta device.
@@ -169,11 +171,12 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     Raises:
         ConfigError: neither nothing, nor a factor, nor a soft cap.
     """
+    # Known logits on both sides of zero, from tiny to huge, in place of what the output layer would give.
     vocabulary = int(getattr(layer, "out_features", 0)) or len(layer.weight)  # type: ignore[arg-type]
     tried_1TV = torch.zeros(1, 1, max(vocabulary, len(_TRIED)), dtype=torch.float64)
     tried_1TV[0, 0, : len(_TRIED)] = torch.tensor(_TRIED, dtype=torch.float64)
     body = model.base_model
-    with _Instead(layer, lambda *_, **__: tried_1TV.clone()), _Instead(body, lambda *_, **__: _Body()), torch.no_grad():
+    with _instead(layer, lambda *_, **__: tried_1TV.clone()), _instead(body, lambda *_, **__: _Body()), torch.no_grad():
         try:
             got = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
         except Exception as error:
@@ -181,6 +184,7 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     if got.shape != tried_1TV.shape:
         raise ConfigError(_not_known(model, f"it turns {tuple(tried_1TV.shape)} logits into {tuple(got.shape)}"))
     result = got.double()
+    # A factor shows at 1, a soft cap at 1e9; either must then explain all that was tried.
     one, cap = (float(result[0, 0, _TRIED.index(value)]) for value in (1.0, 1e9))
     candidates = [AfterHead(scale=one)]
     if 0.0 < one < cap:  # tanh(1e9 / cap) is 1
@@ -191,24 +195,21 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     raise ConfigError(_not_known(model, "it is neither a factor nor a soft cap by tanh"))
 
 
-class _Instead:
-    """Another forward for a module, for a while."""
-
-    def __init__(self, module: nn.Module, forward: Any) -> None:
-        self._module, self._forward = module, forward
-
-    def __enter__(self) -> None:
-        self._before = vars(self._module).get("forward")
-        self._module.forward = self._forward
-
-    def __exit__(self, *_: object) -> None:
-        del self._module.forward
-        if self._before is not None:
-            self._module.forward = self._before
+@contextmanager
+def _instead(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Replace a module's forward while entered."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 class _Body:
-    """The result of a body that has not run: a hidden state, and None for whatever else a model passes on."""
+    """Output of a body that was skipped: a hidden state, and None for any other attribute that a model passes on."""
 
     last_hidden_state = torch.zeros(1, 1, 1)
 

@@ -1,4 +1,4 @@
-"""Random weights, drawn module by module in transformers' own order, also where a process keeps slices of them only.
+"""Random initialisation in transformers' own order, the same numbers for sharded and for whole models.
 
 Every process draws each whole parameter in turn from its generator, keeps its slice and forgets the rest. So the same
 seed gives the same weights, bit for bit, on one process and on many, and no process ever holds more than one module's
@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from headway.errors import ConfigError
+from headway.models.parallel import fill
 
 Home = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
 
 
 @torch.no_grad()
-def draw_weights(
+def init_weights(
     model: PreTrainedModel, device: torch.device | str, *, keep_on: torch.device | str | None = None
 ) -> None:
     """Give a model that was built on the meta device random weights.
@@ -37,17 +38,22 @@ def draw_weights(
     Raises:
         ConfigError: transformers has no rule for a parameter of this model.
     """
+    to_memory(model, device, keep_on)
+    with init.guard_torch_init_functions():
+        _walk(model, model, torch.device(device), "", set())
+
+
+def to_memory(model: PreTrainedModel, device: torch.device | str, keep_on: torch.device | str | None = None) -> None:
+    """Give a model that was built on the meta device memory without values; arguments as in `init_weights`."""
     model.to_empty(device=device if keep_on is None else keep_on)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
     model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
-    with init.guard_torch_init_functions():
-        _walk(model, model, torch.device(device), "", set())
 
 
 def _walk(module: nn.Module, owner: Any, device: torch.device, path: str, done: set[nn.Parameter]) -> None:
-    """Children first, each by the rule of the innermost model around it, as transformers goes."""
+    """Fill children before their parent, each by the rule of the innermost model around it, as transformers does."""
     for name, child in module.named_children():
         _walk(child, child if isinstance(child, PreTrainedModel) else owner, device, f"{path}{name}.", done)
     own = dict(module.named_parameters(recurse=False))
@@ -62,7 +68,7 @@ def _walk(module: nn.Module, owner: Any, device: torch.device, path: str, done: 
 
 
 def _fill(module: nn.Module, owner: Any, device: torch.device, path: str, fresh: Sequence[Home]) -> None:
-    """Have a model's rule fill a module's parameters; those kept as slices are whole meanwhile."""
+    """Run a model's initialisation rule on a module, with whole tensors in place of sharded parameters meanwhile."""
     whole: dict[Home, torch.Tensor] = {}
     for home, name in fresh:
         parameter: Any = home._parameters[name]
@@ -102,16 +108,14 @@ def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None
 
 @contextmanager
 def _standing_in(whole: Mapping[Home, torch.Tensor]) -> Iterator[None]:
-    """Have whole values stand in for slices; afterwards the slices are those of what the values became."""
+    """Put whole tensors in place of sharded parameters; afterwards copy this process's slices of them back."""
     slices: dict[Home, Any] = {(module, name): module._parameters[name] for module, name in whole}
     try:
         for (module, name), values in whole.items():
             module._parameters[name] = nn.Parameter(values, requires_grad=False)
         yield
         for home, values in whole.items():
-            parameter = slices[home]
-            cut = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(cut.to_local())
+            fill(slices[home], values)
     finally:
         for (module, name), parameter in slices.items():
             module._parameters[name] = parameter
@@ -124,7 +128,7 @@ class _Touched(Exception):  # noqa: N818 - no error: it says what to make whole
 
 
 class _SlicesAreTouched(TorchFunctionMode):
-    """Stops before anything is done to slices: a draw of them would not be that of the whole."""
+    """Interrupts a rule before it touches a sharded parameter, whose slice would get other numbers than the whole."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":

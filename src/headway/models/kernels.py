@@ -25,11 +25,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
-from headway.models.patch_embedding import project_patches
+from headway.models.products import PROJECTIONS, project_patches
 
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Of a gated MLP: gate, what it gates, and back."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def use_kernels(model: PreTrainedModel, name: str, device: torch.device) -> tupl
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
-    """Find the modules that are an RMSNorm, by what they compute."""
+    """Find the modules that compute an RMSNorm, by trying them."""
     return {module: norm for module in model.modules() if (norm := _as_norm(module)) is not None}
 
 
@@ -171,7 +169,7 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 def _is_standard_rotary(function: Callable[..., Any], *, of_vision: bool) -> bool:
-    """Whether the halves of each head are rotated by angles that are the same for all heads."""
+    """Try whether a function rotates the halves of each head by angles that are the same for all heads."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (4, 2))  # batch, heads, slots, channels
     angles = torch.randn(1, 5, 4, generator=generator).repeat(1, 1, 2)
@@ -221,7 +219,7 @@ def _put_in(
 
 
 def _on_cuda(function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A rotary function that leaves CUDA tensors in the standard layout to a kernel."""
+    """Wrap a rotary function so that CUDA tensors in the standard layout go to Liger's kernel."""
 
     @functools.wraps(function)
     def rotate(

@@ -26,7 +26,7 @@ from transformers.utils.import_utils import is_torchvision_available
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
-from headway.models.init_weights import draw_weights
+from headway.models.init_weights import init_weights
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
 
@@ -88,7 +88,7 @@ def load_model(
     Args:
         spec: a model folder, a config.json, a Hub name, or a configuration object.
         dtype: the parameters' floating-point type.
-        device: where the parameters live; "meta" for a random initialisation that `draw_weights` or `read_weights` will
+        device: where the parameters live; "meta" for a random initialisation that `init_weights` or `read_weights` will
             complete, once the model is sharded.
         attention: name of the attention backend; "headway_flash" for packed data, "eager" or "sdpa" for reference.
         random_init: initialise from the configuration alone, drawing from torch's global generator.
@@ -107,7 +107,7 @@ def load_model(
                 config, dtype=dtype, attn_implementation="eager", **_NO_CODE
             )
         if torch.device(device).type != "meta":
-            draw_weights(model, device)
+            init_weights(model, device)
     else:
         if isinstance(spec, PreTrainedConfig) or Path(spec).is_file():
             raise ConfigError(
@@ -125,7 +125,7 @@ def load_model(
 
 
 def load_processor(name_or_path: str | Path) -> Processor:
-    """Open what turns chats into tokens and images into patches: a processor, or a tokenizer for text-only models.
+    """Open a model's processor, or the tokenizer of a text-only model.
 
     Images are processed by transformers' PIL backends, and videos by Headway's `VideoProcessor` where it knows the
     model's rules, so that the result does not depend on whether torchvision is installed.
@@ -239,7 +239,7 @@ def _with_weights(model_class: Any, name: str, config: PreTrainedConfig, dtype: 
 
 @contextmanager
 def weights_of(name: str) -> Iterator[set[str]]:
-    """Turn what fails while weights are read into errors that a user can act on.
+    """Turn errors of reading weights into ones that a user can act on.
 
     Args:
         name: a model folder or Hub name.
@@ -290,7 +290,7 @@ def _processor_class_name(name: str) -> str | None:
 
 
 def _processor(processor_class: Any, name: str) -> ProcessorMixin:
-    """A processor with our video half in place of transformers', which cannot be opened without torchvision."""
+    """Open a processor with Headway's video processor in it; transformers' own cannot be opened without torchvision."""
     attributes = processor_class.get_attributes()
     opened: Any
     if "video_processor" in attributes:
@@ -310,7 +310,7 @@ def _processor(processor_class: Any, name: str) -> ProcessorMixin:
 
 
 def _check_hub_name(name: str) -> None:
-    """A name that cannot be a Hub id (a path, or more than owner/model) is a folder that does not exist."""
+    """Refuse a name that cannot be a Hub id, a path or more than owner/model, as a folder that does not exist."""
     parts = name.split("/")
     if name.startswith((".", "/", "~")) or len(parts) > 2 or not all(parts):
         raise UnknownModelError(
@@ -320,7 +320,7 @@ def _check_hub_name(name: str) -> None:
 
 
 def _refuse_code(name: str, error: Exception) -> None:
-    """Say so where transformers cannot open something without running code that comes with it."""
+    """Raise if transformers cannot open a model without running code that comes with it."""
     if isinstance(error, ValueError) and "trust_remote_code=True" in str(error):
         raise CheckpointError(
             f"The model {name} cannot be opened without running Python code that comes with it (its files name it "

@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft, inside a model that stays what it was.
+"""Low-rank adapters by peft, put into a model in place.
 
 The model keeps its class, its forward and its names, but for the modules that take an adapter: `q_proj.weight` becomes
 `q_proj.base_layer.weight`, beside `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`.
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headway.count import CostModel
 from headway.count.adapters import targets_of
 from headway.errors import ConfigError, UsageError
+from headway.models.parallel import fill
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # peft's name for an adapter that is alone
@@ -144,7 +144,7 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str)
         whole = torch.empty(down.weight.shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        _assign(down.weight, whole)
+        fill(down.weight, whole)
         up.weight.zero_()
 
 
@@ -205,24 +205,10 @@ def _inject(model: PreTrainedModel, config: Any) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules with an adapter, by the names that they have in the model without."""
+    """Yield each module with an adapter, under the name that it has in the model without adapters."""
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
             yield name, module
-
-
-def _assign(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        own = parameter.to_local()
-        cut = distribute_tensor(
-            whole.to(parameter.device_mesh.device_type),
-            parameter.device_mesh,
-            parameter.placements,
-            src_data_rank=None,  # every process has the whole and keeps its part
-        )
-        own.copy_(cut.to_local())
-    else:
-        parameter.copy_(whole)
 
 
 def _peft() -> Any:

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from headway.models.autocast import product_dtype
+from headway.models.products import product_dtype
 
 IGNORED = -100  # label of a slot that is not supervised
 
 
 @dataclass(frozen=True)
 class AfterHead:
-    """What a model does to the logits after its output layer: `cap * tanh(scale * logits / cap)`.
+    """Function of the logits after the output layer: `cap * tanh(scale * logits / cap)`.
 
     Attributes:
         scale: factor on the logits.
@@ -96,7 +96,7 @@ class SummedLoss(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of an output layer.
+    """Labels and settings for computing the losses of a pack.
 
     Attributes:
         labels_T: token ids, `IGNORED` where a slot is not supervised, shape (T,).
@@ -120,7 +120,7 @@ class Task:
 
     @property
     def factor(self) -> float:
-        """What the slopes of `_Results.add` are to be multiplied by, besides 0 where a slot is not supervised."""
+        """Factor of the slopes of `_Results.add` for supervised slots."""
         return self.after.scale / self.per
 
 
@@ -238,7 +238,7 @@ def module_losses(
 
 
 class _Results:
-    """What the chunks of a pack give, slot by slot."""
+    """Losses of a pack's chunks, slot by slot."""
 
     def __init__(self, hidden_TH: torch.Tensor, task: Task) -> None:
         self._after = task.after
@@ -270,7 +270,6 @@ class _Results:
 
 
 def _add_product(total_VH: torch.Tensor, slopes_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
-    """Add the product of a chunk to the weight's gradient, in the sum's precision."""
     if total_VH.dtype == slopes_CV.dtype:
         total_VH.addmm_(slopes_CV.T, hidden_CH)
     elif total_VH.is_cuda:

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -28,8 +28,9 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from headway.models.init_weights import to_memory
 from headway.models.load import check_weights, load_model, weights_of
-from headway.models.parallel import own_classes
+from headway.models.parallel import fill, local, own_classes
 
 
 def read_weights(
@@ -75,19 +76,15 @@ def read_weights(
 
 
 @torch.no_grad()
-def make_room(model: PreTrainedModel, device: torch.device | str, *, keep_on: torch.device | str | None = None) -> None:
-    """Give a model that was built on the meta device memory for weights that are read later, and what no file holds.
+def allocate(model: PreTrainedModel, device: torch.device | str, *, keep_on: torch.device | str | None = None) -> None:
+    """Allocate a model that was built on the meta device, for weights that are read later; compute unsaved buffers.
 
     Args:
         model: changed in place; its parameters and persistent buffers have no values yet, its other buffers theirs.
         device: where buffers live.
         keep_on: where parameters live, for those that are offloaded; `device` if not given.
     """
-    model.to_empty(device=device if keep_on is None else keep_on)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
-    model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
+    to_memory(model, device, keep_on)
     saved: set[Any] = set(model.state_dict(keep_vars=True).values())
     for tensor in saved:
         tensor._is_hf_initialized = True  # transformers' rules leave it alone then
@@ -134,26 +131,21 @@ def _read_slices(sliced: dict[str, Any], model: PreTrainedModel, plan: LoadState
         read: Any = model.get_parameter(name)
         if read is parameter:
             continue
-        _rows(parameter).copy_(_rows(read))
+        local(parameter).copy_(local(read))
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         home, _, own = name.rpartition(".")
         model.get_submodule(home)._parameters[own] = parameter
     return info
 
 
-def _rows(parameter: Any) -> torch.Tensor:
-    rows: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return rows
-
-
 def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
-    """Whether rows of what a rule makes are made of the same rows of what it takes."""
+    """Whether a process's rows of a parameter can be made from the same rows of the stored tensors alone."""
     merges = all(
         (isinstance(op, MergeModulelist) and op.dim == 0) or (isinstance(op, Concatenate) and op.dim > 0)
         for op in rule.operations
     )
     by_rows = all(place.is_replicate() or place.is_shard(0) for place in parameter.placements)
-    return merges and by_rows and _rows(parameter).numel() > 0
+    return merges and by_rows and local(parameter).numel() > 0
 
 
 @torch.no_grad()
@@ -174,8 +166,7 @@ def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: 
             parameter: Any = model.get_parameter(name)
             if value.shape != parameter.shape:
                 raise RuntimeError(f"{name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}.")
-            cut = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            _rows(parameter).copy_(cut.to_local())
+            fill(parameter, value)
             home, _, own = name.rpartition(".")
             twin.get_submodule(home)._parameters[own] = nn.Parameter(value.to("meta"), requires_grad=False)
         names |= made.keys()
@@ -183,5 +174,5 @@ def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: 
 
 
 def _fetched(name: str) -> Path:
-    """The folder of a Hub model in this machine's cache, fetched if it is not there."""
+    """Download a Hub model into this machine's cache if it is not there, and give its folder."""
     return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))

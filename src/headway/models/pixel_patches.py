@@ -46,7 +46,7 @@ def lay_out(frames_FCHW: NDArray[np.uint8], patch: int, merge: int, temporal_pat
 
 
 def normalised(pixels_PD: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """What the model reads of patches of bytes; patches of one frame are repeated to fill the patch in time.
+    """Rescale patches of bytes to the model's floats; patches of one frame are repeated to fill the patch in time.
 
     Args:
         pixels_PD: patches, (P, D), or (P, D / frames) where there is one frame only.
@@ -64,7 +64,7 @@ def normalised(pixels_PD: torch.Tensor, scale: Scale) -> torch.Tensor:
 
 
 def pixel_scale(processor: Any) -> Scale:
-    """(scale_D, shift_D) by which a processor's settings turn bytes into what the model reads."""
+    """Scale and shift (scale_D, shift_D) from bytes to the model's floats, by a processor's settings."""
     scale_C, shift_C = np.ones(3), np.zeros(3)
     if processor.do_rescale:
         scale_C *= processor.rescale_factor

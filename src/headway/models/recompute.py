@@ -1,4 +1,4 @@
-"""Activation checkpointing: chosen blocks keep what enters them and compute the rest again in backward.
+"""Activation checkpointing: chosen blocks keep their inputs and compute the rest again in backward.
 
 Of a block whose attention is kept, the results of attention's kernels are kept beside it (selective activation
 checkpointing): the output and the log-sum-exp of the scores, so that the dearest operation over long segments does not
@@ -94,7 +94,6 @@ def checkpointed_but_attention(forward: Callable[..., Any], *args: Any, **kwargs
 
 
 def _keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a forward and of its recomputation."""
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
     contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # torch leaves it so
     return contexts
@@ -121,7 +120,7 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 
 def _is_not_of_in_place(record: logging.LogRecord) -> bool:
-    """Whether a line of torch's log is not its warning of operations in place, which none does to what is kept."""
+    """Filter out torch's warning about in-place operations: none touches a tensor that is kept."""
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 

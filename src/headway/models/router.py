@@ -13,7 +13,7 @@ from headway.models.experts import experts_of
 
 
 class RouterSummary(NamedTuple):
-    """What the routing of a step came to.
+    """Balance of a step's routing over the experts.
 
     Attributes:
         max_over_mean: slots of a layer's busiest expert over the mean of its experts, averaged over layers; 1 is even.
@@ -48,7 +48,7 @@ class RouterLoad:
             module.router_load = load
 
     def take(self, sum_: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Reduce what was counted since the last call to the numbers of a `RouterSummary`, on the device.
+        """Reduce the counts since the last call to the numbers of a `RouterSummary`, on the device.
 
         Args:
             sum_: replaces a tensor by its sum over the processes.

@@ -196,7 +196,7 @@ def _attend_shapes(q_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def _no_log_sums(q_THD: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the type in which the kernel gives log-sum-exps."""
+    """Empty tensor of the dtype that the kernel gives log-sum-exps in."""
     return q_THD.new_empty(0, dtype=torch.promote_types(torch.float32, q_THD.dtype))
 
 
@@ -213,7 +213,7 @@ def _attend_backward(
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys, values and sinks; the last is empty where there are none."""
+    """Return the gradients of queries, keys, values and sinks; the last is empty where there are none."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_THD, k_TKD, v_TKD)]
     sinks_grad = q_THD.new_zeros(0 if sinks_H is None else sinks_H.shape[0], dtype=torch.float64)
     heads, done = q_THD.shape[1], 0

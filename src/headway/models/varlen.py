@@ -66,7 +66,7 @@ def varlen_attention(
 
 
 def _grouped(q_THD: torch.Tensor, k_TKD: torch.Tensor) -> dict[str, Any]:
-    """What the installed torch wants to hear of grouped heads, as keyword arguments."""
+    """Keyword arguments that tell the installed torch of grouped heads."""
     return {"enable_gqa": q_THD.shape[1] != k_TKD.shape[1]} if _IS_TOLD_OF_GROUPS else {}
 
 

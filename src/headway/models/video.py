@@ -198,7 +198,7 @@ class VideoProcessor(VideoSettings):
 
 
 def video_processor(name: str, processor_class: str) -> VideoSettings:
-    """What a folder says of videos: a `VideoProcessor` where its rules are known, else its settings alone.
+    """Read a folder's settings for videos: a `VideoProcessor` where its rules are known, else the settings alone.
 
     Settings come from processor_config.json, video_preprocessor_config.json or preprocessor_config.json, the first that
     has them, as in transformers.

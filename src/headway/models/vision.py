@@ -1,4 +1,4 @@
-"""What a vision tower derives from image grids, computed where the pack is made instead of inside its forward pass.
+"""Positions and boundaries that a vision tower derives from image grids, computed with the pack instead.
 
 transformers' towers work out positions, attention boundaries, windows and interpolation from the grids with loops and
 reads that make the host wait for the device. They take all of it ready-made as well, under names with the prefix
@@ -52,7 +52,7 @@ class VisionGeometry:
     align_corners: bool = True
 
     def inputs(self, grids_M3: torch.Tensor, prefix: str) -> dict[str, Any]:
-        """What the tower would derive from the grids, as keyword arguments of the model.
+        """Positions and boundaries of the grids, as keyword arguments of the model.
 
         Args:
             grids_M3: (t, h, w) of each image or video [patches], on the CPU.
@@ -91,7 +91,7 @@ class VisionGeometry:
 
 
 def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A model's vision tower; None where it has none, or one that takes nothing ready-made."""
+    """A model's vision tower; None where it has none, or one that takes no precomputed positions."""
     for tower in model.modules():
         if isinstance(tower, PreTrainedModel) and getattr(tower.config_class, "model_type", None) in _KNOWN:
             return tower

@@ -1,4 +1,4 @@
-"""Questions that transformers' models ask the device in a forward pass, answered from what the collator knows.
+"""Avoid the host's waits in transformers' forward passes: the collator gives answers that models ask the device for.
 
 An answer that depends on numbers on the device makes the host wait for all that was launched before. Two questions are
 left in the forward pass of a pack, and their gradients ask again:
@@ -131,14 +131,14 @@ class PlacedMask:
         return None
 
     def _written(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Put rows into the slots that the mask selects of `x`; autograd keeps the indices alone."""
+        """Write rows into the slots of `x` that the mask selects; autograd saves only the indices."""
         index: Any = (*[slice(None)] * self.axis, self.places.device_V)
         x[index] = rows.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 1 :])
         return x
 
 
 def answer_ahead(model: PreTrainedModel) -> None:
-    """Have a model take what is known of a pack from its arguments, where it would ask the device.
+    """Have a model take the places of placeholders from its arguments, where it would ask the device.
 
     Args:
         model: transformers' own; its forward takes `pack_placeholders`, as `Batch.model_inputs` gives it.
@@ -151,7 +151,7 @@ def answer_ahead(model: PreTrainedModel) -> None:
 
 
 def keep_on_host(model: nn.Module) -> None:
-    """Leave what a sharded model is given on the host there.
+    """Keep FSDP2 from copying a sharded model's host tensors to the device.
 
     FSDP2 copies all tensors among the arguments to its device. Grids are only listed by the model, so each would be
     copied twice, and the host would wait.
@@ -164,7 +164,7 @@ def keep_on_host(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _KeptOnHost:
-    """Hides a tensor from what looks for tensors."""
+    """Wraps a tensor so that FSDP2, which looks for tensors among arguments, does not copy it to the device."""
 
     tensor: torch.Tensor
 
@@ -210,7 +210,7 @@ def _that_look_for_placeholders(model: Any) -> list[Any]:
 
 
 def _placed(find: Callable[..., Any], placeholders: Placeholders) -> Callable[..., Any]:
-    """A model's `get_placeholder_mask`, which gives a mask of images and one of videos, without looking."""
+    """Replace a model's `get_placeholder_mask` by one that answers from the known placeholders."""
 
     def masks(*args: Any, **kwargs: Any) -> tuple[PlacedMask, PlacedMask]:
         found = functools.cache(lambda: find(*args, **kwargs))
@@ -224,7 +224,7 @@ def _both(places: Places) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _selecting(index: Any) -> PlacedMask | None:
-    """The mask in `x[mask]` or `x[mask, :]`."""
+    """The PlacedMask in `x[mask]` or `x[mask, :]`, if the index is one."""
     first, *rest = index if isinstance(index, tuple) else (index,)
     return first if isinstance(first, PlacedMask) and all(each == slice(None) for each in rest) else None
 

@@ -1,4 +1,4 @@
-"""What the model answers, in words: greedy answers to held-out prompts, written down beside the gold ones.
+"""Greedy answers to held-out prompts, recorded as text beside the gold answers.
 
 The prompts are packed and run as in training, once for every token of the longest answer, each answer a token longer
 every time. There is no cache: whatever runs a pack (sharded weights, adapters, M-RoPE of images and videos) runs this,
@@ -53,7 +53,7 @@ class Answer:
 
 
 def answers_record(step: int, answers: Sequence[Answer]) -> dict[str, Any]:
-    """What metrics.jsonl and trackers get of some answers: how many are exact, and the answers, cut short."""
+    """Record of some answers for metrics.jsonl and trackers: how many are exact, and the answers, cut short."""
     return {
         "kind": "answers",
         "step": step,
@@ -63,7 +63,7 @@ def answers_record(step: int, answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-class Questions:
+class GenerationEval:
     """Held-out chats to be answered, encoded once.
 
     Args:
@@ -119,7 +119,7 @@ class Questions:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Answer]:
-        """Answer every prompt with the model as it is, always taking the most likely token.
+        """Answer every prompt by greedy decoding.
 
         Args:
             model: put into evaluation mode for the time being.
@@ -150,7 +150,7 @@ class Questions:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> dict[int, list[int]]:
-        """The answers to the prompts of one pack; all processes stop after the same token."""
+        """Generate answers to the prompts of one pack; all processes stop after the same token."""
         texts = {i: self._prompts[i] for i in indices}
         new: dict[int, list[int]] = {i: [] for i in indices}
         going = list(indices)
@@ -166,7 +166,7 @@ class Questions:
         return new
 
     def _next(self, model: torch.nn.Module, batch: Batch, num_texts: int) -> list[int]:
-        """The most likely token after each text of a pack; logits are computed where texts end only."""
+        """Most likely next token of each text of a pack; logits are computed at the ends of texts only."""
         local = local_slots(batch.slots, self._group)
         ends_N = batch.cu_seqlens_N[1 : num_texts + 1].long() - 1
         is_mine_N = (ends_N >= local.start) & (ends_N < local.stop)
@@ -182,7 +182,7 @@ class Questions:
         return tokens
 
     def _closing(self, index: int) -> set[int]:
-        """Tokens that end an answer: the one that ends the gold answer, and the tokenizer's own."""
+        """Tokens that end an answer: the last one of the gold answer, and the tokenizer's own."""
         return {self._gold[index][-1], self._tokenizer.eos_token_id}
 
     def _words(self, ids: list[int]) -> str:
@@ -191,7 +191,7 @@ class Questions:
 
 
 def _last_answer(sample: EncodedSample) -> list[int]:
-    """The tokens of the last supervised run: of the last assistant turn."""
+    """Tokens of the last assistant turn."""
     is_target_S = sample.labels_S != IGNORED
     ends = is_target_S.nonzero()[-1].item() + 1
     before = (~is_target_S[: int(ends)]).nonzero()
@@ -201,7 +201,7 @@ def _last_answer(sample: EncodedSample) -> list[int]:
 
 
 def _longer(sample: EncodedSample, token: int) -> EncodedSample:
-    """A sample with one more token of text, which all axes of positions count alike."""
+    """Append a text token to a sample, at the next position on all axes."""
     position = int(sample.position_ids_RS.max()) + 1
     types = sample.token_types_S
     return replace(

@@ -1,4 +1,4 @@
-"""The model of a run: opened, traced, fitted with what the settings ask for, and laid over the processes."""
+"""Build a run's model: open it, trace it, apply the settings, and shard it over the processes."""
 
 import os
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from headway.errors import CheckpointError
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.flash import choose_kernel
 from headway.models.float8 import use_float8
-from headway.models.head import LossHead, loss_head
-from headway.models.init_weights import draw_weights
+from headway.models.head import ModelWithLoss, model_with_loss
+from headway.models.init_weights import init_weights
+from headway.models.kernels import gated_mlps
 from headway.models.load import load_config, load_model
 from headway.models.lora import initialise_adapters, without_adapters
-from headway.models.materialise import make_room, read_weights
+from headway.models.materialise import allocate, read_weights
 from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.parallel.sequence import share_packs
+from headway.models.products import align_widths
 from headway.models.recompute import recompute_blocks
 from headway.models.vision import vision_tower
-from headway.models.widths import align_widths
 from headway.tracing import trace
 from headway.train.checkpoint import Checkpoint, refuse_half_written
 from headway.train.config import TrainConfig
 from headway.train.device import Precision
 from headway.train.optim import adapt, freeze
-from headway.train.recompute import chosen_recompute
-from headway.train.speed import compiles, put_in_kernels
+from headway.train.speed import chosen_recompute, compiles, put_in_kernels
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Trained:
     Attributes:
         model: with weights, unless a checkpoint's are still to come.
         cost_model: its ledger, as it trains.
-        head: runs it and its loss.
+        model_with_loss: runs a pack through the model and its loss.
         recompute: which blocks are computed again in backward, as `CostModel.count` takes it.
         compiles: whether its blocks are compiled.
         compile_watch: sees what is compiled.
@@ -49,7 +49,7 @@ class Trained:
 
     model: PreTrainedModel
     cost_model: CostModel
-    head: LossHead
+    model_with_loss: ModelWithLoss
     recompute: str
     compiles: bool
     compile_watch: CompileWatch
@@ -84,9 +84,9 @@ def build_trained(
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
     notes += choose_kernel(config.speed.attention, device)
     if device.type == "cuda":
-        notes += align_widths(model, precision.compute)
+        notes += align_widths(gated_mlps(model), precision.compute)
     notes += put_in_kernels(config.speed, model, device)
-    head = loss_head(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
+    with_loss = model_with_loss(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
     if precision.is_float8:
         notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
     recompute_blocks(model, recompute)
@@ -96,13 +96,13 @@ def build_trained(
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
     initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
-    return Trained(model, cost_model, head, recompute, is_compiled, compile_watch, notes)
+    return Trained(model, cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
 
 
 def build_model(
     config: TrainConfig, checkpoint: Checkpoint | None, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """The configured model: with saved weights or at random; what a checkpoint is read into, if there is one.
+    """Build the configured model: with saved weights, random ones, or none yet for a checkpoint's.
 
     Args:
         config: everything there is to say.
@@ -129,7 +129,7 @@ def distribute(
     precision: Precision,
     device: torch.device,
 ) -> None:
-    """Shard a model that has no weights yet, and give every process its slices of them, or room for a checkpoint's.
+    """Shard a model that has no weights yet, and give every process its slices, or memory for a checkpoint's.
 
     Raises:
         CheckpointError: the weights are not whole, or of another model.
@@ -151,9 +151,9 @@ def distribute(
     keep_on = torch.device("cpu") if parallel.offload else device
     with without_adapters(model):  # which have weights of their own later
         if checkpoint is not None:
-            make_room(model, device, keep_on=keep_on)
+            allocate(model, device, keep_on=keep_on)
         elif config.model.random_init:
-            draw_weights(model, device, keep_on=keep_on)
+            init_weights(model, device, keep_on=keep_on)
         else:
             read_weights(model, config.model.path, device, keep_on=keep_on)
 
@@ -169,7 +169,7 @@ def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
 
 
 def _architecture(path: str) -> dict[str, Any]:
-    """A model's configuration without what saving adds to it."""
+    """Configuration of a model without the keys that saving adds."""
     volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
 
     def clean(node: Any) -> Any:

@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Check:
-    """What a run's records say of its samples.
+    """Result of checking a run's records for lost and repeated samples.
 
     Attributes:
         steps: steps recorded, from the first on, each once [steps].
@@ -99,7 +99,7 @@ class _Steps:
 
 
 def check_run(folder: Path, other: Path | None = None) -> Check:
-    """Compare a run's records with what processes and checkpoints before and after its interruptions wrote.
+    """Compare a run's records with the digests that earlier processes and checkpoints wrote.
 
     Args:
         folder: of the run.
@@ -151,7 +151,7 @@ def _compare(folder: Path, other: Path | None) -> Check:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, one by one; a last line without its end is what a kill left, or is being written."""
+    """Yield a file's records but for a last line without a line break, which a kill tore or which is being written."""
     number = 0
     try:
         with path.open("rb") as file:

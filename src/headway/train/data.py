@@ -26,7 +26,7 @@ QUARANTINE = "bad_samples.jsonl"
 
 
 def budget_of(data: DataConfig) -> Budget:
-    """What a pack holds."""
+    """Budget of a pack."""
     return Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
 
 
@@ -85,7 +85,7 @@ def open_feed(
 def make_collator(
     data: DataConfig, encoder: Encoder, model: PreTrainedModel, ranks: Ranks, sources: tuple[str, ...] = ()
 ) -> Collator:
-    """What lays samples into packs as the run's settings say.
+    """Build the collator for a run's settings.
 
     Raises:
         ConfigError: buckets that the model has no use for.
@@ -103,7 +103,7 @@ def make_collator(
 def _indices(
     sources: tuple[Source, ...], encoder: Encoder, workers: int, bad: BadSamples, ranks: Ranks
 ) -> dict[str, LengthIndex]:
-    """The lengths of every source: measured by the first rank, read by all."""
+    """Length index of every source: measured by the first rank, read by all."""
     if not ranks.is_first:
         ranks.wait()
         bad = replace(bad, quarantine=None)  # the first rank has named them

@@ -36,7 +36,7 @@ class Precision:
 
     @property
     def peak_dtype(self) -> torch.dtype:
-        """The arithmetic whose peak MFU is a share of: the fastest that the step uses."""
+        """Dtype whose peak MFU refers to: the fastest that the step uses."""
         return torch.float8_e4m3fn if self.is_float8 else self.compute
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -47,7 +47,7 @@ class Precision:
 
 
 def choose_device(run: RunConfig) -> torch.device:
-    """The device of this process: what `run.device` names; under torchrun, each process its own CUDA device.
+    """Choose this process's device as `run.device` says; under torchrun, each process its own CUDA device.
 
     Raises:
         ConfigError: no such device here.

@@ -1,4 +1,4 @@
-"""What a run will need, from its recipe alone: parameters, memory of each device, FLOPs of a step, and packs.
+"""Needs of a run, from its recipe alone: parameters, memory of each device, FLOPs of a step, and packs.
 
 Nothing is trained, and neither weights nor data are read; lengths come from the recipe's `plan` section. For models
 whose ledger ships, torch is not needed either.
@@ -98,7 +98,7 @@ class DryRun:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory leaves enough for what is not counted; None without a device."""
+        """Whether the run fits `USABLE` of the device's memory; None without a device."""
         room = _room(self.device)
         return None if room is None else self.memory.peak <= room
 
@@ -211,12 +211,12 @@ def memory_plan(
 
 
 def _room(device: Device | None) -> int | None:
-    """What a plan may fill of a device [bytes]."""
+    """Memory of a device that a plan may fill [bytes]."""
     return None if device is None or device.memory_bytes is None else int(USABLE * device.memory_bytes)
 
 
 def precision_of(config: TrainConfig, devices: int) -> Precision:
-    """How forward computes: sharded weights are gathered in bfloat16, those of a lone device go through autocast."""
+    """Precision of forward: sharded weights are gathered in bfloat16, those of a lone device go through autocast."""
     dtype = config.run.dtype
     if dtype == "float32" or (dtype == "auto" and config.run.device == "cpu"):
         return "float32"
@@ -236,7 +236,7 @@ def _mesh_settings(config: TrainConfig) -> dict[str, Any]:
 def _recompute(
     config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], shape: MeshShape
 ) -> str:
-    """Which blocks are recomputed, as `CostModel.count` takes it; a size chooses them as training does."""
+    """Blocks to recompute, as `CostModel.count` takes them; `memory:SIZE` is resolved as in training."""
     size = config.speed.recompute_bytes
     if size is None:
         return config.speed.recompute
@@ -250,14 +250,14 @@ def _recompute(
 
 
 def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
-    """The patches that a pack may hold: its budget, or as many as its tokens can stand for."""
+    """Patches that a pack may hold: its budget, or as many as its tokens can stand for."""
     if not cost_model.has_vision:
         return 0
     return config.data.patches_per_pack or config.data.tokens_per_pack * cost_model.merge_group
 
 
 def _state(config: TrainConfig, precision: Precision, recompute: str) -> State:
-    """What is kept per parameter, and how forward computes."""
+    """Bytes kept per parameter, and the precision of forward."""
     weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
     moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
     return State(
@@ -333,7 +333,7 @@ def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, re
 
 
 def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
-    """Take the patches of each sample as one picture where grids are not known."""
+    """Give each sample one picture with its number of patches where grids are not known."""
     if table.grids is not None:
         return table
     rows = np.flatnonzero(table.patches)
@@ -348,7 +348,7 @@ def _without_media(table: LengthTable) -> LengthTable:
 
 
 def _one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
-    """One picture of so many patches; what is saved depends on their number alone."""
+    """Grid of one picture with so many patches; saved activations depend on their number alone."""
     return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []
 
 

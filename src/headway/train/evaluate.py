@@ -19,7 +19,7 @@ from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.blank import Modalities, with_blanks
 from headway.data.collate import Collator
 from headway.errors import DataError
-from headway.models.head import LossHead
+from headway.models.head import ModelWithLoss
 from headway.models.parallel.sequence import local_slots
 from headway.models.vision import VisionGeometry
 from headway.packing.bins import pack
@@ -31,7 +31,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
         samples: samples judged.
@@ -98,31 +98,36 @@ class EvalSet:
         self._group = group
 
     @torch.no_grad()
-    def evaluate(self, head: LossHead, device: torch.device, autocast: Autocast = nullcontext) -> Evaluation:
-        """Judge every sample with the model as it is.
+    def evaluate(
+        self, model_with_loss: ModelWithLoss, device: torch.device, autocast: Autocast = nullcontext
+    ) -> Evaluation:
+        """Judge every sample with the model's present weights.
 
         Args:
-            head: runs the model, which is put into evaluation mode for the time being.
+            model_with_loss: its model is put into evaluation mode for the time being.
             device: where it lives.
             autocast: context of the forward pass.
         """
-        was_training = head.model.training
-        head.model.train(False)
+        model = model_with_loss.model
+        was_training = model.training
+        model.train(False)
         # samples, exact answers, summed cross-entropy, supervised tokens
         totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         for batch in self._packs:
-            totals_4 += judge(head, batch.to(device), autocast, self._group)
-        head.model.train(was_training)
+            totals_4 += judge(model_with_loss, batch.to(device), autocast, self._group)
+        model.train(was_training)
         self._ranks.sum_(totals_4)
         samples, exact, loss, tokens = totals_4.tolist()
         return Evaluation(int(samples), int(exact), loss / tokens)
 
 
-def judge(head: LossHead, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This process's part of what a pack adds to the totals; L are its slots.
+def judge(
+    model_with_loss: ModelWithLoss, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Evaluate a pack: this process's summands of the totals; L are its slots.
 
     Args:
-        head: of a model in evaluation mode.
+        model_with_loss: of a model in evaluation mode.
         batch: on the model's device.
         autocast: context of the forward pass.
         group: the processes that compute the pack together. What only all of them know, whether an answer is right
@@ -134,7 +139,7 @@ def judge(head: LossHead, batch: Batch, autocast: Autocast, group: dist.ProcessG
     local = local_slots(batch.slots, group)
     labels_L = batch.labels_1T[0, local]
     with autocast():
-        pack_loss = head(batch.model_inputs(), labels_L, judge=True)
+        pack_loss = model_with_loss(batch.model_inputs(), labels_L, judge=True)
     assert pack_loss.right_T is not None
     loss, supervised_L = pack_loss.total, labels_L >= 0
     wrong_T = torch.zeros(batch.slots, dtype=torch.long, device=loss.device)

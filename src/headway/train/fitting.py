@@ -1,4 +1,4 @@
-"""Which settings make a run fit a device, by the memory plan, those that harm it least first.
+"""Find settings that make a run fit a device, by the memory plan, the least harmful first.
 
 First what changes no result and costs time, then fewer bits for what the optimizer keeps and for the weights, then
 smaller packs and more devices. Where none is enough by itself, they are put together.
@@ -49,7 +49,7 @@ class Way:
 
     @property
     def price(self) -> str:
-        """What it costs."""
+        """Price of the settings, in words."""
         prices = [PRICES.get(one) or PRICES[one.partition("=")[0]] for one in self.settings]
         return "; ".join(prices) or "more devices"
 
@@ -62,7 +62,7 @@ class Way:
 
 
 def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> tuple[Way, ...]:
-    """Find what makes a run fit.
+    """Find settings, or a number of devices, with which a run fits.
 
     Args:
         config: as it is.
@@ -90,7 +90,7 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
 
 
 def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> Way:
-    """Put settings together until they are enough, and take out again those that are not needed."""
+    """Add settings until the run fits, then drop those that turn out not to be needed."""
     best = Way((), devices, peak(config, devices))
     for settings in _gentlest_first(config):
         if best.peak_bytes <= room_bytes:
@@ -132,7 +132,7 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
 
 
 def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:
-    """What settings on top of a configuration need; None where they cannot take effect."""
+    """Memory plan with some settings on top of a configuration; None where they cannot take effect."""
     try:
         changed = with_overrides(config.as_dict(), settings)
         return Way(settings, devices, peak(changed, devices))

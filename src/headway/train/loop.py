@@ -10,8 +10,9 @@ supervised or not, because that is what the ledger counts: what is billed is wha
 """
 
 import math
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -29,19 +30,17 @@ from headway.train.checkpoint import Checkpoint
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
 from headway.train.memory_error import Explanation
-from headway.train.nonfinite import take_step
-from headway.train.optim import learning_rate, set_learning_rate
+from headway.train.optim import learning_rate, set_learning_rate, take_step
 from headway.train.prepare import Run, prepare, save
 from headway.train.profiling import ProfileWindow
 from headway.train.progress import Progress, evaluation_line
 from headway.train.ranks import own_rank
 from headway.train.record import METRICS, RESUMES, SAMPLES, SUMMARY, MetricsLog, write_json
-from headway.train.recorder import Launched, StepRecorder
+from headway.train.recorder import LaunchedStep, StepRecorder
 from headway.train.run_folder import RunFolder
-from headway.train.share import Flags, agree
-from headway.train.signals import NAMES, stop_requests
+from headway.train.share import Flags, exchange_step
 from headway.train.summary import RunSummary
-from headway.train.watch import LoopPhase, Watchdog, told
+from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
 
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
@@ -66,60 +65,37 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
     """
     start_ns = clock.now_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
-    place, rank = LoopPhase(), own_rank()
+    phase, rank = LoopPhase(), own_rank()
     with (
-        Watchdog(place, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
-        told(place, lambda error: f"out of memory (rank {rank}) in {place}: {error}. {_SMALLER}"),
+        Watchdog(phase, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
+        explain_errors(phase, lambda error: f"out of memory (rank {rank}) in {phase}: {error}. {_SMALLER}"),
         RunFolder(config.run.folder) as folder,
     ):
-        return _loop(config, prepare(config, resume=resume, place=place, folder=folder), place, start_ns)
+        return _loop(config, prepare(config, resume=resume, phase=phase, folder=folder), phase, start_ns)
 
 
-def _loop(config: TrainConfig, run: Run, place: LoopPhase, start_ns: int) -> RunSummary:  # noqa: PLR0915 - stays whole
+def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:  # noqa: PLR0915 - stays whole
     """Take the steps of a run, write down what they gave, and sum up."""
     trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
-    ranks, device = run.ranks, run.device
-    optim, saver = config.optim, run.saver
+    ranks, device, saver, optim = run.ranks, run.device, run.saver, config.optim
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
     steps = iter(run.feed)
     evaluation, stopped_by = None, 0
-    progress = Progress(optim.steps, done=step, log_every=config.run.log_every, quiet=not ranks.is_first)
     window = ProfileWindow(config.run.profile, config.run.folder, rank=ranks.rank, size=ranks.size, device=device)
-    log = MetricsLog(
-        config.run.folder / METRICS if ranks.is_first else None,
-        last_step=step,
-        trackers=config.run.trackers,
-        lost=config.run.folder / RESUMES if run.resumes else None,
-    )
-    writes_samples = ranks.is_first and run.questions is not None
-    samples = MetricsLog(config.run.folder / SAMPLES if writes_samples else None, last_step=step)
-
-    goodput = meter.goodput = _open_goodput(run, config.run.folder / GOODPUT, start_ns)
 
     with (
-        progress,
-        log,
-        samples,
+        _outputs(config, run, start_ns) as out,
         window,
-        goodput or nullcontext(),
         meter,
         run.feed,
         saver,
         stop_requests() as stop_signal,
-        told(place, Explanation(run, config, place)),
+        explain_errors(phase, Explanation(run, config, phase)),
     ):
         for line in run.describe():
-            progress.note(line)
-        recorder = StepRecorder(
-            log,
-            progress.step,
-            run.feed.names,
-            may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
-            bad_samples=config.run.folder / f"not-finite-rank-{ranks.rank}.json",
-            before=run.checkpoint.position() if run.checkpoint else {},
-        )
+            out.progress.note(line)
         model.train()
 
         while step < optim.steps and not stopped_by:
@@ -130,40 +106,40 @@ def _loop(config: TrainConfig, run: Run, place: LoopPhase, start_ns: int) -> Run
 
             # This rank's packs come before its first forward, and with them what the other ranks' hold: all supervised
             # tokens normalise the loss. With the same message ranks tell which steps their devices have passed.
-            place.at("data wait", step=step)
+            phase.at("data wait", step=step)
             meter.await_data()
             batches = next(steps, [])
             meter.got_data()
             has_ended = not batches  # on this rank; a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
-            place.at("exchange of what each rank computes")
+            phase.at("exchange of what each rank computes")
             flags = Flags(has_ended, stop_signal(), saver.has_failed)
-            batches, whole, finished = agree(batches, run.feed, ranks, flags, meter.finished())
-            recorder.write(meter.merge(finished))
+            batches, whole, finished = exchange_step(batches, run.feed, ranks, flags, meter.finished())
+            out.recorder.write(meter.merge(finished))
             for checkpoint in saver.finished(wait=whole.flags.save_failed):
-                _note_saved(goodput, checkpoint)
+                out.note_saved(checkpoint)
             if whole.flags.has_ended:
-                _leave(run, recorder, "checkpoint")
-                save(run, step - 1, recorder.behind())
-                _note_saved(goodput, saver.wait())
+                _leave(run, out, phase, "checkpoint")
+                save(run, step - 1, out.recorder.behind())
+                out.note_saved(saver.wait())
                 raise TrainingError(_data_ended(config, step - 1))
             stopped_by = whole.flags.stop_signal
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
             for number, batch in enumerate(on_device(batches, device), start=1):
-                place.at("forward and backward", batch=batch)
+                phase.at("forward and backward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
                 local = local_slots(batch.slots, run.sequence_group)
                 labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
-                    pack = trained.head(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
+                    pack = trained.model_with_loss(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
                 torch.autograd.backward(pack.total)
                 loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
                 meter.count(ranks.billed(batch.workload))
 
             # Update.
-            place.at("update")
+            phase.at("update")
             compilations = trained.compile_watch.since()
             sums = torch.cat([loss_S, torch.full((1,), len(compilations.guards), device=device)])
             ranks.sum_(sums)
@@ -173,31 +149,31 @@ def _loop(config: TrainConfig, run: Run, place: LoopPhase, start_ns: int) -> Run
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            recorder.add(Launched(step, lr, whole, batches, ranks.num_data_ranks, compilations), numbers_K)
+            out.recorder.add(LaunchedStep(step, lr, whole, batches, ranks.num_data_ranks, compilations), numbers_K)
             meter.step()
-            progress.recompiled(step, compilations.news)
-            window.after(step, meter, progress.note)
+            out.progress.recompiled(step, compilations.news)
+            window.after(step, meter, out.progress.note)
 
             # Now and then, and at the end.
             is_last = step == optim.steps
             if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
-                place.at("evaluation")
-                _leave(run, recorder, "evaluation")
-                evaluation = _evaluate(run, run.eval_set, step, log, samples, progress)
+                _leave(run, out, phase, "evaluation")
+                evaluation = _evaluate(run, run.eval_set, step, out)
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
-                place.at("checkpoint")
-                _leave(run, recorder, "checkpoint")
-                save(run, step, recorder.behind())
-        place.at("checkpoint")
+                _leave(run, out, phase, "checkpoint")
+                save(run, step, out.recorder.behind())
+        phase.at("checkpoint")
         last = saver.wait()
-        _note_saved(goodput, last)
+        out.note_saved(last)
         utilisation = meter.close()
         if step < optim.steps:
-            progress.note(f"stopped by {NAMES[stopped_by]} after step {step}; continue with --resume")
+            out.progress.note(f"stopped by {STOPPING[stopped_by]} after step {step}; continue with --resume")
         for warning in utilisation.warnings:
-            progress.note(f"warning: {warning}")
+            out.progress.note(f"warning: {warning}")
 
-    losses = ranks.gather_all(log.losses)[0]  # of all steps, those before a resume included: the first process has them
+    losses = ranks.gather_all(out.metrics.losses)[
+        0
+    ]  # of all steps, those before a resume included: the first process has them
     summary = RunSummary(
         folder=config.run.folder,
         checkpoint=last.folder,
@@ -213,53 +189,92 @@ def _loop(config: TrainConfig, run: Run, place: LoopPhase, start_ns: int) -> Run
         evaluation=evaluation,
         total_s=(clock.now_ns() - start_ns) / 1e9,
     )
-    place.at("export", watched=False)  # takes as long as the model is large, and nobody waits for it
+    phase.at("export", watched=False)  # takes as long as the model is large, and nobody waits for it
     if ranks.is_first:
         run.exports.make(last)
         write_json(config.run.folder / SUMMARY, summary.as_json())
     return summary
 
 
-def _open_goodput(run: Run, path: Path, start_ns: int) -> Goodput | None:
-    """The ledger of the run's time, which the first process keeps."""
-    if not run.ranks.is_first:
-        return None
-    goodput = Goodput(path, since_ns=start_ns)
-    if run.resumes:
-        goodput.resumed(run.checkpoint.step if run.checkpoint else 0)
-    return goodput
+class _Outputs(NamedTuple):
+    """Where a run writes down what it does; ranks other than the first write no files and no lines.
+
+    Attributes:
+        progress: lines and a bar on the screen.
+        metrics: a record for each step and evaluation.
+        samples: answers in words.
+        goodput: what the run's time went to.
+        recorder: turns finished steps into records.
+    """
+
+    progress: Progress
+    metrics: MetricsLog
+    samples: MetricsLog
+    goodput: Goodput | None
+    recorder: StepRecorder
+
+    def note_saved(self, checkpoint: Checkpoint) -> None:
+        if self.goodput is not None:
+            self.goodput.checkpoint_saved(checkpoint.step)
 
 
-def _leave(run: Run, recorder: StepRecorder, bucket: Bucket) -> None:
+@contextmanager
+def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]:
+    """Open the files of a run, cut back to the checkpoint that it goes on from; all are closed in the end."""
+    settings, optim, ranks = config.run, config.optim, run.ranks
+    step = run.checkpoint.step if run.checkpoint else 0
+    metrics = MetricsLog(
+        settings.folder / METRICS if ranks.is_first else None,
+        last_step=step,
+        trackers=settings.trackers,
+        lost=settings.folder / RESUMES if run.resumes else None,
+    )
+    writes_samples = ranks.is_first and run.generation_eval is not None
+    samples = MetricsLog(settings.folder / SAMPLES if writes_samples else None, last_step=step)
+    goodput = run.meter.goodput = Goodput(settings.folder / GOODPUT, since_ns=start_ns) if ranks.is_first else None
+    if goodput is not None and run.resumes:
+        goodput.resumed(step)
+    with (
+        Progress(optim.steps, done=step, log_every=settings.log_every, quiet=not ranks.is_first) as progress,
+        metrics,
+        samples,
+        goodput or nullcontext(),
+    ):
+        recorder = StepRecorder(
+            metrics,
+            progress.step,
+            run.feed.names,
+            may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
+            bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
+            before=run.checkpoint.position() if run.checkpoint else {},
+        )
+        yield _Outputs(progress, metrics, samples, goodput, recorder)
+
+
+def _leave(run: Run, out: _Outputs, phase: LoopPhase, bucket: Bucket) -> None:
     """Stop training for a while: the device is waited for, and the steps that it has taken are recorded.
 
     Raises:
         TrainingError: one of them had a loss or gradient that is not finite.
     """
+    phase.at(bucket)
     run.meter.leave(bucket)
-    recorder.write(run.meter.merge(run.ranks.gather_all(run.meter.finished())))
+    out.recorder.write(run.meter.merge(run.ranks.gather_all(run.meter.finished())))
 
 
-def _note_saved(goodput: Goodput | None, checkpoint: Checkpoint) -> None:
-    if goodput is not None:
-        goodput.checkpoint_saved(checkpoint.step)
-
-
-def _evaluate(
-    run: Run, eval_set: EvalSet, step: int, log: MetricsLog, samples: MetricsLog, progress: Progress
-) -> Evaluation:
+def _evaluate(run: Run, eval_set: EvalSet, step: int, out: _Outputs) -> Evaluation:
     """Judge the model on the held-out samples and write down what was found, with some answers in words."""
     device, autocast = run.device, run.precision.autocast
     with run.weights_to_judge():
-        evaluation = eval_set.evaluate(run.trained.head, device, autocast)
-        answers = [] if run.questions is None else run.questions.answer(run.model, device, autocast)
+        evaluation = eval_set.evaluate(run.trained.model_with_loss, device, autocast)
+        answers = [] if run.generation_eval is None else run.generation_eval.answer(run.model, device, autocast)
     record = {"schema_version": SCHEMA_VERSION, "kind": "evaluation", "step": step, **evaluation.as_record()}
-    log.write(record)
-    progress.note(evaluation_line(record))
+    out.metrics.write(record)
+    out.progress.note(evaluation_line(record))
     for answer in answers:
-        samples.write(answer.as_record(step))
+        out.samples.write(answer.as_record(step))
     if answers:
-        log.write(answers_record(step, answers))
+        out.metrics.write(answers_record(step, answers))
     return evaluation
 
 

@@ -1,4 +1,4 @@
-"""What is said when memory runs out: what held it, which pack asked for more, and what would need less."""
+"""Error text when memory runs out: its holders, the pack that asked for more, and settings that need less."""
 
 import math
 import re
@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from headway.count.activations import SavedByPrecision
 from headway.errors import ConfigError, HeadwayError
 from headway.models.blocks import blocks
+from headway.models.parallel import local
 from headway.report import format_bytes, format_count
 from headway.train.config import SpeedConfig, TrainConfig
 from headway.train.dry_run import USABLE, memory_plan
 from headway.train.fitting import ways_to_fit
 from headway.train.prepare import Run
-from headway.train.recompute import saved_of
+from headway.train.speed import saved_of
 from headway.train.watch import LoopPhase
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
@@ -34,45 +34,45 @@ class Explanation:
     Args:
         run: its model, optimizer and device.
         config: its settings.
-        place: where it stands.
+        phase: what it is doing.
     """
 
-    def __init__(self, run: Run, config: TrainConfig, place: LoopPhase) -> None:
-        self._run, self._config, self._place = run, config, place
+    def __init__(self, run: Run, config: TrainConfig, phase: LoopPhase) -> None:
+        self._run, self._config, self._phase = run, config, phase
         self._program = max(0, used_bytes(run.device) - sum(held_bytes(run).values()))
 
     def __call__(self, error: BaseException) -> str:
-        """Explain an error, as raised, with what it holds still held."""
-        run, place = self._run, self._place
+        """Explain an error while its traceback still holds the tensors of the pack that failed."""
+        run, phase = self._run, self._phase
         held = held_bytes(run)
         activations = max(0, used_bytes(run.device) - sum(held.values()) - self._program)
         held |= {"activations and temporaries": activations, "the program": self._program}
         asked, total = asked_bytes(error), sum(held.values())
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
         pack = ""
-        if place.batch is not None:
-            load = place.batch.workload
+        if phase.batch is not None:
+            load = phase.batch.workload
             pack = (
                 f" The pack had {format_count(load.tokens)} tokens in {format_count(load.num_segments)} segments"
                 f" ({format_count(load.slots)} slots) and {format_count(load.patches)} vision patches."
             )
         return (
-            f"out of memory on {run.device} (rank {run.ranks.rank}) in {place}"
+            f"out of memory on {run.device} (rank {run.ranks.rank}) in {phase}"
             f"{f', when {format_bytes(asked)} more were asked for' if asked else ''}. Held were {format_bytes(total)}: "
             f"{parts}.{pack} {self._way_out(held, activations + (asked or 0))} "
             "The last checkpoint is whole; change the setting and go on with --resume where it may be changed."
         )
 
     def _way_out(self, held: dict[str, int], activations: int) -> str:
-        """What would fit the device, by the memory plan; where there is none, what would need less."""
-        run, place = self._run, self._place
-        if run.device.type == "cuda" and place.batch is not None:
+        """Say which settings fit the device by the memory plan; without a plan, which would need less."""
+        run, phase = self._run, self._phase
+        if run.device.type == "cuda" and phase.batch is not None:
             total = torch.cuda.get_device_properties(run.device).total_memory
-            load = place.batch.workload
+            load = phase.batch.workload
             planned = planned_ways(run, self._config, load.slots, load.patches, total)
             if planned is not None:
                 return planned
-        savings = sorted(possible_savings(held, activations, run, self._config, place), key=lambda one: -one[1])
+        savings = sorted(possible_savings(held, activations, run, self._config, phase), key=lambda one: -one[1])
         least = _WORTH * sum(held.values())
         ways = [f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > least]
         return f"What would need less, by estimate: {'; '.join(ways) or 'a smaller model or a larger device'}."
@@ -111,7 +111,7 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
 
 
 def held_bytes(run: Run) -> dict[str, int]:
-    """What this process holds of the model and of what training keeps of it, by part [bytes]."""
+    """Memory of this process's slices of weights, gradients, optimizer state and averages [bytes]."""
     parameters = list(run.model.parameters())
     states = [value for state in run.optimizer.state.values() for value in state.values()]
     averages = [] if run.ema is None else list(run.ema.state_dict().values())
@@ -124,7 +124,7 @@ def held_bytes(run: Run) -> dict[str, int]:
 
 
 def possible_savings(
-    held: dict[str, int], activations: int, run: Run, config: TrainConfig, place: LoopPhase
+    held: dict[str, int], activations: int, run: Run, config: TrainConfig, phase: LoopPhase
 ) -> Iterable[tuple[str, int]]:
     """Settings that need less memory, each with its estimated effect on this process [bytes].
 
@@ -136,14 +136,14 @@ def possible_savings(
         activations: of the pack, what was asked for last included [bytes].
         run: its model, optimizer and device.
         config: its settings.
-        place: with the pack that is computed.
+        phase: with the pack that is computed.
     """
     moments = held["optimizer"]
     state = held["weights"] + held["gradients"] + moments + held["average"]
     budget = config.data.tokens_per_pack
     yield f"data.tokens_per_pack={budget // 2} (from {budget})", activations // 2
     num_blocks, text = _num_blocks(run.model), run.model.config.get_text_config()
-    slots = 0 if place.batch is None else place.batch.workload.slots
+    slots = 0 if phase.batch is None else phase.batch.workload.slots
     if slots and num_blocks and config.speed.recompute == "none":
         kept = slots * text.hidden_size * run.precision.compute.itemsize * num_blocks
         yield "speed.recompute=full", max(0, activations - activations // num_blocks - kept)
@@ -163,12 +163,12 @@ def possible_savings(
 
 
 def local_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Memory of this process's parts of tensors on a device; what two of them share counts once [bytes]."""
+    """Memory of this process's slices of tensors on a device; shared storage counts once [bytes]."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.device.type == device.type:
-            storage = local.untyped_storage()
+        own = local(tensor)
+        if own.device.type == device.type:
+            storage = own.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
@@ -184,7 +184,6 @@ def asked_bytes(error: BaseException) -> int | None:
 
 
 def _num_blocks(model: PreTrainedModel) -> int:
-    """Layers that can be recomputed; 0 for a model that has none."""
     try:
         return len(blocks(model))
     except ConfigError:

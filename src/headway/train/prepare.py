@@ -25,7 +25,7 @@ from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.plan.mesh import MeshShape
-from headway.train.answers import Questions
+from headway.train.answers import GenerationEval
 from headway.train.build import Trained, build_trained
 from headway.train.checkpoint import (
     Checkpoint,
@@ -50,7 +50,7 @@ from headway.train.run_folder import RunFolder
 from headway.train.watch import LoopPhase
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The parts of a run, ready to go."""
 
@@ -66,7 +66,7 @@ class Run:
     feed: Feed
     router_load: RouterLoad
     eval_set: EvalSet | None
-    questions: Questions | None
+    generation_eval: GenerationEval | None
     resumes: bool
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def model(self) -> PreTrainedModel:
-        """What learns."""
+        """The model."""
         return self.trained.model
 
     def weights_to_judge(self) -> AbstractContextManager[None]:
@@ -87,7 +87,7 @@ class Run:
         return _sequence_group(self.mesh)
 
     def describe(self) -> list[str]:
-        """A few lines on what is about to happen."""
+        """Lines that describe the run on the screen."""
         params, peak = self.meter.cost_model.params, self.meter.peak
         lines = [
             f"{model_name(self.model)}: {params.total / 1e6:.2f} M parameters, {params.trainable / 1e6:.2f} M "
@@ -98,7 +98,7 @@ class Run:
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
     def write_model(self, folder: Path) -> None:
-        """Write what a model folder holds besides weights."""
+        """Write config, generation config, adapter config and processor."""
         self.model.config.save_pretrained(folder)
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(folder)
@@ -106,13 +106,13 @@ class Run:
         self.processor.save_pretrained(folder)
 
 
-def prepare(config: TrainConfig, *, resume: bool | None, place: LoopPhase, folder: RunFolder) -> Run:
+def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folder: RunFolder) -> Run:
     """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:
         config: everything there is to say.
         resume: whether the run folder holds a run that goes on; None to look.
-        place: told where the set-up stands.
+        phase: set as the set-up goes on.
         folder: the run's; held by the first process from here on.
 
     Raises:
@@ -122,12 +122,12 @@ def prepare(config: TrainConfig, *, resume: bool | None, place: LoopPhase, folde
     precision = choose_precision(config.run, device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    place.at("joining the other ranks")
+    phase.at("joining the other ranks")
     ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     mesh = make_mesh(config.parallel, ranks, device)
-    place.at("opening the run folder")
+    phase.at("opening the run folder")
     resume = ranks.by_first(lambda: folder.open(config, resume=resume))
-    place.at("checking the newest checkpoint")
+    phase.at("checking the newest checkpoint")
     checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
     if checkpoint is not None and checkpoint.step >= config.optim.steps:
         raise ConfigError(
@@ -135,7 +135,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, place: LoopPhase, folde
             f"resume. Its last checkpoint is {checkpoint.folder}."
         )
 
-    place.at("building the model")
+    phase.at("building the model")
     # The same seed on every rank gives the same random weights.
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)  # noqa: NPY002 - the global state is what other libraries draw from
@@ -152,15 +152,15 @@ def prepare(config: TrainConfig, *, resume: bool | None, place: LoopPhase, folde
         num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
         max_characters=config.data.max_characters,
     )
-    place.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
+    phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
-    eval_set = questions = None
+    eval_set = generation_eval = None
     if config.data.eval is not None:
         samples = read_samples(config.data.eval)[: config.eval.max_samples]
         group = _sequence_group(mesh)
         eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model), group)
         if config.eval.generate is not None:
-            questions = Questions(
+            generation_eval = GenerationEval(
                 samples,
                 encoder,
                 budget_of(config.data),
@@ -171,12 +171,12 @@ def prepare(config: TrainConfig, *, resume: bool | None, place: LoopPhase, folde
                 max_new_tokens=config.eval.max_new_tokens,
             )
 
-    place.at("restoring the checkpoint")
+    phase.at("restoring the checkpoint")
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
         feed.load_state_dict(checkpoint.position())
         restore_random_state(checkpoint.random_state(ranks.rank))
-    place.at("set-up")
+    phase.at("set-up")
     saving = config.checkpoint
     # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
     exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep, merge_adapters=config.model.random_init)
@@ -200,23 +200,23 @@ def prepare(config: TrainConfig, *, resume: bool | None, place: LoopPhase, folde
         exchanges=False,
     )
     run = Run(
-        device,
-        precision,
-        ranks,
-        mesh,
-        trained,
-        processor,
-        optimizer,
-        ema,
-        meter,
-        feed,
-        RouterLoad(model, device),
-        eval_set,
-        questions,
-        resume,
-        checkpoint,
-        saver,
-        exports,
+        device=device,
+        precision=precision,
+        ranks=ranks,
+        mesh=mesh,
+        trained=trained,
+        processor=processor,
+        optimizer=optimizer,
+        ema=ema,
+        meter=meter,
+        feed=feed,
+        router_load=RouterLoad(model, device),
+        eval_set=eval_set,
+        generation_eval=generation_eval,
+        resumes=resume,
+        checkpoint=checkpoint,
+        saver=saver,
+        exports=exports,
     )
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
@@ -269,7 +269,7 @@ def save(run: Run, step: int, behind: Mapping[str, Any]) -> None:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """What the run is made of, for run.json."""
+    """Content of run.json."""
     params, peak = run.meter.cost_model.params, run.meter.peak
     return {
         "software": describe_software(),

@@ -1,4 +1,4 @@
-"""A window of steps under `torch.profiler`, and what was in a GPU's memory meanwhile."""
+"""Profile a window of steps by `torch.profiler`, with a snapshot of a GPU's memory if asked for."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -42,27 +42,27 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Whose packs this process computes, from 0."""
+        """Index of the group of processes that shares this one's packs, from 0."""
         return self.rank // self.sequence
 
     @property
     def num_data_ranks(self) -> int:
-        """How many have packs of their own."""
+        """Number of groups with packs of their own."""
         return self.size // self.sequence
 
     def billed(self, workload: Workload) -> Workload:
-        """What this process counts of a pack: all of it as the first of those that share it, nothing as another."""
+        """Workload to count for a pack: all of it on the first process that shares the pack, nothing on others."""
         return Workload() if self.rank % self.sequence else workload
 
     def gather(self, value: T) -> list[T]:
-        """What everyone with packs of their own gives, in order, one for each group that shares its packs.
+        """Gather one value from each group that shares packs, in order.
 
         Exchanged between hosts, so that no device is waited for.
         """
         return self.gather_all(value)[:: self.sequence]
 
     def gather_all(self, value: T) -> list[T]:
-        """What every process gives, in order, exchanged between hosts."""
+        """Gather a value from every process, in order, exchanged between hosts."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -70,7 +70,7 @@ class Ranks:
         return values
 
     def by_first(self, act: Callable[[], T]) -> T:
-        """What something gave that only the first process does, for all of them.
+        """Call a function on the first process alone, and give its result to all.
 
         Raises:
             HeadwayError: what it raised, on all of them.
@@ -126,7 +126,7 @@ def join_ranks(device: torch.device, sequence: int = 1, *, watchdog_s: float | N
 
 
 def agree_on_meeting(store: Any, rank: int, size: int, timeout_s: float) -> str:
-    """Agree on a name that no processes before these have used, for what these exchange through a store.
+    """Agree on a key prefix in the store that no earlier processes have used.
 
     torchrun keeps one store for all its restarts. Under the same names, a new process would read the address of one
     that has died, and wait for it. TORCHELASTIC_RESTART_COUNT does not tell the restarts apart: each machine's torchrun

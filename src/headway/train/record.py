@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: the resolved configuration, the software and device, and a record per step.
+"""The run folder's files: the resolved configuration, the software and device, and a record per step.
 
 config.yaml     the configuration as it was resolved
 run.json        versions, device, git commit, peak and convention
@@ -18,7 +18,7 @@ import subprocess
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from headway.cache import write_whole
 from headway.errors import TrainingError
 from headway.log.jsonl import LineFile, append_whole
 from headway.log.sinks import Sinks
@@ -39,32 +40,13 @@ CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "sum
 CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", "export", "samples.jsonl", "resumes.jsonl"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, or as it was before, even if the power fails.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of the attempt.
-    """
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object so that it is there whole or not at all."""
-    write_whole(path, json.dumps(content, indent=1) + "\n")
+    write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
 
 
 def describe_software() -> dict[str, Any]:
-    """Versions of what computes the run, and the git commit of the working directory if it is in a repository."""
+    """Versions of the software, and the git commit of the working directory if it is in a repository."""
     return {
         "headway": __version__,
         "python": platform.python_version(),
@@ -171,7 +153,7 @@ class MetricsLog:
         self._trackers.write(record)
 
     def _go_back(self, path: Path, last_step: int, lost: Path | None) -> None:
-        """Cut off what lies after a step, and what a killed process left unfinished at the end."""
+        """Cut the file after a step, and remove a line that a kill left unfinished at the end."""
         kept_bytes, ended = 0, b"\n"
         redone: list[dict[str, Any]] = []
         with path.open("rb") as file:
@@ -212,7 +194,7 @@ class MetricsLog:
 
 @contextmanager
 def _refusals(path: Path) -> Iterator[None]:
-    """Say of a refused write which file it was for, and that nothing is lost by it."""
+    """Turn a refused write into an error that names the file and says that nothing is lost."""
     try:
         yield
     except OSError as error:

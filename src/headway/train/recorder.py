@@ -19,7 +19,7 @@ from headway.train.record import MetricsLog, write_json
 from headway.train.share import DIGESTS, StepShare
 
 
-class Launched(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step whose numbers may still be on their way from the device.
 
     Attributes:
@@ -70,66 +70,66 @@ class StepRecorder:
         self._may_skip, self._bad_samples = may_skip, bad_samples
         self._skipped = int(before.get(SKIPPED, 0))
         self._digest = int(before.get(DIGEST, "0"), 16)
-        self._launched: deque[tuple[Launched, HostCopy]] = deque()
+        self._pending: deque[tuple[LaunchedStep, HostCopy]] = deque()
 
-    def add(self, launched: Launched, numbers_K: torch.Tensor) -> None:
+    def add(self, pending: LaunchedStep, numbers_K: torch.Tensor) -> None:
         """Take in a step that has been launched; call it before the meter ends the step.
 
         Args:
-            launched: what the host knows of it.
+            pending: what the host knows of it.
             numbers_K: over all ranks, the summed losses of each source [nats], the recompilations, the gradient's norm
                 and, where the model has experts, the three numbers of a `RouterSummary`; on the device.
         """
-        self._launched.append((launched, HostCopy(numbers_K)))
+        self._pending.append((pending, HostCopy(numbers_K)))
 
     def behind(self) -> dict[str, Any]:
-        """What a checkpoint is to know of the steps that have been written, besides the place in the data."""
+        """State for a checkpoint: skipped updates in a row, and the digest of all samples so far."""
         return {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}"}
 
     def write(self, windows: Sequence[Window]) -> None:
         """Write the records of steps that all ranks have passed.
 
         Args:
-            windows: one for each step, in the order in which they were launched.
+            windows: one for each step, in the order in which they were pending.
 
         Raises:
             TrainingError: a step had a loss or gradient that is not finite.
         """
         for window in windows:
-            self._write(window, *self._launched.popleft())
+            self._write(window, *self._pending.popleft())
 
-    def _write(self, window: Window, launched: Launched, copy: HostCopy) -> None:
+    def _write(self, window: Window, pending: LaunchedStep, copy: HostCopy) -> None:
         read = copy.read()  # the device has passed it
         losses, (recompiles, grad_norm, *router) = read[: len(self._sources)], read[len(self._sources) :]
-        loss = sum(losses) / max(1, launched.share.num_supervised)
+        loss = sum(losses) / max(1, pending.share.num_supervised)
         is_finite = all(map(math.isfinite, (*losses, grad_norm)))
         self._skipped = 0 if is_finite else self._skipped + 1
-        self._digest = (self._digest + launched.share.digest) % DIGESTS
+        self._digest = (self._digest + pending.share.digest) % DIGESTS
         if self._skipped > self._may_skip:
-            raise TrainingError(self._not_finite(launched, loss, grad_norm))
+            raise TrainingError(self._not_finite(pending, loss, grad_norm))
         record = {
             **window.as_record(),
             "loss": loss if is_finite else None,  # JSON has no numbers for what is not
-            "lr": launched.lr,
+            "lr": pending.lr,
             "grad_norm": grad_norm if is_finite else None,
             **({} if is_finite else {"skipped": True}),
-            "compiled": launched.compilations.happened,
+            "compiled": pending.compilations.happened,
             "recompiles": round(recompiles),
-            "packs": len(launched.batches) * launched.num_data_ranks,
-            "samples_digest": f"{launched.share.digest:016x}",
+            "packs": len(pending.batches) * pending.num_data_ranks,
+            "samples_digest": f"{pending.share.digest:016x}",
         }
-        if launched.compilations.guards:
-            record["recompile_guards"] = list(launched.compilations.guards)
+        if pending.compilations.guards:
+            record["recompile_guards"] = list(pending.compilations.guards)
         if len(self._sources) > 1:
-            record["sources"] = self._by_source(losses, launched.share)
+            record["sources"] = self._by_source(losses, pending.share)
         if router:
             record["router"] = RouterSummary(router[0], router[1], int(router[2]))._asdict()
         self._log.write(record)
         self._show(record)
 
-    def _not_finite(self, launched: Launched, loss: float, grad_norm: float) -> str:
-        """What to say of a step that ends the run; the samples that this rank had in it go to a file."""
-        step, batches = launched.step, launched.batches
+    def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
+        """Text of the error that ends the run; the samples that this rank had in the step go to a file."""
+        step, batches = pending.step, pending.batches
         samples = [source for batch in batches for source in batch.sources]
         try:
             write_json(self._bad_samples, {"step": step, "packs": [list(batch.sources) for batch in batches]})
@@ -139,13 +139,13 @@ class StepRecorder:
         row = f", after {self._may_skip} updates in a row that were left out" if self._may_skip else ""
         return (
             f"step {step} has loss {loss} and gradient norm {grad_norm}{row}: training has diverged or met a sample "
-            f"that it cannot digest. The learning rate was {launched.lr:.3g}; lower optim.lr or lengthen "
+            f"that it cannot digest. The learning rate was {pending.lr:.3g}; lower optim.lr or lengthen "
             f"optim.warmup_steps. This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; "
             f"{where}. The checkpoints written before are whole."
         )
 
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
-        """Mean loss, tokens and targets of each source, and the share of its tokens that was cut or left out."""
+        """Mean loss, tokens and targets of each source, and the fraction of its tokens that was cut or left out."""
         parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
         return {
             name: {

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
+from headway.cache import write_whole
 from headway.errors import ConfigError
 from headway.log.jsonl import lock
+from headway.log.sink import flatten
 from headway.train.config import TrainConfig, parse_config
-from headway.train.record import CHECKPOINTS, CONFIG, METRICS, write_whole
+from headway.train.record import CHECKPOINTS, CONFIG, METRICS
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -115,7 +117,8 @@ class RunFolder:
         if goes_on:
             _check_unchanged(config, self.path)
         (self.path / CHECKPOINTS).mkdir(exist_ok=True)
-        write_whole(self.path / CONFIG, yaml.safe_dump(config.as_dict(), sort_keys=False))
+        content = yaml.safe_dump(config.as_dict(), sort_keys=False).encode()
+        write_whole(self.path / CONFIG, lambda file: file.write(content))
         return goes_on
 
     def _check(self, resume: bool | None) -> None:
@@ -157,8 +160,7 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
         raise _unknown_settings(path) from error
     if not isinstance(raw, dict):  # as one cut short by a full disk
         raise _unknown_settings(path)
-    before = _flat(parse_config(raw, source=str(path)).as_dict())
-    now = _flat(config.as_dict())
+    before, now = _by_name(parse_config(raw, source=str(path))), _by_name(config)
     changes = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
@@ -182,11 +184,5 @@ def _is_free(name: str) -> bool:
     return any(name == free or name.startswith(free + ".") for free in _FREE_ON_RESUME)
 
 
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
-    if items is None:
-        return {prefix: node}
-    flat: dict[str, Any] = {}
-    for key, value in items:
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+def _by_name(config: TrainConfig) -> dict[str, Any]:
+    return {name.replace("/", "."): value for name, value in flatten({"step": 0, **config.as_dict()}).items()}

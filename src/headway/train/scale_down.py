@@ -137,14 +137,13 @@ def write_small(small: Small) -> None:
 
 
 def _model_config(name: str) -> PreTrainedConfig:
-    """The configuration of a shipped model, or of one that is here or on the Hub."""
     shipped = None if Path(name).exists() else shipped_name(name)
     config: PreTrainedConfig = preset_config(shipped) if shipped is not None else load_config(name)
     return config
 
 
 def _mesh(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """Degrees that so many processes have room for, each a divisor of the recipe's."""
+    """Degrees of parallelism for so many processes, each a divisor of the recipe's."""
     parallel = config.parallel
     sequence = math.gcd(parallel.sequence, world_size)
     replicate = math.gcd(parallel.replicate, world_size // sequence)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the start of a step: what each is about to compute."""
+"""Exchange between ranks at the start of a step: the workload, samples and flags of each."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -14,7 +14,7 @@ DIGESTS = 2**64
 
 
 class Flags(NamedTuple):
-    """What may end the run, on one process or on all of them.
+    """Reasons to end the run, of one process or of all.
 
     Attributes:
         has_ended: whether no data are left; the packs are padding then.
@@ -107,10 +107,10 @@ def digest_of(batches: Sequence[Batch]) -> int:
     return total % DIGESTS
 
 
-def agree(
+def exchange_step(
     batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags, finished: list[list[int]]
 ) -> tuple[list[Batch], StepShare, list[list[list[int]]]]:
-    """Tell the other ranks what this one is about to compute and what it has done, and hear what they are and have.
+    """Exchange the workloads of a step, and the steps that each rank's device has finished.
 
     Where some rank's pack has an image or a video, the packs that the others compute meanwhile get a blank one.
 

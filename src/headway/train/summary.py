@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did.
+    """Totals and rates of a run.
 
     Attributes:
         folder: the run folder.
@@ -114,7 +114,7 @@ class RunSummary:
 
 
 def _samples(report: FeedReport) -> str:
-    """How many samples were read, and what became of those that were not used whole."""
+    """Say how many samples were read, and how many of them were not used whole."""
     counts = {outcome: report.samples.total(outcome) for outcome in OUTCOMES}
     left_out = {name: sum(plan[name] for plan in report.planned.values()) for name in ("bad", "dropped")}
     parts = [f"{format_count(counts['read'].samples)} read"]

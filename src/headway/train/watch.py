@@ -1,4 +1,4 @@
-"""Where a run stands, who watches that it moves on, and what is said when it cannot.
+"""The loop's phase, the watchdog over it, error texts that name it, and signals that stop the run.
 
 The loop notes in a `LoopPhase` what it is about to do. A watchdog ends the process when that has not changed for too
 long; an error of the memory or of the processes' connection is told together with it.
@@ -6,6 +6,7 @@ long; an error of the memory or of the processes' connection is told together wi
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 import torch
@@ -22,6 +23,8 @@ import torch.distributed as dist
 from headway.data import Batch
 from headway.errors import OutOfMemoryError, RankLostError, TrainingError
 
+# Ctrl-C, and what Slurm, Kubernetes and torchrun send before they kill.
+STOPPING = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
 HUNG = 1  # exit code; any but 0 lets torchrun start the processes again
 _TELLING_S = 10.0  # how long a disk or terminal may take with the last words of a hung process [s]
 # As gloo says it, while it works and while it connects.
@@ -30,36 +33,36 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 @dataclass
 class LoopPhase:
-    """Where the loop of this process stands.
+    """Phase of the training loop in this process.
 
     Attributes:
         step: the step being taken.
-        phase: what it is doing: "set-up", "data wait", "exchange", "forward and backward", ...
+        name: what it is doing: "set-up", "data wait", "exchange", "forward and backward", ...
         batch: the pack that it computes, if it does.
         is_watched: whether the watchdog limits how long it may last.
         since_s: reading of the monotonic clock when it began [s].
     """
 
     step: int = 0
-    phase: str = "set-up"
+    name: str = "set-up"
     batch: Batch | None = None
     is_watched: bool = True
     since_s: float = field(default_factory=time.monotonic)
 
-    def at(self, phase: str, *, step: int | None = None, batch: Batch | None = None, watched: bool = True) -> None:
-        """Note what comes next.
+    def at(self, name: str, *, step: int | None = None, batch: Batch | None = None, watched: bool = True) -> None:
+        """Enter a phase.
 
         Args:
-            phase: what is about to be done.
+            name: what is about to be done.
             step: the step that it belongs to; the one before, if not given.
             batch: the pack that is computed.
             watched: whether the watchdog limits how long it may last.
         """
         self.step = self.step if step is None else step
-        self.phase, self.batch, self.is_watched, self.since_s = phase, batch, watched, time.monotonic()
+        self.name, self.batch, self.is_watched, self.since_s = name, batch, watched, time.monotonic()
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.phase}"
+        return f"step {self.step}, {self.name}"
 
 
 class Watchdog:
@@ -68,14 +71,14 @@ class Watchdog:
     A disk that is full, gone or hangs itself does not keep it from that; the traces then go to stderr.
 
     Args:
-        place: where the process stands.
-        limit_s: longest time in one place [s]; None watches nothing.
+        phase: where the process stands.
+        limit_s: longest time in one phase [s]; None watches nothing.
         path: file of the stack traces.
         rank: of this process.
     """
 
-    def __init__(self, place: LoopPhase, limit_s: float | None, path: Path, rank: int) -> None:
-        self._place, self._limit_s, self._path, self._rank = place, limit_s, path, rank
+    def __init__(self, phase: LoopPhase, limit_s: float | None, path: Path, rank: int) -> None:
+        self._phase, self._limit_s, self._path, self._rank = phase, limit_s, path, rank
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -92,21 +95,21 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._limit_s is not None
         look_s = min(1.0, self._limit_s / 4)
-        looked_s, since_s, stood_s = time.monotonic(), self._place.since_s, 0.0
+        looked_s, since_s, stood_s = time.monotonic(), self._phase.since_s, 0.0
         while not self._over.wait(look_s):
             now_s = time.monotonic()
             # A process that was suspended meanwhile (Ctrl-Z, Slurm) is not charged for the pause: it did not hang.
             stood_s += min(now_s - looked_s, 2 * look_s)
             looked_s = now_s
-            if self._place.since_s != since_s or not self._place.is_watched:
-                since_s, stood_s = self._place.since_s, 0.0
+            if self._phase.since_s != since_s or not self._phase.is_watched:
+                since_s, stood_s = self._phase.since_s, 0.0
             if stood_s > self._limit_s:
                 self._end(stood_s)
 
     def _end(self, stood_s: float) -> None:
         text = (
             f"rank {self._rank} has made no progress for {stood_s:.0f} s (run.watchdog_s is {self._limit_s:g}) in "
-            f"{self._place}. Where all ranks wait in an exchange, the one that left no such file, or stands somewhere "
+            f"{self._phase}. Where all ranks wait in an exchange, the one that left no such file, or stands somewhere "
             "else, is the cause."
         )
         try:
@@ -130,7 +133,7 @@ class Watchdog:
 
 
 def _in_time(tell: Callable[[], None]) -> bool:
-    """Tell something from a thread of its own, which may hang; whether it was told, and soon enough."""
+    """Run a report in a thread of its own, which may hang; whether it succeeded soon enough."""
     told = threading.Event()
 
     def try_to() -> None:
@@ -145,11 +148,11 @@ def _in_time(tell: Callable[[], None]) -> bool:
 
 
 @contextmanager
-def told(place: LoopPhase, explain_memory: Callable[[BaseException], str]) -> Iterator[None]:
-    """Turn errors of memory, files and the processes' connection into ones that say where, and what to do.
+def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], str]) -> Iterator[None]:
+    """Turn errors of memory, files and connections into ones that name the phase and the way out.
 
     Args:
-        place: where the process stands.
+        phase: where the process stands.
         explain_memory: says what was held when there was no more memory, and what would need less.
 
     Raises:
@@ -163,7 +166,7 @@ def told(place: LoopPhase, explain_memory: Callable[[BaseException], str]) -> It
         raise
     except OSError as error:
         raise TrainingError(
-            f"{error.filename or 'a file'} could not be read or written in {place}: {error.strerror or error}. Make "
+            f"{error.filename or 'a file'} could not be read or written in {phase}: {error.strerror or error}. Make "
             "room or bring the disk back, then go on with --resume-if-any; checkpoints that are there are whole."
         ) from error
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -173,7 +176,37 @@ def told(place: LoopPhase, explain_memory: Callable[[BaseException], str]) -> It
             raise OutOfMemoryError(explain_memory(error)) from error
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
             raise RankLostError(
-                f"another rank ended or did not answer in {place}: {str(error).strip().splitlines()[0]} Its own output "
+                f"another rank ended or did not answer in {phase}: {str(error).strip().splitlines()[0]} Its own output "
                 "says why. Start again with --resume-if-any; torchrun --max-restarts does so by itself."
             ) from error
         raise
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], int]]:
+    """Turn Ctrl-C and SIGTERM into a wish to stop after the step; a second Ctrl-C interrupts at once.
+
+    The processes of a run then agree to finish the step, save and end.
+
+    Yields:
+        A function that gives the number of the signal that came, 0 as long as none has.
+    """
+    wished: list[int] = []
+
+    def wish(number: int, _frame: FrameType | None) -> None:
+        wished.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+    def wish_of() -> int:
+        return wished[0] if wished else 0
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+        yield wish_of
+        return
+    before = {number: signal.signal(number, wish) for number in STOPPING}
+    try:
+        yield wish_of
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

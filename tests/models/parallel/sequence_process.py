@@ -18,7 +18,7 @@ from headway.data import EncodedSample
 from headway.data.collate import Collator
 from headway.data.samples import Origin
 from headway.models import load_model
-from headway.models.head import loss_head
+from headway.models.head import model_with_loss
 from headway.models.parallel.sequence import local_slots, share_packs
 from headway.models.vision import vision_geometry
 from headway.train.evaluate import judge
@@ -165,7 +165,7 @@ def every_answer_is_judged_once_and_whole():
     labels_T[batch.cu_seqlens_N[1] + 2] = (right_T[batch.cu_seqlens_N[1] + 2] + 1) % 160
     batch = replace(batch, labels_1T=labels_T[None])
     with torch.no_grad():
-        head = loss_head(model, chunk=8)
+        head = model_with_loss(model, chunk=8)
         expected = judge(head, batch, nullcontext, None)
         assert expected[:2].tolist() == [4, 3]
         share_packs(model, group)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from headway.meter.environment import largest_memory
-from headway.models.init_weights import draw_weights
+from headway.models.init_weights import init_weights
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, build_mesh, clip_, reduce_gradients, shard_model
@@ -53,7 +53,7 @@ def drawn(mesh, *families):
         after = torch.get_rng_state()
         model = sharded(tiny_config(family), mesh)
         torch.manual_seed(3)
-        draw_weights(model, "cpu")
+        init_weights(model, "cpu")
         assert torch.equal(torch.get_rng_state(), after)
         assert_same(model, plain)
 
@@ -101,7 +101,7 @@ def unused(mesh):
     model = load_model(config, device="meta", random_init=True)
     shard_model(model, mesh, compute_dtype=torch.float32)  # no tower is named, so the root holds the vision tower
     torch.manual_seed(3)
-    draw_weights(model, "cpu")
+    init_weights(model, "cpu")
     text = {"input_ids": torch.arange(20, 26)[None]}
     image = {"input_ids": torch.tensor([[20, 5, 3, 6, 21, 22]]), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     image["pixel_values"] = torch.linspace(-1, 1, 4 * 3 * 2 * 64).view(4, -1)
@@ -120,7 +120,7 @@ def memory(mesh, way, folder):
     model = sharded(f"{folder}/config.json" if way == "draw" else folder, mesh)
     before = largest_memory(torch.device("cpu"))
     if way == "draw":
-        draw_weights(model, "cpu")
+        init_weights(model, "cpu")
     else:
         read_weights(model, folder, "cpu")
     sys.stdout.write(f"{largest_memory(torch.device('cpu')) - before}\n")

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from headway.models.parallel.exchange import Split, shares
 from helpers.processes import run_processes
 
+PROCESS = Path(__file__).with_name("exchange_process.py")
+
 
 @given(items=st.integers(0, 1000), degree=st.integers(1, 16))
 def test_shares_are_all_items_as_even_as_they_go(items, degree):
@@ -30,6 +32,13 @@ def test_the_parts_of_all_processes_follow_each_other_and_keep_units_whole(units
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.core), 4])
 def test_attention_and_gradients_are_those_of_one_process(degree):
-    run_processes([sys.executable, Path(__file__).with_name("exchange_process.py")], degree, timeout_s=600)
+    run_processes([sys.executable, PROCESS], degree)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_exchange_compiles_once_for_all_lengths():
+    """Between two, as three heads do not divide, and more processes take much longer to compile."""
+    run_processes([sys.executable, PROCESS, "compiled"], 2)

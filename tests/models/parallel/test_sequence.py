@@ -19,7 +19,7 @@ from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.core), 4])
 def test_losses_and_gradients_are_those_of_one_process(degree):
     run_processes([sys.executable, Path(__file__).with_name("sequence_process.py")], degree, timeout_s=600)
 

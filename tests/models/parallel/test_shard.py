@@ -14,7 +14,11 @@ PROCESS = Path(__file__).with_name("sharded_process.py")
 FEW = ("gpt2", "qwen3_tied", "gpt_oss_sinks", "qwen2_5_vl", "qwen3_vl_moe")
 FAMILIES = (*FEW, "qwen3", "qwen3_moe", "qwen3_vl")
 # 3 cut nothing into equal parts
-COUNTS = [(3, FEW), *(pytest.param(count, FAMILIES, marks=pytest.mark.long) for count in (2, 3))]
+COUNTS = [
+    pytest.param(3, ("qwen3_tied", "qwen3_vl_moe"), marks=pytest.mark.core, id="3, fewest"),
+    pytest.param(3, FEW, id="3, few"),
+    *(pytest.param(count, FAMILIES, marks=pytest.mark.long, id=str(count)) for count in (2, 3)),
+]
 
 
 def run(count, check, *arguments):
@@ -23,14 +27,14 @@ def run(count, check, *arguments):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "families"), COUNTS, ids=["3, few", "2", "3"])
+@pytest.mark.parametrize(("count", "families"), COUNTS)
 def test_random_weights_are_those_of_one_process(count, families):
     run(count, "drawn", *families)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "families"), COUNTS, ids=["3, few", "2", "3"])
+@pytest.mark.parametrize(("count", "families"), COUNTS)
 def test_saved_weights_are_read_in_slices(count, families, tmp_path):
     for family in families:
         model = load_model(tiny_config(family), random_init=True)
@@ -40,12 +44,14 @@ def test_saved_weights_are_read_in_slices(count, families, tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.core
 def test_the_gradient_norm_is_that_of_the_whole_on_any_mesh():
     run(4, "clipped")
 
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.core
 def test_a_tower_that_one_process_has_no_use_for_counts_as_zero_there():
     run(2, "unused")
 
@@ -62,7 +68,7 @@ def large(tmp_path_factory):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["draw", "read"])
+@pytest.mark.parametrize("way", [pytest.param("draw", marks=pytest.mark.core), "read"])
 def test_no_process_ever_holds_the_whole_model(large, way):
     folder, weight_bytes = large
     assert weight_bytes > 400e6

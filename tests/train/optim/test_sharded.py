@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.core), 4])
 def test_muon_on_matrices_cut_in_any_way_is_muon_on_whole_ones(count, tmp_path):
     run_processes([sys.executable, SCRIPT, "muon", tmp_path], count)
 
@@ -25,7 +25,7 @@ def test_copies_of_weights_that_are_rounded_by_chance_stay_copies(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("held", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("held", ["float32", "bfloat16", pytest.param("8bit", marks=pytest.mark.core)])
 def test_a_checkpoint_of_optimizer_and_average_goes_on_with_another_number_of_processes(held, tmp_path):
     run_processes([sys.executable, SCRIPT, "save", tmp_path, held], 2)
     for count in (1, 3):

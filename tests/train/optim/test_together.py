@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.train.config.optim import EmaConfig, MuonConfig
-from headway.train.nonfinite import take_step
 from headway.train.optim import Optimizer, WeightAverage, parts
+from headway.train.optim.optimizer import take_step
 
 SHAPES = [(64, 256), (33, 192), (7,), (3, 24, 128), (64, 256), (256, 64), (300, 61), (3, 24, 128)]
 KINDS = [  # dtype of the parameters, how moments are held

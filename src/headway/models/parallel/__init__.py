@@ -6,7 +6,17 @@ these meshes.
 """
 
 from headway.models.parallel.clip import clip_
-from headway.models.parallel.mesh import Mesh, build_mesh
+from headway.models.parallel.mesh import Mesh, build_mesh, fill, local
 from headway.models.parallel.shard import model_name, own_classes, reduce_gradients, shard_model
 
-__all__ = ["Mesh", "build_mesh", "clip_", "model_name", "own_classes", "reduce_gradients", "shard_model"]
+__all__ = [
+    "Mesh",
+    "build_mesh",
+    "clip_",
+    "fill",
+    "local",
+    "model_name",
+    "own_classes",
+    "reduce_gradients",
+    "shard_model",
+]

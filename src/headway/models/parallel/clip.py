@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from headway.models.parallel.mesh import local
+
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s, against a division by zero
 
 Spread = tuple[DeviceMesh, tuple[int, ...]] | None
@@ -32,7 +34,7 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     grads: dict[Spread, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            grads.setdefault(_spread(parameter.grad), []).append(_local(parameter.grad))
+            grads.setdefault(_spread(parameter.grad), []).append(local(parameter.grad))
     if not grads:
         return torch.zeros(())
     norms = [_norm(group, spread) for spread, group in grads.items()]
@@ -44,7 +46,7 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
 
 
 def _norm(grads: list[torch.Tensor], spread: Spread) -> torch.Tensor:
-    """The norm of gradients that are spread alike, the pieces of all processes together."""
+    """Norm of gradients on one mesh, over the slices of all processes."""
     dtype = torch.promote_types(grads[0].dtype, torch.float32)  # a sum of squares in bfloat16 would lose its tail
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=dtype)))
     if spread is None:
@@ -61,8 +63,3 @@ def _spread(grad: torch.Tensor) -> Spread:
         return None
     # A strided shard, of an expert's weights over two dimensions, is no `Shard` but cut all the same.
     return grad.device_mesh, tuple(dim for dim, place in enumerate(grad.placements) if not place.is_replicate())
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = grad.to_local() if isinstance(grad, DTensor) else grad
-    return local

@@ -1,4 +1,4 @@
-"""What the processes that share a pack exchange: tokens for heads before attention, heads for tokens after it.
+"""All-to-all of Ulysses sequence parallelism: tokens for heads before attention, heads for tokens after it.
 
 Outside attention each process of a group holds a part of the tokens and every head; inside it, all tokens and a part of
 the heads. One all-to-all each way makes the change, and autograd runs it backwards. Neither tokens nor heads need
@@ -89,6 +89,7 @@ def tokens_to_heads(
         Queries (T, h, D), keys (T, k, D) and values (T, k, Dv) of the whole pack; k divides h. A process without query
         heads, where there are fewer than processes, gets none of any.
     """
+    # For each process: its query heads, the key heads that these read, and both of this process's slots side by side.
     query_heads = _ranges(q_LHD.shape[1], split.degree)
     per_key = q_LHD.shape[1] // k_LKD.shape[1]
     key_heads = [_read_by(heads, per_key) for heads in query_heads]
@@ -96,6 +97,7 @@ def tokens_to_heads(
         torch.cat([q_LHD[:, own].flatten(1), k_LKD[:, read].flatten(1), v_LKD[:, read].flatten(1)], dim=1)
         for own, read in zip(query_heads, key_heads, strict=True)
     ]
+    # One exchange for queries, keys and values; what arrives is cut into the three again.
     x_TW = _deal_columns(parts, split)
     own, read = query_heads[split.rank], key_heads[split.rank]
     sizes = [q_LHD.shape[2], k_LKD.shape[2], v_LKD.shape[2]]
@@ -104,6 +106,7 @@ def tokens_to_heads(
     q_ThD, k_TkD, v_TkD = (
         column.view(split.slots, count, size) for column, count, size in zip(columns, counts, sizes, strict=True)
     )
+    # Kernels want each key head read by equally many query heads: where it is not, it is repeated for each reader.
     readers = [
         sum(head // per_key == key for head in range(own.start, own.stop)) for key in range(read.start, read.stop)
     ]
@@ -146,7 +149,6 @@ def gather_slots(x_LC: torch.Tensor, split: Split) -> torch.Tensor:
 
 
 def _ranges(heads: int, degree: int) -> list[slice]:
-    """Each process's query heads."""
     found, start = [], 0
     for count in shares(heads, degree):
         found.append(slice(start, start + count))
@@ -155,14 +157,14 @@ def _ranges(heads: int, degree: int) -> list[slice]:
 
 
 def _read_by(heads: slice, per_key: int) -> slice:
-    """Key heads that a run of query heads reads, `per_key` query heads reading each."""
+    """Key heads that a range of query heads reads, where each key head serves `per_key` query heads."""
     if heads.start == heads.stop:
         return slice(0, 0)
     return slice(heads.start // per_key, (heads.stop - 1) // per_key + 1)
 
 
 def _deal_columns(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
-    """Send each process its columns of this process's slots, a part for each; get one's own columns of all slots."""
+    """Send every process its columns of this process's slots; receive this process's columns of all slots."""
     widths = [part.shape[1] for part in parts]
     x_LW = torch.cat(parts, dim=1)
     x_TW: torch.Tensor = _columns_of_all_slots(x_LW, split.slots, widths, split.unit, split.rank, split.group)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
 from headway.models.experts import apply_experts, experts_of, sizes_of, use_experts
-from headway.models.permute_rows import take
+from headway.models.grouped import permute_rows
 
 
 def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -67,25 +67,27 @@ def _exchange(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, _: torch
     """
     mesh: DeviceMesh = module.down_proj.device_mesh
     group = mesh.get_group()
+    # How many rows go to each process, and come from each, for each of its experts.
     sent_PL = sizes_of(ends_E).view(mesh.size(), -1)
     received_PL = torch.empty_like(sent_PL)
     dist.all_to_all_single(received_PL, sent_PL, group=group)
     sent_P, received_P = torch.stack((sent_PL.sum(1), received_PL.sum(1))).tolist()
 
     arrived_RD = _Send.apply(rows_SD, received_P, sent_P, group)  # type: ignore[no-untyped-call]  # torch's own
-    # They come sorted by sender, then by expert.
+    # They come sorted by sender, then by expert; the grouped product wants them by expert alone.
     local_L = torch.arange(sent_PL.shape[1], device=rows_SD.device)
     expert_R = local_L.repeat(mesh.size()).repeat_interleave(received_PL.flatten(), output_size=sum(received_P))
     sorted_R, order_R = expert_R.sort(stable=True)
     place_R = order_R.argsort()
     ends_L = received_PL.sum(0).cumsum(0, dtype=torch.int32)
-    out_RD = apply_experts(module, take(arrived_RD, order_R, place_R), ends_L, sorted_R)
-    out_SD: torch.Tensor = _Send.apply(take(out_RD, place_R, order_R), sent_P, received_P, group)  # type: ignore[no-untyped-call]
+    out_RD = apply_experts(module, permute_rows(arrived_RD, order_R, place_R), ends_L, sorted_R)
+    # Back into the order of arrival, and each to its sender.
+    out_SD: torch.Tensor = _Send.apply(permute_rows(out_RD, place_R, order_R), sent_P, received_P, group)  # type: ignore[no-untyped-call]
     return out_SD
 
 
 class _Send(torch.autograd.Function):
-    """Send consecutive rows to the processes of a group; their gradients take the way back."""
+    """Send consecutive rows to the processes of a group; gradients are sent back the same way."""
 
     @staticmethod
     def forward(

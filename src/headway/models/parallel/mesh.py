@@ -7,7 +7,9 @@ and what each of them holds is sharded over the rest.
 
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headway.plan.mesh import MeshShape
 
@@ -53,5 +55,17 @@ def build_mesh(shape: MeshShape, device_type: str) -> Mesh:
 
 
 def _without_replicas(mesh: DeviceMesh, shape: MeshShape, sharded: str) -> DeviceMesh:
-    """The dimensions that FSDP takes: one where there are no replicas."""
+    """Mesh dimensions that FSDP takes: without replicas, the sharded one alone."""
     return mesh[sharded] if shape.replicate == 1 else mesh["replicate", sharded]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor; a tensor that is not sharded is all its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy into a parameter, sharded or not, this process's part of all its values, which every process has."""
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    local(parameter).copy_(local(whole))

@@ -73,7 +73,7 @@ def local_slots(slots: int, group: dist.ProcessGroup | None) -> slice:
 
 
 def _cut(inputs: dict[str, Any], parameters: list[str], group: dist.ProcessGroup) -> None:
-    """Leave this process's slots in the arguments of a language model's forward."""
+    """Cut the arguments of a language model's forward to this process's slots."""
     tokens = inputs["inputs_embeds"] if inputs.get("inputs_embeds") is not None else inputs["input_ids"]
     split = split_over(group, tokens.shape[1])
     if inputs.get("position_ids") is None:
@@ -141,7 +141,7 @@ def _check_attention(decoder: PreTrainedModel, degree: int) -> None:
 
 
 def _mixes_tokens(decoder: PreTrainedModel) -> str | None:
-    """Name the first layer that carries a state or convolves over tokens; None if attention is all there is."""
+    """Name the first layer that mixes tokens by a state or a convolution; None if all do by attention alone."""
     named = dict(decoder.named_modules())
     for name, module in named.items():
         if isinstance(module, nn.Conv1d):

@@ -42,7 +42,7 @@ def share_patches(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
 
 class _TowerHooks:
-    """Cuts what a tower is given and joins what it returns; remembers between the two how it cut."""
+    """Hooks that cut the inputs of a vision tower and gather its outputs; remember how they cut in between."""
 
     def __init__(self, parameters: list[str], geometry: VisionGeometry, group: dist.ProcessGroup) -> None:
         self._parameters, self._geometry, self._group = parameters, geometry, group
@@ -64,7 +64,7 @@ class _TowerHooks:
             self._gather(output, self._split)
 
     def _cut(self, inputs: dict[str, Any]) -> None:
-        """Leave this process's patches in the arguments; boundaries stay those of all patches."""
+        """Cut the arguments to this process's patches; segment boundaries stay those of all patches."""
         unit = self._geometry.merge_size**2
         self._num_units = len(inputs["hidden_states"]) // unit
         self._derive(inputs, blank=unit * max(0, dist.get_world_size(self._group) - self._num_units))
@@ -83,7 +83,7 @@ class _TowerHooks:
         inputs["pack_split"] = split
 
     def _derive(self, inputs: dict[str, Any], blank: int) -> None:
-        """Add a blank image of so many patches, and what follows from the grids where the collator did not say."""
+        """Add a blank image of so many patches, and recompute boundaries and positions from the grids."""
         if blank == 0 and "cu_seqlens" in inputs:
             return
         pixels_PC, grids_M3 = inputs["hidden_states"], inputs["grid_thw"].cpu()
@@ -92,7 +92,7 @@ class _TowerHooks:
         inputs["hidden_states"] = pad(pixels_PC, (0, 0, 0, blank))
 
     def _gather(self, output: Any, split: Split) -> None:
-        """Give every process the visual tokens of all patches, in the order of the pack, in one exchange."""
+        """Give every process the visual tokens of all patches, in pack order, in one exchange."""
         deepstack = getattr(output, "deepstack_features", None) or []
         merged = [output.pooler_output, *deepstack]
         units = split._replace(slots=split.slots // split.unit, unit=1)

@@ -95,7 +95,7 @@ def reduce_gradients(model: nn.Module, now: bool) -> None:
 
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give sharded modules their own classes back meanwhile, for what goes by names: sharding makes classes of its own.
+    """Give sharded modules their original classes while entered: FSDP2 replaces them by classes of its own.
 
     transformers finds the rules by which it renames weights by the classes of a model and its parts.
     """
@@ -116,7 +116,6 @@ def model_name(model: nn.Module) -> str:
 
 
 def _regular_blocks(model: PreTrainedModel, vision: nn.Module | None) -> list[Block]:
-    """The blocks that run on every pack, in order."""
     whole: Any = model
     towers = [whole.get_decoder(), *([vision] if vision is not None else [])]
     regular = {module for tower in towers for module in tower.modules()}
@@ -124,7 +123,7 @@ def _regular_blocks(model: PreTrainedModel, vision: nn.Module | None) -> list[Bl
 
 
 def _spread_parts(block: nn.Module, mesh: Mesh) -> list[nn.Module]:
-    """The modules of a block whose own parameters are spread over the expert mesh."""
+    """Modules of a block whose parameters are spread over the expert mesh."""
 
     def is_spread(module: nn.Module) -> bool:
         own = module.parameters(recurse=False)
@@ -160,7 +159,7 @@ def _reduce_unused(model: Any) -> None:
 
 
 def _prefetch(units: Sequence[Block]) -> None:
-    """Have each block ask for the next one's weights before it computes, also where the host is not ahead."""
+    """Have each block start gathering the next block's weights before it computes, also where the host is not ahead."""
     for block, following in pairwise(units):
         if block.tower == following.tower:
             assert isinstance(block.module, FSDPModule)

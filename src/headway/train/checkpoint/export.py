@@ -166,7 +166,7 @@ def find_checkpoint_in(path: Path) -> Checkpoint:
 def _parts(
     checkpoint: Checkpoint, saved: dict[str, torch.Tensor], model: PreTrainedModel, *, average: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights, layer by layer, what is outside the layers tensor by tensor; under the model's names."""
+    """Yield the weights under the model's names: one part for each layer, and one for each tensor outside of layers."""
     left_out = model._keys_to_ignore_on_save or ()
     groups: dict[str, list[str]] = {}
     for name in (name.removeprefix(WEIGHTS) for name in saved if name.startswith(WEIGHTS)):
@@ -185,7 +185,7 @@ def _parts(
 def _write_described(
     checkpoint: Checkpoint, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters: bool
 ) -> None:
-    """Config, generation config and processor, the first with the class and dtype of what lies beside it."""
+    """Write config, generation config and processor; the config names the class and dtype of the weights beside it."""
     left_out = {"config.json", "generation_config.json"} if adapters else {"config.json", ADAPTER_CONFIG}
     for name in (name.removeprefix(f"{MODEL}/") for name in checkpoint.files if name.startswith(f"{MODEL}/")):
         if name not in left_out:
@@ -222,7 +222,7 @@ class _WeightFiles:
             self._total_numel += tensor.numel()
 
     def close(self) -> None:
-        """Write the last file, and give all of them the names that say how many they are."""
+        """Write the last file, and rename all to `model-00001-of-0000N`."""
         self._write()
         if len(self._names) == 1:
             self._path(1).rename(self._folder / f"{self._stem}.safetensors")

@@ -1,4 +1,4 @@
-"""What a whole checkpoint is on disk: a folder named after its step, and a manifest of every file in it.
+"""Checkpoints on disk: a folder named after its step, with a manifest of every file in it.
 
 A checkpoint is written to a hidden sibling folder, flushed to disk and renamed, so a folder named `step-...` is whole
 or absent. Its `manifest.json`, written last, lists every file with its size and checksum; opening checks them.
@@ -71,7 +71,7 @@ class Checkpoint:
         return position
 
     def random_state(self, rank: int) -> dict[str, Any]:
-        """The random generators of a process; those of another one where fewer wrote the checkpoint.
+        """State of a process's random generators; another process's where fewer wrote the checkpoint.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -127,7 +127,7 @@ def rank_file(rank: int) -> str:
 
 
 def clear_unfinished(root: Path) -> None:
-    """Clear away what a killed process was writing or deleting; only who owns the run folder may."""
+    """Delete folders that a killed process was writing or deleting; only the owner of the run folder may."""
     for unfinished in root.glob(".step-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -148,7 +148,7 @@ def latest_checkpoint(root: Path) -> Checkpoint | None:
 
 
 def with_way_out(error: CheckpointError, damaged: Path) -> CheckpointError:
-    """What is wrong with the newest checkpoint, and which one before it is whole."""
+    """Explain the fault of the newest checkpoint, and name the newest whole one before it."""
     folders = step_folders(damaged.parent)
     for earlier in reversed(folders[: folders.index(damaged)]):
         try:
@@ -195,7 +195,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _nonsense(checkpoint: Checkpoint) -> str:
-    """What of a manifest cannot be true of any checkpoint; nothing checks the manifest itself."""
+    """Say what in a manifest cannot be true of any checkpoint; the manifest itself has no checksum."""
     step, world_size, files = checkpoint.step, checkpoint.world_size, checkpoint.files
     if not _is_count(step, 0):
         return f"gives the step {step!r}"
@@ -218,7 +218,7 @@ def _is_count(value: Any, least: int) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is that of a file in the folder, as `entries` writes them."""
+    """Whether a file name of a manifest stays inside the checkpoint's folder."""
     return bool(name) and not {"", ".", ".."} & set(name.split("/")) and "\\" not in name and "\0" not in name
 
 
@@ -247,7 +247,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def entries(folder: Path, paths: Iterable[Path]) -> dict[str, Entry]:
-    """Flush files to disk, and say how large they are and what they hold."""
+    """Flush files to disk, and give their sizes and hashes."""
     found = {}
     for path in sorted(paths):
         found[path.relative_to(folder).as_posix()] = Entry(path.stat().st_size, _sha256(path))
@@ -283,7 +283,7 @@ def publish(temporary: Path, folder: Path, keep: int) -> None:
 
 
 def _skipped_in_a_row(folder: Path) -> int:
-    """Updates just before a checkpoint that were left out; at least one where it cannot be read."""
+    """Number of skipped updates just before a checkpoint; 1 if it cannot be read."""
     try:
         return int(open_checkpoint(folder).position().get(SKIPPED, 0))
     except (CheckpointError, OSError, ValueError):

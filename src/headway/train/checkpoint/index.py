@@ -89,7 +89,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 class _StandIn:
-    """What a record of the pickle becomes: its state, and nothing that runs."""
+    """Inert stand-in for an object of the pickle: holds its state and runs nothing."""
 
     state: Any = None
 

@@ -53,7 +53,7 @@ def find_checkpoint(root: Path, ranks: Ranks) -> Checkpoint | None:
 
 
 def _outcome(look: Callable[[], T]) -> T | CheckpointError:
-    """What a look at the disk gave, or the error of it, for the other processes to hear of."""
+    """Call a function; its result, or its error for the other processes to raise as well."""
     try:
         return look()
     except CheckpointError as error:
@@ -66,7 +66,7 @@ def restore(
     optimizer: torch.optim.Optimizer | None = None,
     average: Average | None = None,
 ) -> None:
-    """Read a checkpoint into a model and its optimizer, each process what it holds of them.
+    """Read a checkpoint into a model and its optimizer, each process its own slices.
 
     Args:
         checkpoint: found by `find_checkpoint`.
@@ -124,7 +124,7 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_tensors(folder: Path, targets: dict[str, torch.Tensor]) -> None:
-    """Read tensors by name, in place, each process its own parts of them.
+    """Read tensors by name, in place, each process its own slices.
 
     Every process finds what it needs in the index by itself, so nothing is exchanged.
 

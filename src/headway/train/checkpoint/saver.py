@@ -47,7 +47,7 @@ _SLOWEST_WRITE = timedelta(hours=2)  # until the slowest process has written its
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is made of, on this process.
+    """Contents of a checkpoint, on this process.
 
     Attributes:
         tensors: `training_tensors`, the live ones.
@@ -193,7 +193,7 @@ class CheckpointSaver:
         save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
     def _write_the_rest(self, temporary: Path, contents: Contents) -> dict[str, Entry]:
-        """Write what is not spread, and describe every file that this process wrote."""
+        """Write the files other than tensors, and describe every file that this process wrote."""
         rank = self._ranks.rank
         own = temporary / rank_file(rank)
         torch.save(contents.random, own)
@@ -233,7 +233,7 @@ class CheckpointSaver:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said, found below what libraries made of it; or else what was raised."""
+    """Say in one line why writing failed: the system's error if libraries wrapped one, else the error itself."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = sorted(error.failures.items())[0]
         return f"{_reason(inner)} (rank {rank})"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the tensors that training changes, by name, and the random generators.
+"""Training state in a checkpoint: the tensors that training changes, by name, and the random generators.
 
 Names are the model's own: `model.NAME` for a parameter or buffer, `optimizer.NAME.exp_avg` for what the optimizer keeps
 of a parameter, `average.NAME` for its moving average. A tensor that is spread over processes stays so (a DTensor): each
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.errors import CheckpointError
-from headway.train.optim.parts import local
+from headway.models.parallel import local
 
 _ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 WEIGHTS, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
@@ -72,7 +72,7 @@ class HostCopies:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors, this process's parts of them.
+        """Copy this process's slices of tensors.
 
         Raises:
             CheckpointError: there is not as much memory that can be page-locked.
@@ -89,7 +89,6 @@ class HostCopies:
         return {name: _spread_as(tensor, copies[name]) for name, tensor in tensors.items()}
 
     def _room(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A place in the block for each tensor."""
         starts, end = {}, 0
         for name, tensor in tensors.items():
             starts[name] = end
@@ -112,7 +111,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _page_locked(num_bytes: int) -> torch.Tensor:
-    """Memory of just this size; PyTorch's own page-locked memory comes in powers of two, up to twice as much."""
+    """Page-locked memory of exactly this size; PyTorch's own is rounded up to a power of two."""
     block = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

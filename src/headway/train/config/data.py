@@ -1,4 +1,4 @@
-"""What the configuration says of the data: sources and how they mix, packs, and how they are fed."""
+"""Configuration of the data: sources and how they mix, packs, and how they are fed."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -74,7 +74,7 @@ class StageConfig(SourceConfig):
 
 
 class BadSamplesConfig(Section):
-    """What becomes of samples that cannot be used."""
+    """How samples that cannot be used are handled."""
 
     policy: Literal["error", "skip"] = Field(
         default="error", description="'error' ends the run; 'skip' goes on without them and lists them"
@@ -111,7 +111,7 @@ class StreamConfig(Section):
 
 
 class DataConfig(Section):
-    """What is read, how it is packed and how it is fed."""
+    """Sources, packing and feeding."""
 
     train: tuple[StageConfig, ...] = Field(min_length=1, description="Stages of training data, played in order")
     eval: Path | None = Field(default=None, description="Held-out samples, for eval.every and eval.at_end")

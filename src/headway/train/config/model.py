@@ -1,8 +1,14 @@
-"""Which model is trained, and which part of it learns."""
+"""The model: which one and what of it learns, how processes share it, and what makes its steps faster or smaller."""
 
-from pydantic import Field
+import re
+from typing import Literal, Self
 
-from headway.train.config.sections import Fraction, Positive, Section, Share
+from pydantic import Field, field_validator, model_validator
+
+from headway.count.recompute import is_for_training
+from headway.train.config.sections import Fraction, Positive, Section, Share, changed
+
+_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class LoraConfig(Section):
@@ -33,3 +39,112 @@ class ModelConfig(Section):
         "names ('model.language_model.layers.0.*'); each must match something",
     )
     lora: LoraConfig | None = Field(default=None, description="Train adapters instead of the weights; null for none")
+
+
+class ParallelConfig(Section):
+    """The mesh: replicate x shard x sequence processes; experts are spread over shard x sequence.
+
+    Processes of one sequence group share a pack; every other process has packs of its own.
+    """
+
+    replicate: Positive = Field(default=1, description="Copies of the sharded weights (HSDP) [processes]")
+    shard: Positive | Literal["auto"] = Field(
+        default="auto", description="Processes that share one copy of the weights (FSDP2); auto for all that are left"
+    )
+    sequence: Positive = Field(default=1, description="Processes that share each pack (Ulysses) [processes]")
+    expert: Positive = Field(default=1, description="Processes that the experts of a layer are spread over [processes]")
+    reshard: bool = Field(
+        default=True,
+        description="Free a block's gathered weights after its forward and gather them again for its backward; false "
+        "keeps them, for speed where they fit",
+    )
+    reduce: Literal["pack", "step"] = Field(
+        default="pack",
+        description="Sum gradients over the processes after every pack, or once per step, which sends less and holds "
+        "the whole model's gradients on every process",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision in which gradients are summed over the processes"
+    )
+    offload: bool = Field(
+        default=False, description="Keep weights, gradients and optimizer state in the host's memory; CUDA only"
+    )
+
+
+class SpeedConfig(Section):
+    """Compilation, kernels and recomputation."""
+
+    compile: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description="Compile every block with torch.compile, once for packs of every size: true, false, or auto for "
+        "true on CUDA",
+    )
+    recompiles: Literal["warn", "error"] = Field(
+        default="warn",
+        description="What a compilation after a block's first two forwards is; each is counted and named",
+    )
+    recompute: str = Field(
+        default="none",
+        description="Blocks that keep their input alone and compute the rest again in backward: none, full, every:N "
+        "(every N-th of each tower), or memory:SIZE, such as memory:40GiB, for the least with which what the blocks "
+        "of the largest pack keep fits SIZE on each device. full,-attention and every:N,-attention keep what attention "
+        "computed as well, so that it does not run again (selective activation checkpointing)",
+    )
+
+    kernels: Literal["auto", "torch", "liger"] = Field(
+        default="auto",
+        description="Whose kernels compute norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger "
+        "Kernel's on CUDA; auto is Liger's on CUDA where they are installed, but for the loss",
+    )
+    attention: Literal["auto", "torch", "fa3", "flash-attn"] = Field(
+        default="auto",
+        description="Kernel of attention within segments on CUDA: torch for PyTorch's FlashAttention-2, fa3 for "
+        "FlashAttention-3 in its place (on Hopper, with its package), auto for fa3 where it runs and torch elsewhere, "
+        "flash-attn for a package's own function",
+    )
+    loss_chunk: Positive | None = Field(
+        default=2048,
+        description="Slots whose logits are in memory at a time, Liger's own choice with its kernels; null for the "
+        "logits of a whole pack [slots]",
+    )
+
+    @field_validator("recompute")
+    @classmethod
+    def _recompute_is_understood(cls, recompute: str) -> str:
+        if not is_for_training(recompute) and _size(recompute) is None:
+            raise ValueError(
+                f"{recompute!r} is not none, full, every:N, one of these with ,-attention behind it, or memory:SIZE "
+                f"with a size such as 40GiB; units are {', '.join(_BYTES)}"
+            )
+        return recompute
+
+    @model_validator(mode="after")
+    def _recompiles_are_of_something_compiled(self) -> Self:
+        if self.compile is False and "recompiles" in changed(self):
+            raise ValueError("recompiles has no effect with compile: false")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_are_ours(self) -> Self:
+        if self.kernels == "liger" and self.loss_chunk is not None and "loss_chunk" in changed(self):
+            raise ValueError("loss_chunk has no effect with kernels 'liger', which choose their own; leave it out")
+        return self
+
+    def is_fused(self, device: str) -> bool:
+        """Whether elementwise operations are fused, so that backward keeps less, as far as settings alone tell.
+
+        Args:
+            device: as in `run.device`; auto is taken for CUDA, as what is planned for has it.
+        """
+        compiled = not device.startswith("cpu") if self.compile == "auto" else self.compile
+        return compiled or self.kernels == "liger"
+
+    @property
+    def recompute_bytes(self) -> int | None:
+        """Limit of `memory:SIZE` for activations kept from forward to backward on each device [bytes]; None without."""
+        return _size(self.recompute)
+
+
+def _size(recompute: str) -> int | None:
+    match = re.fullmatch(rf"memory:(\d+(?:\.\d+)?) ?({'|'.join(_BYTES)})", recompute)
+    return round(float(match[1]) * _BYTES[match[2]]) if match else None

@@ -1,16 +1,65 @@
-"""Read a configuration: a YAML file, and `--set a.b=c` on top, with errors that say where and what is allowed."""
+"""The sections together, read from a YAML file with `--set a.b=c` on top; errors say where and what is allowed."""
 
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from headway.errors import ConfigError
-from headway.train.config.whole import TrainConfig
+from headway.train.config.data import DataConfig
+from headway.train.config.model import ModelConfig, ParallelConfig, SpeedConfig
+from headway.train.config.optim import OptimConfig
+from headway.train.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
+from headway.train.config.sections import Section, as_written
 
 EXTENDS = "extends"
+
+
+class TrainConfig(Section):
+    """Everything that a training run can be told."""
+
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    parallel: ParallelConfig = ParallelConfig()
+    speed: SpeedConfig = SpeedConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    plan: PlanConfig = PlanConfig()
+    run: RunConfig
+
+    @model_validator(mode="after")
+    def _evaluation_has_samples(self) -> Self:
+        evaluates = self.eval.every is not None or self.eval.at_end
+        if evaluates and self.data.eval is None:
+            raise ValueError("eval.every or eval.at_end is set, but data.eval names no file of held-out samples")
+        if self.data.eval is not None and not evaluates:
+            raise ValueError("data.eval is given, but neither eval.every nor eval.at_end uses it")
+        if self.eval.generate is not None and not evaluates:
+            raise ValueError("eval.generate has no effect without an evaluation; set eval.every or eval.at_end")
+        if self.run.profile is not None and self.run.profile.last > self.optim.steps:
+            raise ValueError(
+                f"run.profile ends with step {self.run.profile.last}, never reached in {self.optim.steps} steps"
+            )
+        if self.optim.ema is not None and not self.optim.ema.evaluate and not evaluates:
+            raise ValueError("optim.ema.evaluate is false, but there is no evaluation; take it out")
+        if self.eval.every is not None and self.eval.every > self.optim.steps:
+            raise ValueError(f"eval.every {self.eval.every} is never reached in {self.optim.steps} steps")
+        if self.checkpoint.every is not None and self.checkpoint.every > self.optim.steps:
+            raise ValueError(f"checkpoint.every {self.checkpoint.every} is never reached in {self.optim.steps} steps")
+        return self
+
+    @model_validator(mode="after")
+    def _gradients_are_summed_over_packs(self) -> Self:
+        if self.parallel.reduce == "step" and self.optim.accumulation == 1:
+            raise ValueError("parallel.reduce 'step' has no effect with one pack per step; see optim.accumulation")
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """The resolved configuration as plain YAML and JSON types."""
+        return as_written(self)
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
@@ -97,7 +146,7 @@ def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> T
 
 
 def _beyond(error: Exception) -> str:
-    """What is wrong with YAML that is none of YAML's own mistakes."""
+    """Explain an error of reading YAML that PyYAML does not report as its own."""
     if isinstance(error, RecursionError):
         return "its lists or mappings are nested too deeply"
     return f"a value in it is out of range ({error})"
@@ -146,7 +195,7 @@ def _assign(raw: dict[str, Any], override: str) -> None:
 
 
 def _describe(error: dict[str, Any]) -> str:
-    """One pydantic error as a clause: where, what was given, what is allowed."""
+    """Render one pydantic error as a clause: where, what was given, what is allowed."""
     location = tuple(error["loc"])
     name = ".".join(str(part) for part in location)
     if error["type"] == "extra_forbidden":
@@ -163,7 +212,7 @@ def _describe(error: dict[str, Any]) -> str:
 
 
 def _field(location: tuple[int | str, ...]) -> Any:
-    """The annotation found at a location of the configuration; list items by index."""
+    """Annotation and field found at a location of the configuration; list items by index."""
     annotation: Any = TrainConfig
     info = None
     for part in location:
@@ -179,13 +228,13 @@ def _field(location: tuple[int | str, ...]) -> Any:
 
 
 def _section(annotation: Any) -> Any:
-    """The section that an annotation names, itself or as one of several choices."""
+    """Section class that an annotation names, itself or as one of several choices."""
     choices = (annotation, *getattr(annotation, "__args__", ()))
     return next((kind for kind in choices if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
-    """A section's settings under the names of the file."""
+    """Settings of a section by their names in the file."""
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 

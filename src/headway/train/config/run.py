@@ -1,4 +1,4 @@
-"""Where a run happens, what it leaves behind and how it is judged."""
+"""Where a run happens, what it leaves behind, how it is judged, and what a dry run assumes about it."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from headway.errors import ConfigError
 from headway.log.sinks import check_spec
+from headway.packing.length_mixes import MIXES
 from headway.train.config.sections import Positive, Section, changed
 
 
@@ -100,4 +101,34 @@ class EvalConfig(Section):
     def _answers_are_asked_for(self) -> Self:
         if self.generate is None and "max_new_tokens" in changed(self):
             raise ValueError("max_new_tokens has no effect without eval.generate; remove it or set that")
+        return self
+
+
+class PlanConfig(Section):
+    """Devices and lengths that `headway train --dry-run` plans for; training itself reads none of it."""
+
+    devices: Positive | None = Field(
+        default=None, description="Devices of the run, a process each; --devices goes before it [processes]"
+    )
+    device: str | None = Field(
+        default=None, description="Whose memory the run must fit, as `headway devices` names it; --device goes before"
+    )
+    mix: str | None = Field(
+        default=None, description=f"Typical lengths to plan packs over, one of {', '.join(MIXES)}; null with 'lengths'"
+    )
+    lengths: Path | None = Field(
+        default=None, description="Measured lengths instead: CSV or Parquet as `headway pack --lengths` reads"
+    )
+
+    @field_validator("mix")
+    @classmethod
+    def _mix_is_known(cls, mix: str | None) -> str | None:
+        if mix is not None and mix not in MIXES:
+            raise ValueError(f"no such mix of lengths; known are {', '.join(MIXES)}")
+        return mix
+
+    @model_validator(mode="after")
+    def _lengths_come_from_one_place(self) -> Self:
+        if self.mix is not None and self.lengths is not None:
+            raise ValueError("give either 'mix' or 'lengths'")
         return self

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""Base class and types of the configuration's sections."""
 
 from typing import Annotated, Any, get_args
 
@@ -32,7 +32,6 @@ class Section(BaseModel):
 
 
 def _takes_numbers(annotation: Any) -> bool:
-    """Whether a setting is a number, or holds numbers."""
     return annotation in (int, float) or any(_takes_numbers(kind) for kind in get_args(annotation))
 
 

@@ -1,14 +1,13 @@
-"""What turns gradients into weights: what learns, in which groups, by which rule, how fast, and the average of it.
+"""The optimizer: frozen parts, parameter groups, AdamW and Muon, learning rates, and averaged weights.
 
-`schedule.py` the learning rate of a step; `freezing.py` what learns; `groups.py` who shares settings;
+`schedule.py` the learning rate of a step; `groups.py` what learns, and who shares settings;
 `optimizer.py` AdamW and Muon as one optimizer; `muon.py` Muon's matrices across processes; `moments.py` how moments are
 held; `ema.py` the average of the weights.
 """
 
 from headway.train.optim.ema import WeightAverage
-from headway.train.optim.freezing import adapt, freeze
-from headway.train.optim.groups import parameter_groups
-from headway.train.optim.optimizer import Optimizer, make_optimizer, set_learning_rate
+from headway.train.optim.groups import adapt, freeze, parameter_groups
+from headway.train.optim.optimizer import Optimizer, make_optimizer, set_learning_rate, take_step
 from headway.train.optim.schedule import learning_rate
 
 __all__ = [
@@ -20,4 +19,5 @@ __all__ = [
     "make_optimizer",
     "parameter_groups",
     "set_learning_rate",
+    "take_step",
 ]

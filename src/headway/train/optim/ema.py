@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from headway.models.parallel import local
 from headway.train.config.optim import EmaConfig
-from headway.train.optim.parts import Values, cut, local
+from headway.train.optim.parts import Values, cut
 
 
 class WeightAverage:

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway.errors import ConfigError
-from headway.train.optim.parts import Part, Values, laid_as, local
+from headway.models.parallel import local
+from headway.train.optim.parts import Part, Values, laid_as
 
 Held = Literal["float32", "bfloat16", "8bit"]
 

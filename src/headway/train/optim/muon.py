@@ -85,17 +85,18 @@ def orthogonalised(
     turn = 0
     for parameter, update in updates:
         layout = _layout(parameter)
-        if layout is None:
+        if layout is None:  # this process has the whole matrix: gather others of its shape, up to the memory budget
             stack = whole.setdefault(parameter.shape, [])
             stack.append((parameter, update))
             if sum(update.numel() for _, update in stack) >= AT_ONCE:
                 yield _all_here(whole.pop(parameter.shape), iterations)
             continue
+        # Sharded matrices are exchanged in batches of one shape, at least one matrix for each process to compute.
         alike = waiting.setdefault((layout, parameter.shape), [])
         alike.append((parameter, update))
         if sum(layout.stack(parameter) for parameter, _ in alike) >= layout.size:
             under_way.append(_Swap(layout, waiting.pop((layout, parameter.shape)), turn))
-            yield from finished(_IN_FLIGHT - 1)
+            yield from finished(_IN_FLIGHT - 1)  # compute on what has arrived while the next ones are on their way
     for (layout, _), alike in waiting.items():  # fewer matrices than processes: not always the same ones compute
         under_way.append(_Swap(layout, alike, turn))
         turn += len(alike)
@@ -106,7 +107,7 @@ def orthogonalised(
 
 
 def _all_here(alike: _Alike, iterations: int) -> _Alike:
-    """Orthogonalise updates of one shape whose matrices this process has whole."""
+    """Orthogonalise updates of one shape that this process holds whole."""
     parameter, first = alike[0]
     matrices = torch.cat([update.view(-1, *update.shape[-2:]) for _, update in alike]).to(_device(parameter))
     results = _by_stacks(matrices, iterations).to(first.device).reshape(-1)
@@ -115,7 +116,7 @@ def _all_here(alike: _Alike, iterations: int) -> _Alike:
 
 
 def _by_stacks(matrices_NAB: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Newton-Schulz on as many matrices at a time as fit the budget of an optimizer's working memory."""
+    """Run Newton-Schulz on stacks of matrices that fit the optimizer's memory budget."""
     if len(matrices_NAB) == 0:
         return matrices_NAB
     at_once = max(1, AT_ONCE // matrices_NAB[0].numel())
@@ -129,7 +130,7 @@ def _by_stacks(matrices_NAB: torch.Tensor, iterations: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How matrices are cut: along which of their two dimensions, over which processes."""
+    """How a parameter's matrices are sharded: along rows or columns, over which processes."""
 
     group: Any
     dim: int  # 0 for rows, 1 for columns
@@ -143,13 +144,13 @@ class _Layout:
         return math.prod(parameter.shape[:-2])
 
     def lengths(self, total: int) -> list[int]:
-        """What each process holds of a dimension. Source: DTensor cuts as `torch.chunk` does."""
+        """Length of each process's slice of a dimension. Source: DTensor cuts as `torch.chunk` does."""
         most = -(-total // self.size)
         return [max(0, min(most, total - rank * most)) for rank in range(self.size)]
 
 
 def _layout(parameter: torch.Tensor) -> _Layout | None:
-    """How the matrices of a parameter are cut; None where this process has whole ones."""
+    """Sharding of a parameter's matrices; None where this process holds whole ones."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -170,7 +171,7 @@ def _layout(parameter: torch.Tensor) -> _Layout | None:
 
 
 def _device(parameter: torch.Tensor) -> torch.device:
-    """Where a parameter's matrices are computed: on the mesh's devices, even if it is offloaded to the host."""
+    """Device that computes a parameter's matrices: the mesh's, even if the parameter is offloaded to the host."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return parameter.device
@@ -205,7 +206,7 @@ class _Swap:
         self._received, self._work = self._exchange(sent, back=False)
 
     def _exchange(self, sent: torch.Tensor, *, back: bool) -> tuple[torch.Tensor, Any]:
-        """Send slices to the owners of their matrices, or back; returns before they have arrived."""
+        """Start sending slices to the owners of their matrices, or back; does not wait for their arrival."""
         rank = self._layout.rank
         mine = [count * self._lengths[rank] * self._across for count in self._counts]  # of others' matrices
         theirs = [self._counts[rank] * length * self._across for length in self._lengths]  # of this one's
@@ -217,6 +218,7 @@ class _Swap:
     def finish(self, iterations: int) -> _Alike:
         """Wait for the matrices, orthogonalise them, send them back; this process's parts."""
         self._work.wait()
+        # The slices of each of this process's matrices, put together along the dimension that they were cut in.
         count, across, rank = self._counts[self._layout.rank], self._across, self._layout.rank
         parts = [
             part.view(count, length, across)
@@ -229,6 +231,7 @@ class _Swap:
         whole = torch.cat(parts, dim=1)
         if count:  # the way round in which a single process would have them
             whole = _by_stacks(whole.mT, iterations).mT if self._layout.dim else _by_stacks(whole, iterations)
+        # Cut again, and every slice back to the process that holds it.
         sent = torch.cat([part.reshape(-1) for part in torch.split(whole, self._lengths, dim=1)])
         returned, work = self._exchange(sent, back=True)
         work.wait()
@@ -245,7 +248,6 @@ class _Swap:
 def _add_product(
     base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float, alpha: float
 ) -> torch.Tensor:
-    """Add beta times the base and alpha times a product, of matrices or of stacks of them."""
     if base.ndim == 2:
         return torch.addmm(base, left, right, beta=beta, alpha=alpha)
     return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)

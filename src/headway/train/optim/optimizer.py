@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from headway.count import CostModel
+from headway.models.parallel import local
 from headway.train.config import OptimConfig
 from headway.train.config.optim import MuonConfig
 from headway.train.optim.groups import parameter_groups
 from headway.train.optim.moments import Held, new_moment, open_moment, width
 from headway.train.optim.muon import orthogonalised, step_scale
-from headway.train.optim.parts import Values, alike, cut, laid_as, local
+from headway.train.optim.parts import Values, alike, cut, laid_as
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by the rule of a group
 
@@ -92,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
         return sum(moment.nbytes for moment in state.values())
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
-        """PyTorch's fused kernel, on the tensors themselves or on float32 copies of what is held in another type."""
+        """Run PyTorch's fused AdamW, on the tensors themselves or on float32 copies of what is held in another type."""
         parameters = self._begin(group)
         whole = [p for p in parameters if self._is_float32(p)]
         if whole:
@@ -114,7 +115,6 @@ class Optimizer(torch.optim.Optimizer):
         self._end(parameters)
 
     def _is_float32(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter and its moments are all held in float32."""
         return parameter.dtype is torch.float32 and self._held in (None, "float32")
 
     def _fused(
@@ -126,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         first: list[torch.Tensor],
         second: list[torch.Tensor],
     ) -> None:
-        """Update weights and moments in float32, each a tensor for an owner, whose steps are counted already."""
+        """Update weights and moments in float32, one tensor for each owner, whose steps have been counted."""
         torch._fused_adamw_(
             weights,
             gradients,
@@ -160,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
         self._end(parameters)
 
     def _momenta(self, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each of Muon's parameters with this process's part of its update before it is orthogonalised, in bfloat16."""
+        """Yield Muon's parameters with this process's part of the update before orthogonalisation, in bfloat16."""
         for kind in alike(parameters, self._block_of):
             noise, updates = self._noise_of(kind[0], stream=0), []
             for parts in cut(kind, self._block_of(kind[0].shape)):
@@ -181,7 +181,7 @@ class Optimizer(torch.optim.Optimizer):
                         yield part.parameter, whole.view(local(part.parameter).shape)
 
     def _begin(self, group: dict[str, Any]) -> list[torch.Tensor]:
-        """Count the step of every parameter that has a gradient, after making its state if it has none."""
+        """Make the state of parameters that have none, and count the step of every parameter with a gradient."""
         parameters: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
         for parameter in parameters:
             state: dict[str, Any] = self.state[parameter]
@@ -198,12 +198,12 @@ class Optimizer(torch.optim.Optimizer):
         return parameters
 
     def _end(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take back the count of a step that was left out."""
+        """Undo the count where the step was left out."""
         if parameters and self._found_inf is not None:
             torch._foreach_sub_([self.state[p]["step"] for p in parameters], [self._found_inf] * len(parameters))
 
     def _block_of(self, shape: torch.Size) -> int:
-        """Values of a parameter that are held together."""
+        """Number of values of a parameter that share a scale."""
         return width(shape) if self._held == "8bit" else 1
 
     def _noise_of(self, first: torch.Tensor, *, stream: int) -> torch.Generator:
@@ -242,6 +242,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every group its share of a learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
+
+
+def take_step(optimizer: Optimizer, numbers_K: torch.Tensor, *, skips: bool) -> None:
+    """Update the weights; where numbers are not finite, leave the update out if `skips` is set.
+
+    The optimizer looks at the numbers on the device: nothing waits for them.
+
+    Args:
+        optimizer: with the gradients in place.
+        numbers_K: the step's losses and gradient norm, the same on all ranks, shape (K,).
+        skips: whether an update may be left out.
+    """
+    if skips:
+        optimizer.found_inf = 1.0 - torch.isfinite(numbers_K).all().to(torch.float32)
+    optimizer.step()
 
 
 def _own_type(parameter: torch.Tensor) -> Held:

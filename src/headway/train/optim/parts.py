@@ -1,4 +1,4 @@
-"""Many parameters at a time: parts of them laid end to end, worked on in float32 by one kernel each step of the way.
+"""Multi-tensor updates: parts of many parameters laid end to end, updated in float32 by one kernel per operation.
 
 A model has hundreds of parameters, most of them small. So an optimizer takes as many as fit a budget of memory, cuts
 what is larger, and computes on one flat tensor of them all. Letters: R rows of blocks, B values of a block.
@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from headway.models.parallel import local
+
 AT_ONCE = 2**24  # values worked on at a time: each float32 copy of them takes 64 MiB
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor; a tensor that is not sharded is all its own."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Part(NamedTuple):
-    """Neighbouring values of one parameter, of this process's part of it.
+    """A range of values in this process's slice of a parameter.
 
     Attributes:
         parameter: whose.
@@ -37,7 +34,7 @@ class Part(NamedTuple):
         return self.stop == local(self.parameter).numel()
 
     def of(self, tensor: torch.Tensor, *, block: int = 1) -> torch.Tensor:
-        """What belongs to this part of a tensor laid out as the parameter, flat.
+        """The same range of another tensor that is laid out as the parameter, flat.
 
         Args:
             tensor: whole, or sharded as the parameter is.
@@ -77,7 +74,7 @@ def cut(parameters: Iterable[torch.Tensor], block: int = 1) -> Iterator[list[Par
     room = at_once = max(1, AT_ONCE // block) * block
     for parameter in parameters:
         numel, start = local(parameter).numel(), 0
-        while True:
+        while True:  # at least once, so that a parameter of which this process holds nothing comes as an empty part
             stop = min(numel, start + room)
             group.append(Part(parameter, start, stop))
             room -= stop - start
@@ -120,7 +117,7 @@ class Values:
         self.parts = laid_as(self._held, flat)
 
     def write(self, noise: torch.Generator, skip: torch.Tensor | None) -> None:
-        """Hold the values; bfloat16 is rounded stochastically, so that changes below a step of it are not lost.
+        """Write the values back; bfloat16 is rounded stochastically, so that changes below a step of it are not lost.
 
         Args:
             noise: for the rounding.

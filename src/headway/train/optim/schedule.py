@@ -35,7 +35,7 @@ def learning_rate(step: int, optim: OptimConfig) -> float:
 
 
 def _fall(progress: float, optim: OptimConfig) -> float:
-    """What is left of the way from the peak to the floor: 1 at progress 0, 0 at progress 1."""
+    """Remaining fraction of the way from peak to floor: 1 at progress 0, 0 at progress 1."""
     shape = optim.decay_shape if optim.schedule == "wsd" else optim.schedule
     if shape == "linear":
         return 1.0 - progress

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway.models.load import load_model
-from headway.models.materialise import make_room
+from headway.models.materialise import allocate
 from helpers.tiny_models import FAMILIES, RECURRENT_FAMILIES, tiny_config
 
 
@@ -12,7 +12,7 @@ from helpers.tiny_models import FAMILIES, RECURRENT_FAMILIES, tiny_config
 def test_buffers_that_are_not_saved_are_those_of_a_whole_model(family):
     whole = load_model(tiny_config(family), random_init=True)
     roomy = load_model(tiny_config(family), random_init=True, device="meta")
-    make_room(roomy, "cpu")
+    allocate(roomy, "cpu")
     assert [name for name, _ in roomy.named_parameters()] == [name for name, _ in whole.named_parameters()]
     assert not any(tensor.is_meta for tensor in (*roomy.parameters(), *roomy.buffers()))
     saved = set(whole.state_dict())
