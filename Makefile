@@ -53,7 +53,7 @@ OLDEST_CORE := \
 	$(addprefix tests/tracing/test_,activations.py blocks.py compiled.py experts.py modules.py setups.py stand_ins.py trace.py) \
 	$(addprefix tests/meter/test_,batches.py goodput.py memory_traffic.py meter.py) tests/log/test_jsonl.py \
 	$(addprefix tests/models/test_,attention.py blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
-		patch_embedding.py recompute.py router.py segments.py varlen.py) tests/models/parallel/test_experts.py \
+		products.py recompute.py router.py segments.py varlen.py) tests/models/parallel/test_experts.py \
 	$(addprefix tests/train/test_,checkpoint.py config.py device.py loop.py recompute.py record.py speed.py) \
 	$(addprefix tests/cli/test_,app.py devices.py flops.py index.py mfu.py pack.py parse.py resolve.py train.py verify.py) \
 	tests/fake_cuda
