@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from headway.tracing import build
-from headway.tracing.fit import candidates, sum_of_drivers
+from headway.tracing.fit import candidates, proportional, sum_of_drivers
 from headway.tracing.inputs.model_inputs import call, floats_of, inputs_for
 from headway.tracing.loops import alike
 from headway.tracing.phantom import Phantom, root
@@ -139,12 +139,7 @@ def _terms(sizes: Sequence[int], known: Mapping[str, Sequence[int]]) -> list[tup
     """Find one driver, or a few whose sum explains sizes; none for what does not grow, None where nothing explains."""
     if len(sizes) > 1 and len(set(sizes)) == 1:
         return []
-    matches = []
-    for driver, values in known.items():
-        ratios = {Fraction(size, value) for size, value in zip(sizes, values, strict=True)}
-        if len(ratios) == 1:
-            matches.append((driver, ratios.pop()))
-    if matches:
+    if matches := proportional(sizes, known):
         return [min(matches, key=lambda match: match[1].denominator)]
     return sum_of_drivers(sizes, known, squares=False) or None
 

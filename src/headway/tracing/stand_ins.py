@@ -102,6 +102,8 @@ def _holders(model: nn.Module, names: Any) -> Iterator[tuple[dict[str, Any], str
     """Find who holds a function of these names: globals of the loaded modules, and attributes of the model's."""
     for owner in (*sys.modules.values(), *model.modules()):
         held = getattr(owner, "__dict__", {})
+        if held.keys().isdisjoint(names):  # nearly always, among thousands of modules
+            continue
         for name in names:
             if callable(held.get(name)):
                 yield held, name
