@@ -13,6 +13,7 @@ from headway.count.models import presets
 from headway.errors import TraceError
 from headway.tracing import attention, unwrap
 from headway.tracing.experts import keep_every_row
+from headway.tracing.families.attention import MASKED_TOWERS
 from headway.tracing.phantom import phantom
 
 if TYPE_CHECKING:
@@ -262,10 +263,6 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
     return [min(length, most) for length in found if length <= LONGEST_WINDOW]
 
 
-# towers that hand a flash kernel no boundaries of images (transformers 5.17), but make a mask for any other
-_MASKED_TOWERS = ("pixtral",)
-
-
 def use_seams(model: nn.Module) -> None:
     """Point attention at the recording seams and experts at grouped products; let every layer run, on every row."""
     run_every_layer(model)
@@ -273,7 +270,7 @@ def use_seams(model: nn.Module) -> None:
     if configs(model):
         attention.register()
     for config in {id(config): config for config in configs(model)}.values():  # one sets those inside it too
-        masked = hasattr(config, "vocab_size") or config.model_type in _MASKED_TOWERS
+        masked = hasattr(config, "vocab_size") or config.model_type in MASKED_TOWERS
         config._attn_implementation = attention.TEXT if masked else attention.TOWER
         config._experts_implementation = "grouped_mm"
         config.use_cache = False  # some forwards do not take it as an argument

@@ -9,12 +9,14 @@ for, or a recurrence of elementwise products, is not seen at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.count import drivers
 from headway.count.workload import Workload
 from headway.tracing.classify import inside, members
 from headway.tracing.counted_step import RECURRENCE
+from headway.tracing.families.experts import unchosen_rows
+from headway.tracing.families.padding import paddings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,7 +87,7 @@ def explain(billed: Billed, counted: CountedStep, model: nn.Module) -> str | Non
     if any(row.op == "experts" for row in billed.rows):
         home = model.get_submodule(module)
         return _every_expert(billed, seen, home) or _experts(billed, counted.of_expert[module], seen, model)
-    return _beyond(billed, seen, model) or _squares(billed, counted, seen)
+    return _padded(billed, seen, model) or _squares(billed, counted, seen)
 
 
 def _recurrence(ledger: tuple[int, int], seen: tuple[int, int]) -> str | None:
@@ -135,11 +137,10 @@ def _experts(billed: Billed, of_expert: dict[str, int], seen: tuple[int, int], m
     if run * per_row != seen[0]:
         return None
     tokens = {drivers.parse(row.driver)(billed.workload) for row in billed.rows}
-    if type(home).__name__ == "NllbMoeExperts" and {run} == {n * len(experts) for n in tokens}:
-        return (
-            f"transformers makes NLLB-MoE's choices one-hot twice, and runs {len(experts)} rows for each token; those "
-            f"beyond the {meant * len(experts) // run} chosen have no weight"
-        )
+    if {run} == {n * len(experts) for n in tokens} and (
+        reason := unchosen_rows(home, len(experts), meant * len(experts) // run)
+    ):
+        return reason
     beside = model.get_submodule(billed.module.rpartition(".")[0])
     limits = {m.expert_capacity for m in beside.modules() if isinstance(getattr(m, "expert_capacity", None), int)}
     if run < meant and limits == {max(rows.values(), default=0)}:
@@ -163,83 +164,16 @@ def filled_up(workload: Workload, driver: str) -> Workload:
     return Workload(workload.segments, sources=sources, audio=audio)
 
 
-def _beyond(billed: Billed, seen: tuple[int, int], model: nn.Module) -> str | None:
-    """Find the reason among those of code that computes padding, or blocks beyond what each position sees."""
+def _padded(billed: Billed, seen: tuple[int, int], model: nn.Module) -> str | None:
+    """Compare code that computes padding, or blocks beyond what each position sees."""
     if any(row.op == "convolution" for row in billed.rows):
         filled = filled_up(billed.workload, billed.rows[0].driver)
         if seen == billed.on(lambda driver: drivers.parse(driver)(filled)):
             return FILLED_UP
-    for path, way in _ways(model, billed.workload):
-        if inside(billed.module, [path]) and seen == billed.on(way.units):
-            return way.reason
+    for path, padding in paddings(model, billed.workload):
+        if inside(billed.module, [path]) and seen == billed.on(padding.units):
+            return padding.reason
     return None
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How code runs more than its model needs.
-
-    Attributes:
-        workload: what it computes, padding included.
-        run: units of the drivers that it exceeds on that.
-        reason: in words.
-    """
-
-    workload: Workload
-    run: dict[str, int]
-    reason: str
-
-    def units(self, driver: str) -> int:
-        return self.run[driver] if driver in self.run else drivers.parse(driver)(self.workload)
-
-
-def _ways(model: nn.Module, workload: Workload) -> Iterator[tuple[str, _Way]]:
-    """Go through the modules whose code runs more than the model needs, with how much that is.
-
-    Source: transformers' code of each class; the units are derived beside each.
-    """
-    read = int(workload.sources[0]) if workload.sources.size else 0
-
-    def padded(length: int, run: dict[str, int], reason: str) -> _Way:
-        return _Way(Workload(workload.segments, sources=[length]), run, f"{reason}: {length:,} for {read:,}")
-
-    for path, module in model.named_modules():
-        part: Any = module
-        kind = type(module).__name__
-        if kind == "LongT5LocalAttention":
-            size, radius = part.block_len, part.block_len - 1
-            blocks = -(-read // size)
-            run = {f"source_pairs:local:{radius}:{radius}": blocks * size * 3 * size}
-            yield path, _Way(workload, run, f"{blocks} blocks of {size} run whole, each over three blocks of keys")
-        elif kind == "LEDEncoder":
-            window = part.config.attention_window
-            size = window if isinstance(window, int) else max(window)
-            whole = -(-read // size) * size
-            sides = {layer.self_attn.longformer_self_attn.one_sided_attn_window_size for layer in part.layers}
-            run = {f"source_pairs:local:{side}:{side}": _overlapping(whole, side) for side in sides}
-            yield path, padded(whole, run, "the encoder computes whole windows, in chunks that overlap")
-        elif kind == "PegasusXEncoder":
-            whole = -(-read // part.config.block_size) * part.config.block_size
-            yield path, padded(whole, {}, "the encoder computes whole blocks")
-        elif kind == "PegasusXEncoderLayer" and part.stagger_blocks_this_layer:
-            size = part.block_size  # half a block of padding before and after
-            whole = (-(-read // size) + 1) * size
-            run = {f"source_pairs:staggered:{size}": whole * size}
-            yield f"{path}.self_attn", padded(whole, run, "staggered blocks begin and end in padding")
-        elif kind == "ProphetNetNgramSelfAttention":
-            square = workload.tokens**2  # of the text; each stream sees the text's keys and its own
-            run = {"pairs:causal": square, "pairs:full": 2 * part.ngram * square, "tokens": 0, "segments": 0}
-            yield path, _Way(workload, run, f"each of {part.ngram} streams runs its scores whole, as the text does")
-
-
-def _overlapping(length: int, side: int) -> int:
-    """Count scores of LED's attention, of whose FLOPs half are scores and half values.
-
-    Source: `_sliding_chunks_query_key_matmul` cuts length / side - 1 chunks of 2 side positions, which see one another;
-    `_sliding_chunks_matmul_attn_probs_value` multiplies length / side rows of chunks of side by 3 side.
-    """
-    scores, values = (length // side - 1) * (2 * side) ** 2, length * 3 * side
-    return (scores + values) // 2
 
 
 def _squares(billed: Billed, counted: CountedStep, seen: tuple[int, int]) -> str | None:

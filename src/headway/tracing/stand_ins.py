@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
-from torch import nn
-
 from headway.errors import TraceError
-from headway.tracing.experts import METHODS as EXPERTS
-from headway.tracing.families.recurrences import FUNCTIONS, METHODS
-from headway.tracing.families.windows import METHODS as WINDOWS
-from headway.tracing.families.windows import unpadded_settings
+from headway.tracing.families import attention, experts
+from headway.tracing.families.attention import unpadded_settings
+from headway.tracing.families.recurrences import FUNCTIONS, KERNELS, METHODS, written_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
+    from torch import nn
 
     from headway.tracing.record import Recorder
-
-# kernels that transformers also writes out in PyTorch; where it only returns None, its mixer then runs piece by piece
-_WRITTEN_OUT = ("causal_conv1d_fn", "mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 
 
 @contextmanager
@@ -36,14 +28,11 @@ def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         TraceError: a Triton kernel is launched: one that is not known here would meet tensors without data.
     """
     changes = [*_recurrences(model, lambda _original, stand_in: partial(stand_in, recorder))]
-    for held, name in _holders(model, _WRITTEN_OUT):
-        written_out = inspect.unwrap(getattr(held[name], "forward", held[name]))
-        home = str(written_out.__module__)
-        if home.startswith("transformers."):
-            changes.append((held, name, written_out))
-        elif home.startswith("causal_conv1d"):
-            changes.append((held, name, _short_convolution))
-    changes += _methods(model, EXPERTS | WINDOWS, lambda _original, stand_in: partial(stand_in, recorder))
+    for held, name in _holders(model, KERNELS):
+        if (in_pytorch := written_out(held[name])) is not None:
+            changes.append((held, name, in_pytorch))
+    known = experts.METHODS | attention.METHODS
+    changes += _methods(model, known, lambda _original, stand_in: partial(stand_in, recorder))
     changes += unpadded_settings(model)
     with _changed(changes), _refused_triton(recorder):
         yield
@@ -124,17 +113,3 @@ def _changed(changes: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
                 del held[name]
             else:
                 held[name] = original
-
-
-def _short_convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *_more: Any,
-    activation: str | None = None,
-    **_options: Any,
-) -> torch.Tensor:
-    """Stand in for the `causal_conv1d` package: x [batch, channels, tokens], weight [channels, width]."""
-    channels, width = weight.shape
-    out = F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=channels)[..., : x.shape[-1]]
-    return F.silu(out) if activation else out
