@@ -63,7 +63,8 @@ def test_the_blocks_of_a_real_forward_save_what_is_traced(family, dtype):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own use
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_a_compiled_block_saves_about_what_fused_operations_are_said_to(family):
     model = tiny(family, torch.bfloat16)
     layer = torch.compile(model.model.layers[1])

@@ -83,23 +83,23 @@ def saved_activations(
     build.number_parameters(twin)
     build.use_seams(twin)
     twin.train()
-    made = inputs_for(twin, inputs)
-    workloads = made.workloads()
+    model_inputs = inputs_for(twin, inputs)
+    workloads = model_inputs.workloads()
     context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
     runs: list[SavedRecorder] = []
     sizes: list[Counter[str]] = []
     for workload in workloads:
-        arguments = in_dtype(made.arguments(workload), floats)
+        arguments = in_dtype(model_inputs.arguments(workload), floats)
         run = SavedRecorder(twin, lambda _: "")
         with run, Seams(run), stand_ins(twin, run), plain_checkpoints(), context:
             out = floats_of(call(twin, arguments))
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
         sizes.append(run.by_module(products_only=products_only))
-    names = [*made.drivers]
-    if made.strided and alike(runs):
-        names += shortened([run.operations for run in runs], workloads, made.strided)
+    names = [*model_inputs.drivers]
+    if model_inputs.strided and alike(runs):
+        names += shortened([run.operations for run in runs], workloads, model_inputs.strided)
     modules, left_out = explain(sizes, candidates(workloads, names))
     rows: dict[str, Fraction] = {}
     for module in modules.values():

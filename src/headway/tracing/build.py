@@ -128,10 +128,7 @@ def with_layers(config: Any, layers: int) -> Any:
     Lists with an entry per layer are cut to the same length; lists of layer numbers keep the numbers that remain.
     """
     config = copy.deepcopy(config)
-    pending = [config]
-    while pending:
-        part = pending.pop()
-        pending += [sub for key in part.sub_configs if (sub := getattr(part, key, None)) is not None]
+    for part in subconfigs(config):
         if isinstance(inserted := getattr(part, "insert_layer_id", None), int):  # a merger between two of the layers
             part.insert_layer_id = min(inserted, layers - 2)
         for key in _FEATURE_LAYERS:
@@ -155,10 +152,11 @@ def with_layers(config: Any, layers: int) -> Any:
 
 
 def subconfigs(config: Any) -> list[Any]:
-    """List a configuration and those inside it."""
+    """List a configuration and those inside it, each before its own."""
     found = [config]
-    for part in found:
-        found += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    for key in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, key, None)) is not None:
+            found += subconfigs(part)
     return found
 
 

@@ -182,7 +182,7 @@ def _squares(billed: Billed, counted: CountedStep, seen: tuple[int, int]) -> str
     workload = billed.workload
     for row in billed.rows:
         shown = drivers.tower(row.driver) == "language" or row.driver == "patch_pairs:frame"
-        if row.op == "attention" and (shown or _heard_pairs(row.driver)):
+        if row.op == "attention" and (shown or _all_pairs(row.driver)):
             ahead, back = of_driver.get(row.driver, (0, 0))
             needed = sum(g.flops for g in row.gradients if g.runs(billed.trained))
             of_driver[row.driver] = (ahead + row.forward, back + needed)
@@ -194,17 +194,17 @@ def _squares(billed: Billed, counted: CountedStep, seen: tuple[int, int]) -> str
         return None
     # one text's queries over all keys, its own and compressed ones beside them; all pictures in a row; all of a clip
     whole = workload.num_segments == 1 and run % workload.tokens == 0
-    heard = {drivers.parse(_heard_pairs(driver))(workload) for driver in of_driver if _heard_pairs(driver)}
+    heard = {drivers.parse(_all_pairs(driver))(workload) for driver in of_driver if _all_pairs(driver)}
     if not (whole or run == workload.patches**2 or run in heard):
         return None
     why = f"eager attention runs all {run:,} scores, the mask allows {allowed:,}"
     if not counted.softmaxes[billed.module]:
         return f"{why} by the ledger; no softmax shows them, so that is held as an upper bound only"
-    return why if allowed in _left(counted.softmaxes[billed.module], run) else None
+    return why if allowed in _unmasked_scores(counted.softmaxes[billed.module], run) else None
 
 
-def _left(softmaxes: list[tuple[int, int, int]], run: int) -> Iterator[int]:
-    """Count the scores of a head that the real mask left, by what a module's softmaxes went over.
+def _unmasked_scores(softmaxes: list[tuple[int, int, int]], run: int) -> Iterator[int]:
+    """Count the scores of a head that the real mask left visible, from the softmaxes that a module ran.
 
     Args:
         softmaxes: places, those of them that no mask had hidden, and places for each query.
@@ -220,8 +220,11 @@ def _left(softmaxes: list[tuple[int, int, int]], run: int) -> Iterator[int]:
             yield (shown - sinks) // heads
 
 
-def _heard_pairs(driver: str) -> str:
-    """Name all pairs of the positions of each clip or source, of which a driver counts some; "" if it counts others."""
+def _all_pairs(driver: str) -> str:
+    """Name the driver of all pairs of a clip or source for a driver that counts some of them; "" for other drivers.
+
+    `audio_pairs:block:10/2` gives `audio_pairs:full/2`, `pairs:causal` gives "".
+    """
     pairs, slash, steps = driver.partition("/")
     kind = pairs.partition(":")[0]
     return f"{kind}:full{slash}{steps}" if kind in ("audio_pairs", "source_pairs") else ""

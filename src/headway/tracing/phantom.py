@@ -11,7 +11,7 @@ a mask has not hidden; and, of a constant, `known`: its data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -110,6 +110,11 @@ def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Pha
         fed: whether it depends on the batch.
     """
     return Phantom(tensor.detach().to("meta"), sources, fed)
+
+
+def phantom_floats(shape: Sequence[int]) -> Phantom:
+    """Make floats of the batch, an input or what another model gives, that are a shape alone."""
+    return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
 
 
 def blank(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headway.errors import TraceError
+from headway.tracing.build import subconfigs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,12 +64,10 @@ class InputForm(ABC):
 
 def plain_token(config: Any) -> int:
     """Pick a token number that means nothing special to the model, nor to any tower of it."""
-    parts: list[Any] = [config] if config is not None else []
-    special: set[int] = set()
-    while parts:
-        part = parts.pop()
-        special |= {
-            v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
-        }
-        parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    special = {
+        value
+        for part in (subconfigs(config) if config is not None else ())
+        for name, value in vars(part).items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
     return next(token for token in range(1, len(special) + 2) if token not in special)  # 0 often means padding

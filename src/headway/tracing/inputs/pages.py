@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headway.tracing.inputs.form import Floats
 
 
-class SourceFrames(Frames):
+class EncoderFrames(Frames):
     """Frames whose features stand in what the encoder reads: a source is as long as its text and images together."""
 
     @classmethod

@@ -11,11 +11,12 @@ from headway.errors import TraceError
 from headway.tracing.inputs import speech_layout
 from headway.tracing.inputs.form import InputForm, plain_token
 from headway.tracing.inputs.probe import Probe
+from headway.tracing.phantom import phantom_floats
 
 if TYPE_CHECKING:
     from headway.count.workload import Workload
     from headway.tracing.inputs.form import Floats
-    from headway.tracing.inputs.speech_layout import Speech
+    from headway.tracing.inputs.speech_layout import SpeechLayout
 
 # primes that any table of positions holds; windows of the encoder are added from the second run on
 _SOURCES = (149, 311, 409, 229)
@@ -85,9 +86,9 @@ class SourceFeatures(InputForm):
     def __init__(self, model: Any) -> None:
         probe = Probe(model)
 
-        def hear(speech: Speech, frames: int) -> None:
+        def hear(speech: SpeechLayout, frames: int) -> None:
             ids = torch.full((1, 2), plain_token(model.config))
-            sound = speech_layout.phantom_floats(speech.of(1, frames))
+            sound = phantom_floats(speech.of(1, frames))
             probe.run({self.takes: sound, "decoder_input_ids": ids, "use_cache": False})
 
         self.speech = speech_layout.find(model.config, self.takes, hear)
