@@ -22,10 +22,8 @@ from headway.tracing.inputs.model_inputs import call, floats_of, inputs_for
 from headway.tracing.loops import alike
 from headway.tracing.phantom import Phantom, root
 from headway.tracing.record import Recorder
-from headway.tracing.seams import Seams
-from headway.tracing.stand_ins import stand_ins
+from headway.tracing.stand_ins import recording
 from headway.tracing.strides import shortened
-from headway.tracing.unwrap import plain_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,9 +78,7 @@ def saved_activations(
     if products_only and autocast is not None:
         seen, autocast = {id(p): autocast for p in model.parameters()}, None
     twin = build.twin_of_model(model, lambda tensor: seen.get(id(tensor), tensor.dtype))
-    build.number_parameters(twin)
-    build.use_seams(twin)
-    twin.train()
+    build.prepare(twin)
     model_inputs = inputs_for(twin, inputs)
     workloads = model_inputs.workloads()
     context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
@@ -92,7 +88,7 @@ def saved_activations(
     for workload in workloads:
         arguments = in_dtype(model_inputs.arguments(workload), floats)
         run = SavedRecorder(twin, lambda _: "")
-        with run, Seams(run), stand_ins(twin, run), plain_checkpoints(), context:
+        with recording(twin, run), context:
             out = floats_of(call(twin, arguments))
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)

@@ -192,6 +192,14 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return shape
 
 
+def prepare(twin: nn.Module) -> list[str]:
+    """Make a phantom twin ready to be recorded in training mode; returns its parameters' names in their order."""
+    parameters = number_parameters(twin)
+    use_seams(twin)
+    twin.train()
+    return parameters
+
+
 def number_parameters(model: nn.Module) -> list[str]:
     """Give parameter i the source bit i; returns their names in that order, tied ones once."""
     names = []

@@ -16,7 +16,7 @@ from torch import nn
 from headway.count import drivers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from headway.tracing.fit import Fitted
     from headway.tracing.operation import Operation
@@ -259,6 +259,17 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
         if path and below and all(below) and not inside(path, found):
             found.append(path)
     return found
+
+
+def finder_of_blocks(blocks: set[str]) -> Callable[[str], str]:
+    """Return a function from a module's path to the path of the block that holds it, "" for none."""
+
+    def find(path: str) -> str:
+        while path and path not in blocks:
+            path = _parent(path)
+        return path
+
+    return find
 
 
 def checkpointable_blocks(model: nn.Module) -> set[str]:

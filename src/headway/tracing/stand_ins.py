@@ -11,6 +11,8 @@ from headway.errors import TraceError
 from headway.tracing.families import attention, experts
 from headway.tracing.families.attention import unpadded_settings
 from headway.tracing.families.recurrences import FUNCTIONS, KERNELS, METHODS, written_out
+from headway.tracing.seams import Seams
+from headway.tracing.unwrap import plain_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from headway.tracing.record import Recorder
+
+
+@contextmanager
+def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Record what a model runs: operations, attention at its seams, recurrences as such, checkpointed parts once."""
+    with recorder, Seams(recorder), stand_ins(model, recorder), plain_checkpoints():
+        yield
 
 
 @contextmanager

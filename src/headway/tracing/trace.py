@@ -20,10 +20,8 @@ from headway.tracing.fit import Fitted, candidates, fit
 from headway.tracing.inputs.model_inputs import asking, backward_from, call, inputs_for
 from headway.tracing.loops import alike, check_loops, merged
 from headway.tracing.record import Recorder
-from headway.tracing.seams import Seams
-from headway.tracing.stand_ins import stand_ins
+from headway.tracing.stand_ins import recording
 from headway.tracing.strides import shortened
-from headway.tracing.unwrap import plain_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,9 +58,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     is_model = isinstance(model_or_config, nn.Module)
     model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    parameters = build.number_parameters(model)
-    build.use_seams(model)
-    model.train().requires_grad_(True)
+    parameters = build.prepare(model.requires_grad_(True))
     model_inputs = inputs_for(model, inputs)
 
     runs, workloads, windows = _watch(model, model_inputs)
@@ -169,24 +165,13 @@ def _explain(
 
 def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
     """Run a model once and return what it ran."""
-    blocks = classify.checkpointable_blocks(model)
     modules = list(model.modules())
     beyond = 1 << sum(1 for _ in model.parameters())
     for _, tensor in asking(model, arguments):
         tensor.sources = beyond  # like one more parameter, which is always trained
 
-    def block_of(path: str) -> str:
-        while path and path not in blocks:
-            path = path.rpartition(".")[0]
-        return path
-
-    with (
-        Recorder(model, block_of) as recorder,
-        Seams(recorder),
-        stand_ins(model, recorder),
-        plain_checkpoints(),
-        torch.set_grad_enabled(backward),
-    ):
+    recorder = Recorder(model, classify.finder_of_blocks(classify.checkpointable_blocks(model)))
+    with recording(model, recorder), torch.set_grad_enabled(backward):
         output = call(model, arguments)
         if backward:
             backward_from(output, on_shapes=True)

@@ -71,7 +71,8 @@ class AudioFeatures(InputForm):
         """Read the part from a model's signature."""
         accepted = inspect.signature(model.forward).parameters
         beside = cls.takes in accepted and "input_ids" in accepted and "decoder_input_ids" not in accepted
-        return cls(model) if beside and _has_tower(model) else None
+        # some families leave the tower out where its configuration is None
+        return cls(model) if beside and getattr(model.config, "audio_config", True) is not None else None
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one to three clips; those of one run have one length."""
@@ -175,8 +176,3 @@ class AddedAudio(AudioFeatures):
 
     def _find_token(self) -> int:
         return plain_token(self._config)
-
-
-def _has_tower(model: Any) -> bool:
-    """Say whether the model was built with what hears: some families leave it out where its configuration is None."""
-    return any(getattr(c, "audio_config", True) is not None for c in [model.config])

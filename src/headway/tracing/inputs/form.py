@@ -53,9 +53,9 @@ class InputForm(ABC):
     def sizes(self, run: int) -> dict[str, Any]:
         """Give the workload's arguments for run 0, 1, 2 or 3, such as `{"images": [(1, 12, 20)]}`."""
 
-    @abstractmethod
-    def positions(self, workload: Workload) -> int:
-        """Count the text positions that the inputs take."""
+    def positions(self, _workload: Workload) -> int:
+        """Count the text positions that the inputs take: none where they lie beside the segment, as a source does."""
+        return 0
 
     @abstractmethod
     def fill(self, batch: dict[str, Any], start: int, workload: Workload, floats: Floats) -> None:

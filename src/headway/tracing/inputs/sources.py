@@ -62,10 +62,6 @@ class SourceIds(InputForm):
         """Give one source, longer than any window of the encoder from the second run on."""
         return {"sources": [_SOURCES[run] + (self._reach if run else 0)]}
 
-    def positions(self, _workload: Workload) -> int:
-        """Count no position: the source lies beside the segment."""
-        return 0
-
     def fill(self, batch: dict[str, Any], _start: int, workload: Workload, _floats: Floats) -> None:
         """Add the source's tokens."""
         batch["input_ids"] = torch.full((1, _source_of(workload)), self._token)
@@ -107,10 +103,6 @@ class SourceFeatures(InputForm):
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one source of another length in each run, where the encoder takes it."""
         return {"sources": [self.speech.lengths[run]]}
-
-    def positions(self, _workload: Workload) -> int:
-        """Count no position: the source lies beside the segment."""
-        return 0
 
     def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
         """Add the features."""
