@@ -142,7 +142,7 @@ def _terms(sizes: Sequence[int], known: Mapping[str, Sequence[int]]) -> list[tup
 
 @dataclass
 class SavedRecorder(Recorder):
-    """Notes what autograd saves beside the operations.
+    """Records the tensors that autograd saves, beside the operations.
 
     Attributes:
         kept: by the id of a storage's first tensor: that tensor, the module that saved it, and the views saved.
@@ -173,7 +173,7 @@ class SavedRecorder(Recorder):
         return operands
 
     def forget(self, tensors: Iterable[Any]) -> None:
-        """Leave out what the forward did not make."""
+        """Leave out tensors that the forward was given: parameters and inputs."""
         for tensor in tensors:
             self.kept.pop(id(root(tensor)), None)
 

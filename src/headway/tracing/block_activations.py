@@ -101,7 +101,7 @@ def _by_block(
 
 @dataclass
 class _BlockRecorder(SavedRecorder):
-    """Notes beside what autograd saves what it was made of.
+    """Records the tensors that autograd saves, and the tensors that elementwise operations made them from.
 
     Attributes:
         blocks: paths of the blocks.
@@ -163,7 +163,7 @@ class _BlockRecorder(SavedRecorder):
         return self.origins.get(id(whole), frozenset([id(whole)]))
 
     def forget(self, tensors: Any) -> None:
-        """Leave out what the forward did not make."""
+        """Leave out tensors that the forward was given: parameters and inputs."""
         given = [*tensors]
         super().forget(given)
         self._given = {id(root(tensor)) for tensor in given}

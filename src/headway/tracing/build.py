@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _bfloat16(_tensor: torch.Tensor) -> torch.dtype:
-    """Say what a phantom of floats becomes: the ledger does not depend on it."""
+    """Give every phantom the dtype bfloat16: the ledger does not depend on it."""
     return torch.bfloat16
 
 
@@ -33,7 +33,7 @@ def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dty
 
     Args:
         model: the model.
-        dtype_of: what the phantom of a parameter or buffer of floats is made of.
+        dtype_of: the dtype of the phantom of a parameter or buffer of floats.
     """
     model = unwrap.whole(model)
     memo: dict[int, Any] = {}

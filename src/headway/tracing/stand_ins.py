@@ -1,4 +1,4 @@
-"""Put other functions in the place of those that run recurrences, experts or windows, while a model is watched."""
+"""Replace the functions that run recurrences, experts or windows by stand-ins while a model is recorded or watched."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _refused_triton(recorder: Recorder) -> Iterator[None]:
 
 
 def _recurrences(model: nn.Module, make: Callable[[Any, Any], Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Find whatever runs a recurrence, and what `make(it, its stand-in)` gives, as (holder, name, replacement)."""
+    """Find functions and methods that run a recurrence, as (holder, name, `make(original, stand_in)`)."""
     for held, name in _holders(model, FUNCTIONS):
         yield held, name, make(held[name], FUNCTIONS[name])
     yield from _methods(model, METHODS, make)
@@ -88,7 +88,7 @@ def _recurrences(model: nn.Module, make: Callable[[Any, Any], Any]) -> Iterator[
 def _methods(
     model: nn.Module, known: dict[tuple[str, str], Any], make: Callable[[Any, Any], Any]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Find the known methods of a model's modules, and what `make(it, its stand-in)` gives, as `_recurrences` does."""
+    """Find the known methods of a model's modules, as (holder, name, `make(original, stand_in)`)."""
     for module in model.modules():
         for base in type(module).__mro__:
             for (owner, method), stand_in in known.items():
@@ -97,7 +97,7 @@ def _methods(
 
 
 def _holders(model: nn.Module, names: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Find who holds a function of these names: globals of the loaded modules, and attributes of the model's."""
+    """Find functions by name among the globals of loaded modules and the attributes of the model's modules."""
     for owner in (*sys.modules.values(), *model.modules()):
         held = getattr(owner, "__dict__", {})
         if held.keys().isdisjoint(names):  # nearly always, among thousands of modules

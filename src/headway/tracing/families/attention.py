@@ -74,7 +74,7 @@ def _unpadded(
     inputs_embeds: torch.Tensor,
     **_options: Any,
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stand in for padding to whole chunks, which the windows' stand-in does not need."""
+    """Stand in for padding to whole chunks: `_window` takes texts of any length."""
     return 0, input_ids, attention_mask, inputs_embeds
 
 

@@ -216,7 +216,7 @@ def written_out(kernel: Any) -> Callable[..., Any] | None:
 
     Where transformers' version only returns None, its mixer then runs piece by piece.
     """
-    function = inspect.unwrap(getattr(kernel, "forward", kernel))
+    function: Callable[..., Any] = inspect.unwrap(getattr(kernel, "forward", kernel))
     home = str(function.__module__)
     if home.startswith("transformers."):
         return function

@@ -32,13 +32,13 @@ _PAIRS = ("audio_pairs:full", "audio_pairs:relative", "audio_offsets")
 class AudioFeatures(InputForm):
     """Clips as features [clips, features, frames] or [clips, frames, features]: `input_features` beside `input_ids`.
 
-    How they are laid out, and how many text positions they take, is asked of the model.
+    The model is run to find the layout of clips and the number of text positions that one takes.
 
     Args:
         model: a phantom twin, or a real model.
 
     Attributes:
-        speech: how clips are handed over.
+        speech: layout of the argument.
         token: number of the token that a clip's positions hold.
     """
 

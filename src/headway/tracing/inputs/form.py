@@ -1,4 +1,4 @@
-"""The parts of a multimodal model's inputs: which workloads exercise a tower, and which arguments carry its inputs."""
+"""The interface of a form of input: workloads that exercise a tower, and the arguments that carry its inputs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class InputForm(ABC):
 
     Attributes:
         takes: the forward argument that carries them, such as `pixel_values`.
-        drivers: what its tower's costs may be proportional to.
-        strided: drivers that count what the tower's convolutions make of its frames, up to the slash.
-        routes: arguments that send the inputs another way through the model.
-        fills: whether the inputs say how long the text is.
-        notes: what a ledger must know of how it was traced, for its source.
+        drivers: candidates for what the tower's costs are proportional to.
+        strided: drivers, up to the slash, that may count frames after strided convolutions, as `audio` in `audio/2`.
+        routes: arguments that choose another route through the model, as a finer connector.
+        fills: whether the inputs fix the length of the text.
+        notes: for the ledger's `source`, such as that only single frames were traced.
     """
 
     takes: ClassVar[str]
@@ -63,7 +63,7 @@ class InputForm(ABC):
 
 
 def plain_token(config: Any) -> int:
-    """Pick a token number that means nothing special to the model, nor to any tower of it."""
+    """Pick a token number that is no special token of the model or of its towers."""
     special = {
         value
         for part in (subconfigs(config) if config is not None else ())

@@ -1,4 +1,4 @@
-"""What an encoder reads beside the segment that its decoder writes: text, or speech as features or as a waveform."""
+"""Sources of encoder-decoders: text, or speech as features or as a waveform, beside the decoder's segment."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SourceFeatures(InputForm):
         model: a phantom twin, or a real model.
 
     Attributes:
-        speech: how it is handed over.
+        speech: layout of the argument.
     """
 
     takes = "input_features"

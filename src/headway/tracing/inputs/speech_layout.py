@@ -1,4 +1,4 @@
-"""How a model takes speech: found by running it, on shapes alone, on each way in which speech is handed over.
+"""Find the layout in which a model takes speech by running it on each known layout, on shapes alone.
 
 Configurations have a dozen names for the width of a frame of features, and none for whether frames come before
 features. A wrong guess does not fit the first convolution or linear layer, so the model itself tells.
@@ -29,11 +29,11 @@ MISFITS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionE
 
 @dataclass(frozen=True)
 class SpeechLayout:
-    """How a model takes speech.
+    """The layout of a model's speech argument.
 
     Attributes:
-        shape: of one frame and what is around it: `frames` stands for the frames, numbers for themselves.
-        lengths: of what is read in each of four runs [frames]; all alike where a model takes one length only.
+        shape: axes after the clips: "frames" for that axis, numbers for the others, as (80, "frames").
+        lengths: of clips in each of four runs [frames]; all alike where a model takes one length only.
         fixed: that length, else 0.
         multiple: what clips are padded to a multiple of, under a mask [frames].
     """
@@ -80,7 +80,7 @@ def windowed(pairs: str, sizes: Sequence[int]) -> list[str]:
 def find(
     config: Any, argument: str, hear: Callable[[SpeechLayout, int], object], *, masked: bool = True
 ) -> SpeechLayout:
-    """Find out how a model takes speech.
+    """Find the first layout of speech that a model runs on.
 
     Args:
         config: of the model.
