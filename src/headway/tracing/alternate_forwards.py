@@ -28,14 +28,9 @@ _READ = 197  # positions of another model's states
 _STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 # arguments that any text model takes, and that reach no other module than its tokens do
 _EVERYWHERE = (
-    "attention_mask",
-    "decoder_attention_mask",
-    "inputs_embeds",
-    "decoder_inputs_embeds",
-    "labels",
-    "past_key_values",
+    "attention_mask", "decoder_attention_mask", "inputs_embeds", "decoder_inputs_embeds", "labels", "past_key_values",
     "logits_to_keep",
-)
+)  # fmt: skip
 _TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
 
 

@@ -106,16 +106,9 @@ _LONGEST_UNNAMED_WINDOW = 4096
 _PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
 _ROOM = 400  # what workloads add to a window, up to the next prime [tokens]
 _DEPTHS = (
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "depth",
-    "encoder_layers",
-    "decoder_layers",
-    "num_encoder_layers",
-    "num_decoder_layers",
-)
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers",
+    "num_encoder_layers", "num_decoder_layers",
+)  # fmt: skip
 
 
 # lists of the layers whose outputs are features: as many in a shorter tower, so that the projector's width stays

@@ -30,35 +30,15 @@ _LAYOUT: dict[Any, Any] = {
     aten._unsafe_view: torch.Tensor.reshape,
     **{
         packet: packet
-        for packet in (
-            aten.transpose,
-            aten.permute,
-            aten.slice,
-            aten.select,
-            aten.squeeze,
-            aten.unsqueeze,
-            aten.expand,
-        )
+        for packet in (aten.transpose, aten.permute, aten.slice, aten.select, aten.squeeze, aten.unsqueeze, aten.expand)
     },
 }
 # operations that place unknown floats by position
 _PLACING = {
-    aten.triu,
-    aten.tril,
-    aten.triu_,
-    aten.tril_,
-    aten.scatter,
-    aten.scatter_,
-    aten.index_put,
-    aten.index_put_,
-    aten.index_fill,
-    aten.index_fill_,
-    aten.index_copy,
-    aten.index_copy_,
-    aten.select_scatter,
-    aten.slice_scatter,
+    aten.triu, aten.tril, aten.triu_, aten.tril_, aten.scatter, aten.scatter_, aten.index_put, aten.index_put_,
+    aten.index_fill, aten.index_fill_, aten.index_copy, aten.index_copy_, aten.select_scatter, aten.slice_scatter,
     aten.masked_scatter,
-}
+}  # fmt: skip
 
 
 def data(value: Any) -> torch.Tensor | None:
