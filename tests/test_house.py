@@ -1,5 +1,6 @@
 """The house keeps its shape: no circles, rooms in their order, one meaning for a name, files of a size to read."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -64,3 +65,41 @@ def test_the_files_that_the_page_names_are_there():
     named -= {"tests/test_house.py"}
     assert len(named) > 20
     assert [name for name in named if not (ROOT / "src" / "headway" / name).exists()] == []
+
+
+# model types of transformers that are ordinary words here
+ORDINARY_WORDS = {"bit", "clip", "encoderdecoder"}
+
+
+def names_in(code):
+    """Yield the identifiers and strings of a file, without docstrings and comments."""
+    tree = ast.parse(code)
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {
+        id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, holders) and isinstance(n.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+        for field in ("id", "attr", "arg", "name"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield name
+
+
+def model_types_in(code, model_types):
+    """Find model types among the words of a file's names, as "led" in LEDEncoder and "longt5" in LongT5Attention."""
+    found = set()
+    for name in names_in(code):
+        words = [word.lower() for word in re.findall(r"[A-Z0-9]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+", name)]
+        runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, i + 5)}
+        found |= runs & model_types
+    return found
+
+
+def test_the_tracer_knows_no_model_by_name_outside_inputs_and_families():
+    mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    model_types = {re.sub(r"[^a-z0-9]", "", name) for name in mapping} - ORDINARY_WORDS
+    assert model_types_in("class LEDEncoder: pixtral_tower = 1", model_types) >= {"led", "pixtral"}
+    engine = [f for f in FILES.values() if f.room == "tracing" and not re.search(r"\.(inputs|families)\b", f.name)]
+    assert len(engine) > 20
+    assert {f.name: found for f in engine if (found := model_types_in(f.text, model_types))} == {}

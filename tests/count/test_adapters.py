@@ -8,7 +8,7 @@ from headway.count import Workload
 from headway.tracing import trace
 from headway.tracing.build import model_class
 from helpers.pytorch_counter import build, check
-from helpers.tiny_models import VISION_FAMILIES, tiny_config
+from helpers.tiny_models import VISION_FAMILIES, tiny_config, tiny_ledger
 
 # Without targets both adapt all linear modules but the head. (On text mixtures of experts peft's all-linear also adapts
 # the router and the experts' tensors, which are no linear modules; ours does not.)
@@ -34,7 +34,7 @@ def adapted(family, targets):
 def test_adapters_on_a_stored_cost_model_cost_what_pefts_do(family, targets):
     images = [(1, 4, 6)] if family in VISION_FAMILIES else []
     step = Workload([50, 33], images=images)
-    real, stored = trace(adapted(family, targets)), trace(tiny_config(family)).lora(4, targets)
+    real, stored = trace(adapted(family, targets)), tiny_ledger(family).lora(4, targets)
     a, b = real.count(step, recompute="full"), stored.count(step, recompute="full")
     assert (a.forward, a.dgrad, a.wgrad, a.recompute) == (b.forward, b.dgrad, b.wgrad, b.recompute)
     assert real.params == stored.params

@@ -1,5 +1,6 @@
 """Shipped models: sizes against published ones, files against a fresh trace, and no torch on the way."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,16 @@ def rows(part):
     return {name.strip("`"): cells for name, *cells in lines}
 
 
-def computed(model):
-    """What the page shows of a cost model, in the order of its columns."""
+def figures(model):
+    """Parameters, those that one token uses, and FLOPs of a forward and of a step of 4,096 tokens."""
     step = model.count(Workload([4096]))
-    params = [f"{number / 1e9:.3f}" for number in (model.params.total, model.params.active)]
-    return [*params, f"{step.forward / 4096 / 1e9:,.2f}", f"{step.total / 4096 / 1e9:,.2f}"]
+    return model.params.total, model.params.active, step.forward, step.total
+
+
+def shown(total, active, forward, step):
+    """What the page shows of these figures, in the order of its columns."""
+    params = [f"{number / 1e9:.3f}" for number in (total, active)]
+    return [*params, *(f"{flops / 4096 / 1e9:,.2f}" for flops in (forward, step))]
 
 
 PUBLISHED, UNSHIPPED_FIGURES = rows(_SHIPPED), rows(_UNSHIPPED)
@@ -40,29 +46,51 @@ def test_every_model_has_a_published_size_to_hold():
     assert sorted(PUBLISHED) == shipped_models()
 
 
-def check_figures(name, model, cells, share):
+def check_figures(name, found, cells, share):
     total, ours, active, our_active, forward, step, *_ = cells
-    assert [ours, our_active, forward, step] == computed(model)
-    assert model.params.total / 1e9 == pytest.approx(float(total.replace(",", "")), rel=share)
+    assert [ours, our_active, forward, step] == shown(*found)
+    assert found[0] / 1e9 == pytest.approx(float(total.replace(",", "")), rel=share)
     if active == "-":
-        assert model.params.active == model.params.total
+        assert found[0] == found[1]
     else:
-        assert (model.params.active - LEFT_OUT.get(name, 0)) / 1e9 == pytest.approx(float(active), rel=0.025)
+        assert (found[1] - LEFT_OUT.get(name, 0)) / 1e9 == pytest.approx(float(active), rel=0.025)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_the_page_shows_what_is_computed_and_that_is_what_was_published(name):
-    check_figures(name, load_cost_model(name), PUBLISHED[name], 0.012)
+    check_figures(name, figures(load_cost_model(name)), PUBLISHED[name], 0.012)
+
+
+# Layers after which a model's kinds of layers repeat, and layers before the first repetition.
+PERIODS = {"gemma-2-9b": (2, 2), "llama-4-scout (text)": (4, 4), "kimi-k2": (1, 2)}
+
+
+@pytest.mark.parametrize("name", sorted(UNSHIPPED_FIGURES))
+def test_models_that_do_not_ship_have_their_published_sizes_too(name):
+    from transformers import AutoConfig
+
+    from headway.tracing import trace
+    from headway.tracing.build import with_layers
+
+    config = AutoConfig.for_model(**UNSHIPPED[name])
+    period, few = PERIODS.get(name, (1, 1))
+    less, more = (figures(trace(with_layers(config, layers))) for layers in (few, few + period))
+    periods, rest = divmod(config.num_hidden_layers - few, period)
+    assert rest == 0
+    every_layer = [a + periods * (b - a) for a, b in zip(less, more, strict=True)]
+    check_figures(name, every_layer, UNSHIPPED_FIGURES[name], 0.015)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(UNSHIPPED_FIGURES))
-def test_models_that_do_not_ship_have_their_published_sizes_too(name):
-    transformers = pytest.importorskip("transformers")
+def test_published_sizes_are_those_of_every_layer_traced(name):
+    from transformers import AutoConfig
+
     from headway.tracing import trace
 
-    model = trace(transformers.AutoConfig.for_model(**UNSHIPPED[name]), name=name)
-    check_figures(name, model, UNSHIPPED_FIGURES[name], 0.015)
+    model = trace(AutoConfig.for_model(**UNSHIPPED[name]), name=name)
+    check_figures(name, figures(model), UNSHIPPED_FIGURES[name], 0.015)
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -73,27 +101,59 @@ def test_ledgers_are_complete(name):
     assert all(row.forward > 0 for row in model.rows)
 
 
-def retraced(name, tmp_path):
-    """Trace a preset again; versions of the libraries may differ from those that wrote the file."""
+# Layers that show every kind of layer that a model has, where two do not.
+DEPTHS = {
+    "deepseek-v3": 4, "gemma-3-4b": 6, "gemma-3-27b": 6, "qwen2.5-vl-7b": 8, "qwen3-vl-2b": 6, "qwen3-vl-4b": 6,
+}  # fmt: skip
+LAYER = re.compile(r"\.(?:layers|blocks|h)\.(\d+)(?=\.|$)")
+
+
+def facts(model, names):
+    """What is said of each parameter, and of each operation with the parameters whose training makes it run."""
+    order = [parameter.name for parameter in model.parameters]
+    parameters = {p.name: p for p in model.parameters if p.name in names}
+    rows = {}
+    for row in model.rows:
+        gradients = []
+        for gradient in row.gradients:
+            needs = {name for i, name in enumerate(order) if name in names and gradient.needs >> i & 1}
+            gradients.append((gradient.phase, gradient.flops, needs))
+        said = (row.op, row.component, row.driver, row.forward, row.block, row.recomputed, row.features, gradients)
+        rows.setdefault(row.module, []).append(said)
+    return parameters, rows
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_fresh_trace_of_the_first_layers_gives_those_of_the_shipped_file(name):
+    from headway.tracing import trace
+    from headway.tracing.build import preset_config, with_layers
+
+    depth = DEPTHS.get(name, 2)
+    fresh, shipped = trace(with_layers(preset_config(name), depth)), load_cost_model(name)
+    names = {parameter.name for parameter in fresh.parameters}
+    (parameters, rows), (old_parameters, old_rows) = facts(fresh, names), facts(shipped, names)
+    assert parameters == old_parameters
+    assert rows == {module: said for module, said in old_rows.items() if module in rows}
+    later = old_rows.keys() - rows.keys()
+    assert all(max(map(int, LAYER.findall(path)), default=0) >= depth or "deepstack" in path for path in later)
+    assert fresh.source["embeddings"] == shipped.source["embeddings"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "gpt2" else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
+        for name in sorted(PUBLISHED)
+    ],
+)
+def test_a_fresh_trace_gives_the_shipped_file(name, tmp_path):
     from tools.shipped_models import trace_preset
 
-    fresh = trace_preset(name)
+    fresh, shipped = trace_preset(name), load_cost_model(name)
+    assert (fresh.rows, fresh.parameters) == (shipped.rows, shipped.parameters)
+    assert fresh.source["embeddings"] == shipped.source["embeddings"]  # versions of the libraries may differ
     storage.save(fresh, tmp_path / "fresh.json")
-    old = load_cost_model(name)
-    return tuple((model.rows, model.parameters, model.source["embeddings"]) for model in (fresh, old))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "qwen2.5-0.5b", "qwen3-vl-2b"])
-def test_a_fresh_trace_of_small_models_gives_the_shipped_file(name, tmp_path):
-    fresh, shipped = retraced(name, tmp_path)
-    assert fresh == shipped
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(PUBLISHED) - {"gpt2", "qwen2.5-0.5b", "qwen3-vl-2b"}))
-def test_a_fresh_trace_gives_the_shipped_file(name, tmp_path):
-    fresh, shipped = retraced(name, tmp_path)
-    assert fresh == shipped
+    assert storage.load(tmp_path / "fresh.json").rows == shipped.rows
 
 
 def test_an_unknown_name_gets_the_nearest():

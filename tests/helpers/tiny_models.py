@@ -3,10 +3,14 @@
 The sizes differ from each other wherever they can, so that a test cannot pass by mistaking one for another.
 """
 
+import functools
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
+
+from headway.count import CostModel
+from headway.tracing import trace
 
 SPECIAL_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 PATCH = 8  # pixels along a patch's side in every tiny vision tower
@@ -166,3 +170,9 @@ def tiny_config(family: str, vocabulary: int = 160, special_tokens: dict[str, in
     return getattr(transformers, name)(
         text_config=dict(text, vocab_size=vocabulary), vision_config=dict(vision), **tokens
     )
+
+
+@functools.cache
+def tiny_ledger(family: str) -> CostModel:
+    """Trace a family once for all tests of a process."""
+    return trace(tiny_config(family))

@@ -42,6 +42,8 @@ def test_a_route_that_an_argument_chooses_is_left_out_by_its_name():
     assert not any("connector.coarse" in path for path in seen)
 
 
+@pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.skipif("minicpm_ocr" not in IMAGE_FAMILIES, reason="transformers 5.17 has no MiniCPM-OCR")
 def test_a_merger_that_the_configuration_passes_by_is_unused():
     passed, taken = real("minicpm_ocr"), real("minicpm_ocr", downsample_mode="16x")

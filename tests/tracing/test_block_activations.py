@@ -19,7 +19,7 @@ from headway.count.activations import (
 from headway.count.models import presets, shipped_models
 from headway.errors import CostModelError
 from headway.tracing.block_activations import saved_by_block, saved_of_config
-from headway.tracing.build import model_class
+from headway.tracing.build import model_class, preset_config, with_layers
 from helpers.tiny_models import tiny_config
 from tools.shipped_models import trace_activations
 
@@ -63,7 +63,8 @@ def test_the_blocks_of_a_real_forward_save_what_is_traced(family, dtype):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own use
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_a_compiled_block_saves_about_what_fused_operations_are_said_to(family):
     model = tiny(family, torch.bfloat16)
     layer = torch.compile(model.model.layers[1])
@@ -154,7 +155,17 @@ def test_every_shipped_model_has_its_activations():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "qwen3-vl-2b"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3-vl-2b", marks=pytest.mark.long)])
 def test_what_ships_is_what_is_traced(name):
     for precision, traced in trace_activations(name).items():
         assert from_dict(traced) == shipped_activations(name, precision)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-vl-2b"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_first_blocks_of_what_ships_are_what_is_traced(name, precision):
+    traced = saved_of_config(with_layers(preset_config(name), 2), precision).blocks
+    shipped = shipped_activations(name, precision).blocks
+    blocks = [block for block in traced if block]
+    assert len(blocks) == (2 if name == "gpt2" else 4)
+    assert [traced[block] for block in blocks] == [shipped[block] for block in blocks]

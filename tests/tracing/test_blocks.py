@@ -1,5 +1,7 @@
 """Attention in blocks or streams that are masked differently, against real eager models."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,11 @@ def arguments(sources=SOURCES):
     return {"input_ids": ids, "decoder_input_ids": ids[:, :TOKENS]}
 
 
+@functools.cache
+def ledger(build):
+    return trace(build())
+
+
 def longt5() -> nn.Module:
     torch.manual_seed(0)
     config = LongT5Config(
@@ -66,10 +73,11 @@ def prophetnet() -> nn.Module:
     return ProphetNet._from_config(config).train()
 
 
+@pytest.mark.slow
 def test_blocks_are_billed_for_the_neighbours_that_each_position_sees():
     model = longt5()
     neighbours = sum(abs(i - j) <= RADIUS for i in range(SOURCES) for j in range(SOURCES))
-    cost = trace(model)
+    cost = ledger(longt5)
     rows = [row for row in cost.rows if row.op == "attention" and "LocalSelf" in row.module]
     driver = f"source_pairs:local:{RADIUS}:{RADIUS}"
     assert [(row.driver, row.forward) for row in rows] == [(driver, 2 * HEADS * SIZE)] * 4  # scores and values
@@ -84,7 +92,7 @@ def test_blocks_are_billed_for_the_neighbours_that_each_position_sees():
 
 
 def test_streams_are_billed_for_the_keys_that_each_of_them_sees():
-    cost = trace(prophetnet())
+    cost = ledger(prophetnet)
     rows = [row for row in cost.rows if row.op == "attention" and row.module.endswith("decoder.layers.0.self_attn")]
     billed = sum(row.forward * drivers.parse(row.driver)(WORKLOAD) for row in rows)
     with torch.no_grad(), Kept() as probe:
@@ -100,7 +108,7 @@ def test_streams_are_billed_for_the_keys_that_each_of_them_sees():
 def test_a_real_step_runs_what_the_ledger_says():
     # five blocks of eight, each over three; the causal square
     executed = {f"source_pairs:local:{RADIUS}:{RADIUS}": 5 * 8 * 24, "pairs:causal": TOKENS**2}
-    assert real_step(longt5(), arguments()) == expected_step(trace(longt5()), WORKLOAD, executed)
+    assert real_step(longt5(), arguments()) == expected_step(ledger(longt5), WORKLOAD, executed)
 
 
 _BART = {
@@ -131,7 +139,7 @@ def pegasus_x() -> nn.Module:
 
 def test_windows_cut_out_of_chunks_are_billed_for_the_neighbours_that_each_position_sees():
     driver, side = f"source_pairs:local:{BLOCK // 2}:{BLOCK // 2}", BLOCK // 2
-    cost = trace(led())
+    cost = ledger(led)
     attention = "led.encoder.layers.0.self_attn.longformer_self_attn"
     assert [(r.driver, r.forward) for r in cost.rows if r.module == attention] == [(driver, 2 * 2 * HEADS * SIZE)]
     assert cost.source["without"] == "global_attention_mask"
@@ -145,7 +153,7 @@ def test_windows_cut_out_of_chunks_are_billed_for_the_neighbours_that_each_posit
 
 def test_a_real_step_with_windows_runs_what_the_ledger_says_beside_its_chunks():
     forward, backward = real_step(led(), arguments(WHOLE))
-    expected, expected_backward = expected_step(trace(led()), WHOLE_BLOCKS, {"pairs:causal": TOKENS**2})
+    expected, expected_backward = expected_step(ledger(led), WHOLE_BLOCKS, {"pairs:causal": TOKENS**2})
     side, per_score = BLOCK // 2, 2 * HEADS * SIZE
     for i in range(2):  # nine chunks of 8 x 8 scores that overlap, and ten of 4 rows over 12 values
         chunks, values = (WHOLE // side - 1) * BLOCK**2, (WHOLE // side) * side * 3 * side
@@ -174,7 +182,7 @@ def test_global_tokens_are_billed_where_an_example_has_them():
 
 def test_staggered_blocks_beside_global_tokens_count_what_pytorch_dispatches():
     forward, backward = real_step(pegasus_x(), arguments(WHOLE))
-    cost = trace(pegasus_x())
+    cost = ledger(pegasus_x)
     # every second layer runs six blocks, the outer halves of which are padding; all run whole
     executed = {f"source_pairs:staggered:{BLOCK}": 6 * BLOCK**2, "pairs:causal": TOKENS**2}
     expected, expected_backward = expected_step(cost, WHOLE_BLOCKS, executed)
@@ -191,7 +199,7 @@ def test_staggered_blocks_beside_global_tokens_count_what_pytorch_dispatches():
 
 
 def test_a_source_that_fills_no_block_is_billed_for_what_it_has():
-    rows = [r for r in trace(pegasus_x()).rows if r.op == "attention" and "encoder.layers" in r.module]
+    rows = [r for r in ledger(pegasus_x).rows if r.op == "attention" and "encoder.layers" in r.module]
     # each layer: pairs in blocks, then every position with three global tokens, both ways, and these among themselves
     beside = ["sources", "sources", "segments"]
     assert [r.driver for r in rows] == [

@@ -21,6 +21,7 @@ from headway.count import Workload, load_cost_model
 from headway.count.models import shipped_models
 from headway.errors import WorkloadError
 from headway.tracing import trace
+from headway.tracing.build import with_layers
 from headway.tracing.verify import verify
 from helpers.pytorch_counter import expected_step, real_step
 
@@ -193,7 +194,8 @@ def llama4(**changes) -> Llama4TextConfig:
 
 
 def test_llama_4_is_billed_for_the_expert_that_a_token_is_routed_to():
-    layers, width, heads, head, expert, vocabulary, tokens = 48, 5120, 40, 128, 8192, 202_048, 8192
+    # Scout at two of its 48 layers, in chunks of 1,024 of its 8,192 tokens; its published size is in test_models
+    layers, width, heads, head, expert, vocabulary, tokens = 2, 5120, 40, 128, 8192, 202_048, 1024
     scout = Llama4TextConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=expert, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=head, num_local_experts=16, num_experts_per_tok=1,
@@ -205,8 +207,6 @@ def test_llama_4_is_billed_for_the_expert_that_a_token_is_routed_to():
     forward = 2 * tokens * (layers * (projections + mixture) + width * vocabulary)
     forward += layers * 2 * heads * head * tokens * (tokens + 1)  # causal pairs
     assert ledger.count(Workload([tokens])).total == 3 * forward
-    assert ledger.params.active == pytest.approx(17.17e9, rel=1e-3)  # "17B active", says its model card
-    assert ledger.params.total == pytest.approx(107.8e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("picks", [1, 3])
@@ -265,8 +265,9 @@ def assert_experts_agree(ledger):
 
 def test_image_tokens_are_billed_at_the_experts_for_images():
     tokens, image = 2000, (1, 64, 96)
-    ledger = trace(Ernie4_5_VLMoeConfig())  # 28B: 64 experts each for text and images, of which a token visits 6
-    width, layers, of_text, of_images = 2560, 27, 1536, 512
+    # 28B at three of its layers: 64 experts each for text and images, of which a token visits 6, in all but the first
+    ledger = trace(with_layers(Ernie4_5_VLMoeConfig(), 3))
+    width, layers, of_text, of_images = 2560, 2, 1536, 512
     positions = image[1] * image[2] // 4
     without, with_image = ledger.count(Workload([tokens])), ledger.count(Workload([tokens], images=[image]))
     moved = 3 * 2 * positions * layers * 6 * 3 * width * (of_text - of_images)

@@ -29,7 +29,7 @@ from torch import nn
 
 from headway.count import drivers
 from headway.tracing import build
-from headway.tracing.alternate_forwards import other_ways, without_arguments
+from headway.tracing.alternate_forwards import alternate_forwards, without_arguments
 from headway.tracing.classify import inside
 from headway.tracing.differences import FILLED_UP, filled_up
 from headway.tracing.inputs.model_inputs import call, inputs_for
@@ -129,7 +129,7 @@ def check_ledger(config: Any, cost: CostModel) -> Checked:
     case.check_experts()
     ways: list[tuple[str, Uses]] = []
     if "without" in cost.source:
-        ways = [(", ".join(names), _watch(model, given)) for names, given in other_ways(model, made, workload)]
+        ways = [(", ".join(names), _watch(model, given)) for names, given in alternate_forwards(model, made, workload)]
     missing = [name for name in without_arguments(made, workload, []) if name != "kwargs"]
     case.check_parameters(ways, missing)
     return case.seen

@@ -17,15 +17,13 @@ import torch
 from torch import nn
 
 from headway.tracing import build
-from headway.tracing.fit import candidates, sum_of_drivers
+from headway.tracing.fit import candidates, proportional, sum_of_drivers
 from headway.tracing.inputs.model_inputs import call, floats_of, inputs_for
 from headway.tracing.loops import alike
 from headway.tracing.phantom import Phantom, root
 from headway.tracing.record import Recorder
-from headway.tracing.seams import Seams
-from headway.tracing.stand_ins import stand_ins
+from headway.tracing.stand_ins import recording
 from headway.tracing.strides import shortened
-from headway.tracing.unwrap import plain_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,26 +78,24 @@ def saved_activations(
     if products_only and autocast is not None:
         seen, autocast = {id(p): autocast for p in model.parameters()}, None
     twin = build.twin_of_model(model, lambda tensor: seen.get(id(tensor), tensor.dtype))
-    build.number_parameters(twin)
-    build.use_seams(twin)
-    twin.train()
-    made = inputs_for(twin, inputs)
-    workloads = made.workloads()
+    build.prepare(twin)
+    model_inputs = inputs_for(twin, inputs)
+    workloads = model_inputs.workloads()
     context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
     runs: list[SavedRecorder] = []
     sizes: list[Counter[str]] = []
     for workload in workloads:
-        arguments = in_dtype(made.arguments(workload), floats)
+        arguments = in_dtype(model_inputs.arguments(workload), floats)
         run = SavedRecorder(twin, lambda _: "")
-        with run, Seams(run), stand_ins(twin, run), plain_checkpoints(), context:
+        with recording(twin, run), context:
             out = floats_of(call(twin, arguments))
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
         sizes.append(run.by_module(products_only=products_only))
-    names = [*made.drivers]
-    if made.strided and alike(runs):
-        names += shortened([run.operations for run in runs], workloads, made.strided)
+    names = [*model_inputs.drivers]
+    if model_inputs.strided and alike(runs):
+        names += shortened([run.operations for run in runs], workloads, model_inputs.strided)
     modules, left_out = explain(sizes, candidates(workloads, names))
     rows: dict[str, Fraction] = {}
     for module in modules.values():
@@ -139,19 +135,14 @@ def _terms(sizes: Sequence[int], known: Mapping[str, Sequence[int]]) -> list[tup
     """Find one driver, or a few whose sum explains sizes; none for what does not grow, None where nothing explains."""
     if len(sizes) > 1 and len(set(sizes)) == 1:
         return []
-    matches = []
-    for driver, values in known.items():
-        ratios = {Fraction(size, value) for size, value in zip(sizes, values, strict=True)}
-        if len(ratios) == 1:
-            matches.append((driver, ratios.pop()))
-    if matches:
+    if matches := proportional(sizes, known):
         return [min(matches, key=lambda match: match[1].denominator)]
     return sum_of_drivers(sizes, known, squares=False) or None
 
 
 @dataclass
 class SavedRecorder(Recorder):
-    """Notes what autograd saves beside the operations.
+    """Records the tensors that autograd saves, beside the operations.
 
     Attributes:
         kept: by the id of a storage's first tensor: that tensor, the module that saved it, and the views saved.
@@ -182,7 +173,7 @@ class SavedRecorder(Recorder):
         return operands
 
     def forget(self, tensors: Iterable[Any]) -> None:
-        """Leave out what the forward did not make."""
+        """Leave out tensors that the forward was given: parameters and inputs."""
         for tensor in tensors:
             self.kept.pop(id(root(tensor)), None)
 

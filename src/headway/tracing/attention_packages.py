@@ -150,7 +150,7 @@ def _xformers(
         pairs = size[0] * masks.cross_pairs([size[2]], [size[3]])
         return attend(recorder, recorder.module, q, k, v, pairs).transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
     bias = attn_bias if isinstance(attn_bias, torch.Tensor) else attn_bias.materialize(size)
-    pairs, driver = recorder.once(attn_bias, lambda: masked_pairs(recorder, recorder.module, bias, q, k))
+    pairs, driver = recorder.cached(attn_bias, lambda: masked_pairs(recorder, recorder.module, bias, q, k))
     out = attend(recorder, recorder.module, q, k, v, pairs, driver, masked=True)
     return out.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
 
@@ -176,7 +176,7 @@ def _flex_attention(
     if block_mask is None:
         pairs, driver = plain_pairs(query, key, False, None)
     else:
-        pairs, driver = recorder.once(block_mask, lambda: _allowed(recorder, block_mask, query, key))
+        pairs, driver = recorder.cached(block_mask, lambda: _allowed(recorder, block_mask, query, key))
     out = attend(recorder, recorder.module, query, key, value, pairs, driver, masked=block_mask is not None)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput

@@ -18,13 +18,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from headway.count.activations import SavedActivations, SavedBlock
 from headway.tracing import build
 from headway.tracing.activations import SavedRecorder, explain, in_dtype, phantoms
-from headway.tracing.classify import checkpointable_blocks
+from headway.tracing.classify import checkpointable_blocks, finder_of_blocks
 from headway.tracing.fit import candidates
 from headway.tracing.inputs.model_inputs import call, inputs_for
 from headway.tracing.phantom import Phantom, Stays, aten, root
-from headway.tracing.seams import Seams
-from headway.tracing.stand_ins import stand_ins
-from headway.tracing.unwrap import plain_checkpoints
+from headway.tracing.stand_ins import recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,28 +47,26 @@ def saved_by_block(model: nn.Module, *, inputs: Any = None, autocast: torch.dtyp
         TraceError: the model cannot be traced.
     """
     twin = build.twin_of_model(model, lambda tensor: tensor.dtype)
-    build.number_parameters(twin)
-    build.use_seams(twin)
-    twin.train()
-    made = inputs_for(twin, inputs)
-    workloads = made.workloads()
+    build.prepare(twin)
+    model_inputs = inputs_for(twin, inputs)
+    workloads = model_inputs.workloads()
     floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
     blocks = checkpointable_blocks(twin)
+    of = finder_of_blocks(blocks)
     runs: list[_BlockRecorder] = []
     for workload in workloads:
-        arguments = in_dtype(made.arguments(workload), floats)
-        run = _BlockRecorder(twin, _block_of(blocks), blocks=blocks)
+        arguments = in_dtype(model_inputs.arguments(workload), floats)
+        run = _BlockRecorder(twin, of, blocks=blocks)
         context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-        with run, Seams(run), stand_ins(twin, run), plain_checkpoints(), context:
+        with recording(twin, run), context:
             call(twin, arguments)
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
-    known = candidates(workloads, [*made.drivers])
+    known = candidates(workloads, [*model_inputs.drivers])
     plain, left_out = explain([run.by_module(products_only=False) for run in runs], known)
     fused, _ = explain([run.fused_by_module() for run in runs], known)
     entry, _ = explain([run.entry for run in runs], known)
     attention, _ = explain([run.attention for run in runs], known)
-    of = _block_of(blocks)
     parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
     names = ["", *(name for name, _ in twin.named_modules() if name in blocks)]
     found = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
@@ -92,17 +88,6 @@ def saved_of_config(config: Any, precision: str) -> SavedActivations:
     return saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
 
 
-def _block_of(blocks: set[str]) -> Callable[[str], str]:
-    """Return a function from a module's path to the block that holds it, "" for none."""
-
-    def find(path: str) -> str:
-        while path and path not in blocks:
-            path = path.rpartition(".")[0]
-        return path
-
-    return find
-
-
 def _by_block(
     modules: Mapping[str, Mapping[str, Fraction]], block_of: Callable[[str], str]
 ) -> dict[str, dict[str, Fraction]]:
@@ -116,7 +101,7 @@ def _by_block(
 
 @dataclass
 class _BlockRecorder(SavedRecorder):
-    """Notes beside what autograd saves what it was made of.
+    """Records the tensors that autograd saves, and the tensors that elementwise operations made them from.
 
     Attributes:
         blocks: paths of the blocks.
@@ -178,7 +163,7 @@ class _BlockRecorder(SavedRecorder):
         return self.origins.get(id(whole), frozenset([id(whole)]))
 
     def forget(self, tensors: Any) -> None:
-        """Leave out what the forward did not make."""
+        """Leave out tensors that the forward was given: parameters and inputs."""
         given = [*tensors]
         super().forget(given)
         self._given = {id(root(tensor)) for tensor in given}

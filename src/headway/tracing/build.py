@@ -13,6 +13,7 @@ from headway.count.models import presets
 from headway.errors import TraceError
 from headway.tracing import attention, unwrap
 from headway.tracing.experts import keep_every_row
+from headway.tracing.families.attention import MASKED_TOWERS
 from headway.tracing.phantom import phantom
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _bfloat16(_tensor: torch.Tensor) -> torch.dtype:
-    """Say what a phantom of floats becomes: the ledger does not depend on it."""
+    """Give every phantom the dtype bfloat16: the ledger does not depend on it."""
     return torch.bfloat16
 
 
@@ -32,7 +33,7 @@ def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dty
 
     Args:
         model: the model.
-        dtype_of: what the phantom of a parameter or buffer of floats is made of.
+        dtype_of: the dtype of the phantom of a parameter or buffer of floats.
     """
     model = unwrap.whole(model)
     memo: dict[int, Any] = {}
@@ -105,16 +106,9 @@ _LONGEST_UNNAMED_WINDOW = 4096
 _PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
 _ROOM = 400  # what workloads add to a window, up to the next prime [tokens]
 _DEPTHS = (
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "depth",
-    "encoder_layers",
-    "decoder_layers",
-    "num_encoder_layers",
-    "num_decoder_layers",
-)
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers",
+    "num_encoder_layers", "num_decoder_layers",
+)  # fmt: skip
 
 
 # lists of the layers whose outputs are features: as many in a shorter tower, so that the projector's width stays
@@ -127,10 +121,7 @@ def with_layers(config: Any, layers: int) -> Any:
     Lists with an entry per layer are cut to the same length; lists of layer numbers keep the numbers that remain.
     """
     config = copy.deepcopy(config)
-    pending = [config]
-    while pending:
-        part = pending.pop()
-        pending += [sub for key in part.sub_configs if (sub := getattr(part, key, None)) is not None]
+    for part in subconfigs(config):
         if isinstance(inserted := getattr(part, "insert_layer_id", None), int):  # a merger between two of the layers
             part.insert_layer_id = min(inserted, layers - 2)
         for key in _FEATURE_LAYERS:
@@ -154,10 +145,11 @@ def with_layers(config: Any, layers: int) -> Any:
 
 
 def subconfigs(config: Any) -> list[Any]:
-    """List a configuration and those inside it."""
+    """List a configuration and those inside it, each before its own."""
     found = [config]
-    for part in found:
-        found += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    for key in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, key, None)) is not None:
+            found += subconfigs(part)
     return found
 
 
@@ -191,6 +183,14 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return nn.Parameter(shape, tensor.requires_grad)
     shape.known = None if tensor.is_meta else tensor.detach().to("cpu", dtype)
     return shape
+
+
+def prepare(twin: nn.Module) -> list[str]:
+    """Make a phantom twin ready to be recorded in training mode; returns its parameters' names in their order."""
+    parameters = number_parameters(twin)
+    use_seams(twin)
+    twin.train()
+    return parameters
 
 
 def number_parameters(model: nn.Module) -> list[str]:
@@ -262,10 +262,6 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
     return [min(length, most) for length in found if length <= LONGEST_WINDOW]
 
 
-# towers that hand a flash kernel no boundaries of images (transformers 5.17), but make a mask for any other
-_MASKED_TOWERS = ("pixtral",)
-
-
 def use_seams(model: nn.Module) -> None:
     """Point attention at the recording seams and experts at grouped products; let every layer run, on every row."""
     run_every_layer(model)
@@ -273,7 +269,7 @@ def use_seams(model: nn.Module) -> None:
     if configs(model):
         attention.register()
     for config in {id(config): config for config in configs(model)}.values():  # one sets those inside it too
-        masked = hasattr(config, "vocab_size") or config.model_type in _MASKED_TOWERS
+        masked = hasattr(config, "vocab_size") or config.model_type in MASKED_TOWERS
         config._attn_implementation = attention.TEXT if masked else attention.TOWER
         config._experts_implementation = "grouped_mm"
         config.use_cache = False  # some forwards do not take it as an argument

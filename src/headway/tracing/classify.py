@@ -16,7 +16,7 @@ from torch import nn
 from headway.count import drivers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from headway.tracing.fit import Fitted
     from headway.tracing.operation import Operation
@@ -88,7 +88,7 @@ def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str |
 
 
 def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, str]:
-    """Say whose work each module does; of a sum, text's before pictures', and theirs before a source's."""
+    """Map each module to its tower: `language` where an operation of it works on text, else `vision`, else `audio`."""
     found: dict[str, set[str]] = {}
     for op, fit in zip(operations, fitted, strict=True):
         tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)
@@ -167,8 +167,8 @@ def members(path: str, held: nn.Module) -> dict[str, nn.Module]:
     return {f"{path}.{name}": item for name, item in items if any(True for _ in item.parameters())}
 
 
-def resting(model: nn.Module, shares: dict[str, tuple[int, int]]) -> set[str]:
-    """Name the experts that one token leaves out, where they are modules: the last ones stand for any."""
+def unvisited_experts(model: nn.Module, shares: dict[str, tuple[int, int]]) -> set[str]:
+    """Name the expert modules that one token is not routed to: the last ones stand for any."""
     found: list[str] = []
     for path, (visited, _) in shares.items():
         found += list(members(path, model.get_submodule(path)))[visited:]
@@ -203,7 +203,7 @@ def active(
         name: of the parameter.
         shape: of the parameter.
         shares: `expert_shares(...)`.
-        unused: `resting(...)`.
+        unused: `unvisited_experts(...)`.
         in_use: of this parameter, by `stacks_in_use(...)`.
     """
     path = _parent(name)
@@ -221,10 +221,10 @@ def active(
 
 
 def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str], read: int) -> list[str]:
-    """Name the outermost modules with weights of which no operation used one: towers whose inputs were not given.
+    """Name the outermost modules whose weights no operation used: towers whose inputs were not given.
 
-    Of linear layers and convolutions that is a product; matrices that other modules hold as parameters of their own, as
-    experts do, may be read otherwise.
+    The weight of a linear layer or convolution is used by a product; a matrix that another module holds as its own
+    parameter, as experts do, counts as used where any operation reads it.
 
     A layer of adapters counts as one with the layer that it wraps: peft leaves inactive adapters, and the frozen
     original of a module that is trained whole, out on purpose.
@@ -259,6 +259,17 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
         if path and below and all(below) and not inside(path, found):
             found.append(path)
     return found
+
+
+def finder_of_blocks(blocks: set[str]) -> Callable[[str], str]:
+    """Return a function from a module's path to the path of the block that holds it, "" for none."""
+
+    def find(path: str) -> str:
+        while path and path not in blocks:
+            path = _parent(path)
+        return path
+
+    return find
 
 
 def checkpointable_blocks(model: nn.Module) -> set[str]:

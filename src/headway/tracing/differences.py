@@ -9,12 +9,14 @@ for, or a recurrence of elementwise products, is not seen at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.count import drivers
 from headway.count.workload import Workload
 from headway.tracing.classify import inside, members
 from headway.tracing.counted_step import RECURRENCE
+from headway.tracing.families.experts import unchosen_rows
+from headway.tracing.families.padding import paddings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,7 +87,7 @@ def explain(billed: Billed, counted: CountedStep, model: nn.Module) -> str | Non
     if any(row.op == "experts" for row in billed.rows):
         home = model.get_submodule(module)
         return _every_expert(billed, seen, home) or _experts(billed, counted.of_expert[module], seen, model)
-    return _beyond(billed, seen, model) or _squares(billed, counted, seen)
+    return _padded(billed, seen, model) or _squares(billed, counted, seen)
 
 
 def _recurrence(ledger: tuple[int, int], seen: tuple[int, int]) -> str | None:
@@ -135,11 +137,10 @@ def _experts(billed: Billed, of_expert: dict[str, int], seen: tuple[int, int], m
     if run * per_row != seen[0]:
         return None
     tokens = {drivers.parse(row.driver)(billed.workload) for row in billed.rows}
-    if type(home).__name__ == "NllbMoeExperts" and {run} == {n * len(experts) for n in tokens}:
-        return (
-            f"transformers makes NLLB-MoE's choices one-hot twice, and runs {len(experts)} rows for each token; those "
-            f"beyond the {meant * len(experts) // run} chosen have no weight"
-        )
+    if {run} == {n * len(experts) for n in tokens} and (
+        reason := unchosen_rows(home, len(experts), meant * len(experts) // run)
+    ):
+        return reason
     beside = model.get_submodule(billed.module.rpartition(".")[0])
     limits = {m.expert_capacity for m in beside.modules() if isinstance(getattr(m, "expert_capacity", None), int)}
     if run < meant and limits == {max(rows.values(), default=0)}:
@@ -163,83 +164,16 @@ def filled_up(workload: Workload, driver: str) -> Workload:
     return Workload(workload.segments, sources=sources, audio=audio)
 
 
-def _beyond(billed: Billed, seen: tuple[int, int], model: nn.Module) -> str | None:
-    """Find the reason among those of code that computes padding, or blocks beyond what each position sees."""
+def _padded(billed: Billed, seen: tuple[int, int], model: nn.Module) -> str | None:
+    """Compare code that computes padding, or blocks beyond what each position sees."""
     if any(row.op == "convolution" for row in billed.rows):
         filled = filled_up(billed.workload, billed.rows[0].driver)
         if seen == billed.on(lambda driver: drivers.parse(driver)(filled)):
             return FILLED_UP
-    for path, way in _ways(model, billed.workload):
-        if inside(billed.module, [path]) and seen == billed.on(way.units):
-            return way.reason
+    for path, padding in paddings(model, billed.workload):
+        if inside(billed.module, [path]) and seen == billed.on(padding.units):
+            return padding.reason
     return None
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How code runs more than its model needs.
-
-    Attributes:
-        workload: what it computes, padding included.
-        run: units of the drivers that it exceeds on that.
-        reason: in words.
-    """
-
-    workload: Workload
-    run: dict[str, int]
-    reason: str
-
-    def units(self, driver: str) -> int:
-        return self.run[driver] if driver in self.run else drivers.parse(driver)(self.workload)
-
-
-def _ways(model: nn.Module, workload: Workload) -> Iterator[tuple[str, _Way]]:
-    """Go through the modules whose code runs more than the model needs, with how much that is.
-
-    Source: transformers' code of each class; the units are derived beside each.
-    """
-    read = int(workload.sources[0]) if workload.sources.size else 0
-
-    def padded(length: int, run: dict[str, int], reason: str) -> _Way:
-        return _Way(Workload(workload.segments, sources=[length]), run, f"{reason}: {length:,} for {read:,}")
-
-    for path, module in model.named_modules():
-        part: Any = module
-        kind = type(module).__name__
-        if kind == "LongT5LocalAttention":
-            size, radius = part.block_len, part.block_len - 1
-            blocks = -(-read // size)
-            run = {f"source_pairs:local:{radius}:{radius}": blocks * size * 3 * size}
-            yield path, _Way(workload, run, f"{blocks} blocks of {size} run whole, each over three blocks of keys")
-        elif kind == "LEDEncoder":
-            window = part.config.attention_window
-            size = window if isinstance(window, int) else max(window)
-            whole = -(-read // size) * size
-            sides = {layer.self_attn.longformer_self_attn.one_sided_attn_window_size for layer in part.layers}
-            run = {f"source_pairs:local:{side}:{side}": _overlapping(whole, side) for side in sides}
-            yield path, padded(whole, run, "the encoder computes whole windows, in chunks that overlap")
-        elif kind == "PegasusXEncoder":
-            whole = -(-read // part.config.block_size) * part.config.block_size
-            yield path, padded(whole, {}, "the encoder computes whole blocks")
-        elif kind == "PegasusXEncoderLayer" and part.stagger_blocks_this_layer:
-            size = part.block_size  # half a block of padding before and after
-            whole = (-(-read // size) + 1) * size
-            run = {f"source_pairs:staggered:{size}": whole * size}
-            yield f"{path}.self_attn", padded(whole, run, "staggered blocks begin and end in padding")
-        elif kind == "ProphetNetNgramSelfAttention":
-            square = workload.tokens**2  # of the text; each stream sees the text's keys and its own
-            run = {"pairs:causal": square, "pairs:full": 2 * part.ngram * square, "tokens": 0, "segments": 0}
-            yield path, _Way(workload, run, f"each of {part.ngram} streams runs its scores whole, as the text does")
-
-
-def _overlapping(length: int, side: int) -> int:
-    """Count scores of LED's attention, of whose FLOPs half are scores and half values.
-
-    Source: `_sliding_chunks_query_key_matmul` cuts length / side - 1 chunks of 2 side positions, which see one another;
-    `_sliding_chunks_matmul_attn_probs_value` multiplies length / side rows of chunks of side by 3 side.
-    """
-    scores, values = (length // side - 1) * (2 * side) ** 2, length * 3 * side
-    return (scores + values) // 2
 
 
 def _squares(billed: Billed, counted: CountedStep, seen: tuple[int, int]) -> str | None:
@@ -248,7 +182,7 @@ def _squares(billed: Billed, counted: CountedStep, seen: tuple[int, int]) -> str
     workload = billed.workload
     for row in billed.rows:
         shown = drivers.tower(row.driver) == "language" or row.driver == "patch_pairs:frame"
-        if row.op == "attention" and (shown or _heard_pairs(row.driver)):
+        if row.op == "attention" and (shown or _all_pairs(row.driver)):
             ahead, back = of_driver.get(row.driver, (0, 0))
             needed = sum(g.flops for g in row.gradients if g.runs(billed.trained))
             of_driver[row.driver] = (ahead + row.forward, back + needed)
@@ -260,17 +194,17 @@ def _squares(billed: Billed, counted: CountedStep, seen: tuple[int, int]) -> str
         return None
     # one text's queries over all keys, its own and compressed ones beside them; all pictures in a row; all of a clip
     whole = workload.num_segments == 1 and run % workload.tokens == 0
-    heard = {drivers.parse(_heard_pairs(driver))(workload) for driver in of_driver if _heard_pairs(driver)}
+    heard = {drivers.parse(_all_pairs(driver))(workload) for driver in of_driver if _all_pairs(driver)}
     if not (whole or run == workload.patches**2 or run in heard):
         return None
     why = f"eager attention runs all {run:,} scores, the mask allows {allowed:,}"
     if not counted.softmaxes[billed.module]:
         return f"{why} by the ledger; no softmax shows them, so that is held as an upper bound only"
-    return why if allowed in _left(counted.softmaxes[billed.module], run) else None
+    return why if allowed in _unmasked_scores(counted.softmaxes[billed.module], run) else None
 
 
-def _left(softmaxes: list[tuple[int, int, int]], run: int) -> Iterator[int]:
-    """Count the scores of a head that the real mask left, by what a module's softmaxes went over.
+def _unmasked_scores(softmaxes: list[tuple[int, int, int]], run: int) -> Iterator[int]:
+    """Count the scores of a head that the real mask left visible, from the softmaxes that a module ran.
 
     Args:
         softmaxes: places, those of them that no mask had hidden, and places for each query.
@@ -286,8 +220,11 @@ def _left(softmaxes: list[tuple[int, int, int]], run: int) -> Iterator[int]:
             yield (shown - sinks) // heads
 
 
-def _heard_pairs(driver: str) -> str:
-    """Name all pairs of the positions of each clip or source, of which a driver counts some; "" if it counts others."""
+def _all_pairs(driver: str) -> str:
+    """Name the driver of all pairs of a clip or source for a driver that counts some of them; "" for other drivers.
+
+    `audio_pairs:block:10/2` gives `audio_pairs:full/2`, `pairs:causal` gives "".
+    """
     pairs, slash, steps = driver.partition("/")
     kind = pairs.partition(":")[0]
     return f"{kind}:full{slash}{steps}" if kind in ("audio_pairs", "source_pairs") else ""

@@ -12,14 +12,13 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from headway.tracing.classify import inside, members
 from headway.tracing.loops import one
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+    from torch import nn
 
     from headway.tracing.operation import Operation
     from headway.tracing.record import Recorder
@@ -86,22 +85,3 @@ def keep_every_row(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "expert_capacity", None), int):
             module.expert_capacity = sys.maxsize  # type: ignore[assignment]  # an integer, as was just seen
-
-
-def _two_experts(
-    module: Any, _recorder: Recorder, hidden_states: torch.Tensor, _mask: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Stand in for NLLB-MoE's experts, which take two for each token.
-
-    transformers makes its mask of first choices one-hot a second time, so that its first expert multiplies each token
-    once for every expert that was not chosen; rows beyond the two have a weight of zero.
-    """
-    out = torch.zeros_like(hidden_states)
-    every = torch.arange(len(hidden_states))
-    for number, expert in enumerate(list(module.values())[:2]):
-        out.index_add_(0, every, expert(hidden_states[every]) * weights[:, number, None])
-    return out
-
-
-# methods that run experts otherwise than their model means: (class, method)
-METHODS: dict[tuple[str, str], Callable[..., Any]] = {("NllbMoeExperts", "forward"): _two_experts}

@@ -46,8 +46,23 @@ class Fitted:
 
 def candidates(workloads: Sequence[Workload], names: Sequence[str]) -> dict[str, list[int]]:
     """Evaluate drivers that could explain an operation on every workload; those zero somewhere are left out."""
-    values = {name: [drivers.parse(name)(w) for w in workloads] for name in names}
-    return {name: value for name, value in values.items() if all(value)}
+    known = {}
+    for name in dict.fromkeys(names):
+        units = drivers.parse(name)
+        values = [int(units(workload)) for workload in workloads]
+        if all(values):
+            known[name] = values
+    return known
+
+
+def proportional(units: Sequence[int], known: Mapping[str, Sequence[int]]) -> list[tuple[str, Fraction]]:
+    """List the drivers of which every run did the same multiple, with that multiple."""
+    first, *rest = units
+    return [
+        (driver, Fraction(first, unit))
+        for driver, (unit, *values) in known.items()
+        if all(u * unit == first * v for u, v in zip(rest, values, strict=True))
+    ]
 
 
 def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[str, list[int]]) -> list[Fitted]:
@@ -73,12 +88,8 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
     parts = named.split("+") if named else []
     if parts and [sum(drivers.parse(part)(w) for part in parts) for w in workloads] == units:
         return [_fitted(first, part, Fraction(1), unit_flops) for part in parts]
-    matches: list[tuple[str, Fraction]] = []
-    for driver, values in known.items():
-        ratios = {Fraction(u, v) for u, v in zip(units, values, strict=True)}
-        if len(ratios) == 1:
-            matches.append((driver, ratios.pop()))
-    if matches:  # one that counts these very units, or pairs for attention, or whole FLOPs, where there is one
+    if matches := proportional(units, known):
+        # one that counts these very units, or pairs for attention, or whole FLOPs, where there is one
         attends = first.kind == "attention"
 
         def rank(match: tuple[str, Fraction]) -> tuple[bool, bool, int, int]:

@@ -1,6 +1,7 @@
-"""Follow real data through a tensor that joins it with activations, as a mask that rides along as one more channel.
+"""Values that stay known beside unknown floats: real data joined to activations, and placeholders for integers.
 
-Integers and booleans that unknown floats decide, made up so that they are possible.
+A mask may ride along with the states as one more channel; cut out again, it is still known. Integers and booleans that
+depend on unknown floats, such as the choice of a router, get placeholder values that a real run could have.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 
 
 class Parts:
-    """The known parts of a tensor that others were joined into.
+    """The known slices of a concatenation of real data and activations.
 
     Args:
         axis: along which they lie, from the end.
@@ -37,7 +38,7 @@ class Parts:
 
 
 def follow(packet: Any, args: tuple[Any, ...], made: Sequence[Any]) -> None:
-    """Note what is known of a tensor that others were joined into, or of what is taken out of it.
+    """Note the known slices of a concatenation, or the data of a slice that is taken out of one.
 
     Args:
         packet: the operation.
@@ -91,11 +92,8 @@ def _taken(packet: Any, args: tuple[Any, ...], parts: Parts) -> list[torch.Tenso
     return []
 
 
-aten = torch.ops.aten
-
-
 def integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
-    """Make up integers or booleans that unknown floats decide; what is picked from a row is picked once.
+    """Make placeholder integers or booleans where unknown floats decide; each place of a row is picked at most once.
 
     Args:
         packet: the operation.

@@ -11,7 +11,7 @@ a mask has not hidden; and, of a constant, `known`: its data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,9 @@ OnResult = Callable[[Any, tuple[Any, ...], Any], Any]
 Stays = torch.Tensor | Literal["unclear"] | None
 _on_dispatch: OnDispatch | None = None
 _on_result: OnResult | None = None
-_results: dict[Any, Any] = {}  # (operation, shapes) -> meta result; layers repeat each other, and meta kernels are slow
+# (operation, shapes) -> meta result: layers, runs and models repeat each other, and meta kernels are slow
+_results: dict[Any, Any] = {}
+_MOST_RESULTS = 1 << 13  # a few megabytes
 
 
 class Phantom(torch.Tensor):
@@ -110,6 +112,11 @@ def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Pha
     return Phantom(tensor.detach().to("meta"), sources, fed)
 
 
+def phantom_floats(shape: Sequence[int]) -> Phantom:
+    """Make floats of the batch, an input or what another model gives, that are a shape alone."""
+    return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
+
+
 def blank(tensor: torch.Tensor) -> torch.Tensor:
     """Make a new buffer of floats a constant, so that activations may be written into it."""
     if not tensor.is_floating_point() or tensor.device.type != "cpu" or not 0 < tensor.numel() <= _LARGEST_KNOWN:
@@ -136,7 +143,8 @@ def _listen(on_dispatch: OnDispatch | None, on_result: OnResult | None) -> tuple
     global _on_dispatch, _on_result  # __torch_dispatch__ is a class method: there is no instance to hold them
     previous = (_on_dispatch, _on_result)
     _on_dispatch, _on_result = on_dispatch, on_result
-    _results.clear()
+    if len(_results) > _MOST_RESULTS:
+        _results.clear()
     return previous
 
 
@@ -168,13 +176,15 @@ def _meta_device(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else _meta(value)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors among an operation's arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for v in value:
-            yield from _tensors(v)
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """List the tensors among an operation's arguments or results."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(value)
+    return found
 
 
 def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -198,11 +208,14 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation's meta kernel, or recall what it gave for the same shapes."""
     if func._overloadpacket is aten._pack_padded_sequence:
         return _pack(*args)
+    if torch.Tag.inplace_view in func.tags and isinstance(args[0], Phantom):
+        args[0].meta = args[0].meta.detach()  # its sizes are about to change, and others may share them
     if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # all that it takes on shapes
         return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
-        key = (func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items()))
+        named = tuple((name, _key(value)) for name, value in kwargs.items())
+        key = (func, torch.get_default_dtype(), _key(args), named)
         if key in _results:
             return _results[key]
     try:
@@ -235,7 +248,7 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         return torch.full((), _CONSTANT[packet](args), dtype=out.dtype).expand(out.shape)
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return None
-    if any(isinstance(t, Phantom) and t.known is None for t in (*_tensors(args), *_tensors(list(kwargs.values())))):
+    if any(isinstance(t, Phantom) and t.known is None for t in _tensors((*args, *kwargs.values()))):
         return None
     try:
         real: torch.Tensor = func(*_map(_known, args), **{name: _map(_known, v) for name, v in kwargs.items()})
@@ -312,13 +325,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     made = _map(wrap, out)
     if forward:
-        known_values.follow(packet, args, [t for t in _tensors(made) if isinstance(t, Phantom)])
+        known_values.follow(packet, args, [t for t in _tensors((made,)) if isinstance(t, Phantom)])
     return made
 
 
 def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
     """Find the phantoms among an operation's arguments, and what they depend on."""
-    flat = [*_tensors(args), *_tensors(list(kwargs.values()))]
+    flat = _tensors((*args, *kwargs.values()))
     phantoms = [t for t in flat if isinstance(t, Phantom)]
     sources = 0
     if torch._C._current_autograd_node() is None:
@@ -347,7 +360,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         target = kwargs.get(argument.name) if position >= len(args) else args[position]
-        for tensor in _tensors(target):
+        for tensor in _tensors((target,)):
             written.append(tensor)
             if isinstance(tensor, Phantom):
                 _overwritten(func, args, kwargs, tensor, sources, fed)

@@ -119,7 +119,7 @@ class Recorder:
         return self._mask_pairs[shared][1:]
 
     def count(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
-        """Do as `allowed` does, for a mask that no other layer shares."""
+        """Count pairs and name the driver as `allowed` does, for a mask that no other layer shares."""
         four = mask[(None,) * (4 - mask.dim())]
         if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
             raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
@@ -127,8 +127,8 @@ class Recorder:
         driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
         return int(torch.count_nonzero(per_head)), driver
 
-    def once(self, thing: Any, find: Callable[[], Any]) -> Any:
-        """Return what `find` finds out about an object that layers share; it is asked once."""
+    def cached(self, thing: Any, find: Callable[[], Any]) -> Any:
+        """Return `find()` for an object that layers share, such as a block mask; computed once for each object."""
         if id(thing) not in self._found:
             self._found[id(thing)] = (thing, find())  # holding the object keeps its id its own
         return self._found[id(thing)][1]

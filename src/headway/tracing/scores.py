@@ -30,39 +30,19 @@ _LAYOUT: dict[Any, Any] = {
     aten._unsafe_view: torch.Tensor.reshape,
     **{
         packet: packet
-        for packet in (
-            aten.transpose,
-            aten.permute,
-            aten.slice,
-            aten.select,
-            aten.squeeze,
-            aten.unsqueeze,
-            aten.expand,
-        )
+        for packet in (aten.transpose, aten.permute, aten.slice, aten.select, aten.squeeze, aten.unsqueeze, aten.expand)
     },
 }
 # operations that place unknown floats by position
 _PLACING = {
-    aten.triu,
-    aten.tril,
-    aten.triu_,
-    aten.tril_,
-    aten.scatter,
-    aten.scatter_,
-    aten.index_put,
-    aten.index_put_,
-    aten.index_fill,
-    aten.index_fill_,
-    aten.index_copy,
-    aten.index_copy_,
-    aten.select_scatter,
-    aten.slice_scatter,
+    aten.triu, aten.tril, aten.triu_, aten.tril_, aten.scatter, aten.scatter_, aten.index_put, aten.index_put_,
+    aten.index_fill, aten.index_fill_, aten.index_copy, aten.index_copy_, aten.select_scatter, aten.slice_scatter,
     aten.masked_scatter,
-}
+}  # fmt: skip
 
 
 def data(value: Any) -> torch.Tensor | None:
-    """Return what is known of an operand: a real tensor's data, a constant's; None for what is not known."""
+    """Return an operand's data: a real tensor itself, a constant phantom's known data, None for other phantoms."""
     if isinstance(value, Phantom):
         return value.known
     return value if isinstance(value, torch.Tensor) else None
@@ -94,7 +74,7 @@ def after(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> Stays:
 
 
 def both(one: Stays, other: Stays) -> Stays:
-    """Combine what two operands leave."""
+    """Combine the pairs that two operands leave visible."""
     if one is None or other is None:
         return other if one is None else one
     return one & other if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else UNCLEAR
@@ -169,7 +149,7 @@ def _made_on_shapes(value: Any, out: torch.Tensor) -> bool:
 
 
 def _moved(packet: Any, args: tuple[Any, ...], value: Phantom, out: torch.Tensor) -> Stays:
-    """Follow what stays of an operand through an operation that may reshape it."""
+    """Move an operand's mask of visible pairs through an operation that may reshape it."""
     kept = value.stays
     if not isinstance(kept, torch.Tensor):
         return kept
@@ -195,7 +175,7 @@ def _moved(packet: Any, args: tuple[Any, ...], value: Phantom, out: torch.Tensor
 
 
 def _moved_planes(packet: Any, args: tuple[Any, ...], kept: torch.Tensor, shape: Any, out: torch.Tensor) -> Stays:
-    """Follow what stays through an operation that moves the axes of a mask which differs along others than its last."""
+    """Move a mask of visible pairs that also differs along axes before the last two, as between heads."""
     if packet in _LAYOUT:
         moved = _LAYOUT[packet](kept.expand(shape), *args[1:])
         return _plane(moved, out) if moved.shape == out.shape else UNCLEAR
@@ -250,7 +230,7 @@ def _weighs(phantom: Phantom) -> bool:
 
 
 def _hides(fill: Any, phantom: Phantom) -> bool:
-    """Say whether what is put in a score's place takes its pair away."""
+    """Say whether a fill value hides the pair of the score that it replaces."""
     value = data(fill) if isinstance(fill, torch.Tensor) else fill
     if value is None:
         return False  # another score or bias

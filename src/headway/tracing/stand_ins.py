@@ -1,31 +1,32 @@
-"""Put other functions in the place of those that run recurrences, experts or windows, while a model is watched."""
+"""Replace the functions that run recurrences, experts or windows by stand-ins while a model is recorded or watched."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
-from torch import nn
-
 from headway.errors import TraceError
-from headway.tracing.experts import METHODS as EXPERTS
-from headway.tracing.families.recurrences import FUNCTIONS, METHODS
-from headway.tracing.families.windows import METHODS as WINDOWS
-from headway.tracing.families.windows import unpadded_settings
+from headway.tracing.families import attention, experts
+from headway.tracing.families.attention import unpadded_settings
+from headway.tracing.families.recurrences import FUNCTIONS, KERNELS, METHODS, written_out
+from headway.tracing.seams import Seams
+from headway.tracing.unwrap import plain_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
+    from torch import nn
 
     from headway.tracing.record import Recorder
 
-# kernels that transformers also writes out in PyTorch; where it only returns None, its mixer then runs piece by piece
-_WRITTEN_OUT = ("causal_conv1d_fn", "mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
+
+@contextmanager
+def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Record what a model runs: operations, attention at its seams, recurrences as such, checkpointed parts once."""
+    with recorder, Seams(recorder), stand_ins(model, recorder), plain_checkpoints():
+        yield
 
 
 @contextmanager
@@ -36,14 +37,11 @@ def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         TraceError: a Triton kernel is launched: one that is not known here would meet tensors without data.
     """
     changes = [*_recurrences(model, lambda _original, stand_in: partial(stand_in, recorder))]
-    for held, name in _holders(model, _WRITTEN_OUT):
-        written_out = inspect.unwrap(getattr(held[name], "forward", held[name]))
-        home = str(written_out.__module__)
-        if home.startswith("transformers."):
-            changes.append((held, name, written_out))
-        elif home.startswith("causal_conv1d"):
-            changes.append((held, name, _short_convolution))
-    changes += _methods(model, EXPERTS | WINDOWS, lambda _original, stand_in: partial(stand_in, recorder))
+    for held, name in _holders(model, KERNELS):
+        if (in_pytorch := written_out(held[name])) is not None:
+            changes.append((held, name, in_pytorch))
+    known = experts.METHODS | attention.METHODS
+    changes += _methods(model, known, lambda _original, stand_in: partial(stand_in, recorder))
     changes += unpadded_settings(model)
     with _changed(changes), _refused_triton(recorder):
         yield
@@ -81,7 +79,7 @@ def _refused_triton(recorder: Recorder) -> Iterator[None]:
 
 
 def _recurrences(model: nn.Module, make: Callable[[Any, Any], Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Find whatever runs a recurrence, and what `make(it, its stand-in)` gives, as (holder, name, replacement)."""
+    """Find functions and methods that run a recurrence, as (holder, name, `make(original, stand_in)`)."""
     for held, name in _holders(model, FUNCTIONS):
         yield held, name, make(held[name], FUNCTIONS[name])
     yield from _methods(model, METHODS, make)
@@ -90,7 +88,7 @@ def _recurrences(model: nn.Module, make: Callable[[Any, Any], Any]) -> Iterator[
 def _methods(
     model: nn.Module, known: dict[tuple[str, str], Any], make: Callable[[Any, Any], Any]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Find the known methods of a model's modules, and what `make(it, its stand-in)` gives, as `_recurrences` does."""
+    """Find the known methods of a model's modules, as (holder, name, `make(original, stand_in)`)."""
     for module in model.modules():
         for base in type(module).__mro__:
             for (owner, method), stand_in in known.items():
@@ -99,9 +97,11 @@ def _methods(
 
 
 def _holders(model: nn.Module, names: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Find who holds a function of these names: globals of the loaded modules, and attributes of the model's."""
+    """Find functions by name among the globals of loaded modules and the attributes of the model's modules."""
     for owner in (*sys.modules.values(), *model.modules()):
         held = getattr(owner, "__dict__", {})
+        if held.keys().isdisjoint(names):  # nearly always, among thousands of modules
+            continue
         for name in names:
             if callable(held.get(name)):
                 yield held, name
@@ -122,17 +122,3 @@ def _changed(changes: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
                 del held[name]
             else:
                 held[name] = original
-
-
-def _short_convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *_more: Any,
-    activation: str | None = None,
-    **_options: Any,
-) -> torch.Tensor:
-    """Stand in for the `causal_conv1d` package: x [batch, channels, tokens], weight [channels, width]."""
-    channels, width = weight.shape
-    out = F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=channels)[..., : x.shape[-1]]
-    return F.silu(out) if activation else out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -13,16 +14,14 @@ from headway.count.cost_model import CostModel
 from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.errors import TraceError
 from headway.tracing import build, classify
-from headway.tracing.alternate_forwards import other_ways, without_arguments
+from headway.tracing.alternate_forwards import alternate_forwards, without_arguments
 from headway.tracing.experts import merge_experts
 from headway.tracing.fit import Fitted, candidates, fit
 from headway.tracing.inputs.model_inputs import asking, backward_from, call, inputs_for
 from headway.tracing.loops import alike, check_loops, merged
 from headway.tracing.record import Recorder
-from headway.tracing.seams import Seams
-from headway.tracing.stand_ins import stand_ins
+from headway.tracing.stand_ins import recording
 from headway.tracing.strides import shortened
-from headway.tracing.unwrap import plain_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,96 +58,94 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     is_model = isinstance(model_or_config, nn.Module)
     model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    parameters = build.number_parameters(model)
-    build.use_seams(model)
-    model.train().requires_grad_(True)
-    made = inputs_for(model, inputs)
+    parameters = build.prepare(model.requires_grad_(True))
+    model_inputs = inputs_for(model, inputs)
 
-    runs, workloads, windows = _watch(model, made)
+    runs, workloads, windows = _watch(model, model_inputs)
     windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
-    explained = _explain(runs, workloads, [*made.drivers, *windowed], made.strided)
+    explained = _explain(runs, workloads, [*model_inputs.drivers, *windowed], model_inputs.strided)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
     names = classify.components(model, operations, fitted)
     shares = classify.expert_shares(operations, fitted)
-    resting = classify.resting(model, shares)
+    unvisited = classify.unvisited_experts(model, shares)
     homes = classify.parameter_components(operations, names, parameters)
     shapes = [tuple(p.shape) for _, p in model.named_parameters()]
     in_use = classify.stacks_in_use(operations, fitted, shapes)
-    source = _source(model, parameters) | made.notes
-    if asked := {name for name, _ in asking(model, made.arguments(workloads[0]))}:
+    source = _source(model, parameters) | model_inputs.notes
+    if asked := {name for name, _ in asking(model, model_inputs.arguments(workloads[0]))}:
         source["input_gradients"] = ", ".join(sorted(asked))
     idle = classify.idle_modules(model, operations, parameters, runs[0].parameters_read)
     if idle:
-        idle, notes = _elsewhere(model, made, workloads[0], runs[0], parameters, idle)
+        idle, notes = _elsewhere(model, model_inputs, workloads[0], runs[0], parameters, idle)
         source |= notes
     return CostModel(
         name or type(model).__name__,
         tuple(_row(model, op, f, n, 1 << len(parameters)) for op, f, n in zip(operations, fitted, names, strict=True)),
         tuple(
-            Parameter(p, _numel(shape), classify.active(p, shape, shares, resting, in_use.get(i)), home, p in trainable)
-            for i, (p, shape, home) in enumerate(zip(parameters, shapes, homes, strict=True))
+            Parameter(p, math.prod(s), classify.active(p, s, shares, unvisited, in_use.get(i)), home, p in trainable)
+            for i, (p, s, home) in enumerate(zip(parameters, shapes, homes, strict=True))
         ),
         source,
         tuple(f"{path} (it never ran)" for path in idle),
     )
 
 
-def _watch(model: nn.Module, made: Any) -> tuple[list[Recorder], list[Workload], list[int]]:
+def _watch(model: nn.Module, model_inputs: Any) -> tuple[list[Recorder], list[Workload], list[int]]:
     """Run a model on workloads that tell its drivers apart.
 
     Returns:
         What it ran on each; the workloads; and the windows that its attention may have [tokens].
     """
-    workloads = made.workloads()
-    runs = [_run(model, made.arguments(workloads[0]), backward=True)]
+    workloads = model_inputs.workloads()
+    runs = [_run(model, model_inputs.arguments(workloads[0]), backward=True)]
     first = runs[0].operations
     unnamed = any(op.by_hand or op.masked for op in first)
     windows = build.window_lengths(model, unnamed)
     windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
     longest = max(windows, default=0)
     if unnamed and not build.configs(model):
-        longest = _longest_that_runs(model, made, longest)
-    workloads = made.workloads(longest)
+        longest = _longest_that_runs(model, model_inputs, longest)
+    workloads = model_inputs.workloads(longest)
     for workload in workloads[1:]:
-        runs.append(_run(model, made.arguments(workload), backward=False))
+        runs.append(_run(model, model_inputs.arguments(workload), backward=False))
         if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
-            runs[1:] = [_run(model, made.arguments(other), backward=True) for other in workloads[1:]]
+            runs[1:] = [_run(model, model_inputs.arguments(other), backward=True) for other in workloads[1:]]
             break
     return runs, workloads, windows
 
 
 def _elsewhere(
     model: nn.Module,
-    made: Any,
+    model_inputs: Any,
     workload: Workload,
     first: Recorder,
     parameters: Sequence[str],
     idle: list[str],
 ) -> tuple[list[str], dict[str, str]]:
-    """Look for idle modules on other ways through a model.
+    """Look for idle modules in alternate forward passes.
 
     Returns:
         Modules that stay unexplained; and notes for the ledger's source: `without` names arguments whose own modules
         are left out of it, `unused` modules that no argument reaches: a decoder of images, say.
     """
     ran, read, tried, without = [*first.operations], first.parameters_read, [], []
-    for names, arguments in other_ways(model, made, workload):
+    for names, arguments in alternate_forwards(model, model_inputs, workload):
         run = _run(model, arguments, backward=False)
         ran, read = ran + run.operations, read | run.parameters_read
         tried += names
         idle, before = classify.idle_modules(model, ran, parameters, read), idle
         without += names if idle != before else []
     notes = {"without": ", ".join(without)} if without else {}
-    if idle and build.configs(model) and not without_arguments(made, workload, tried):
+    if idle and build.configs(model) and not without_arguments(model_inputs, workload, tried):
         return [], notes | {"unused": ", ".join(idle)}
     return idle, notes
 
 
-def _longest_that_runs(model: nn.Module, made: Any, longest: int) -> int:
+def _longest_that_runs(model: nn.Module, model_inputs: Any, longest: int) -> int:
     """Halve a window until the model runs on longer segments; none can exceed its table of positions, or its mask."""
     while longest:
         try:
-            _run(model, made.arguments(made.workloads(longest)[-1]), backward=False)
+            _run(model, model_inputs.arguments(model_inputs.workloads(longest)[-1]), backward=False)
         except (RuntimeError, IndexError, ValueError, AssertionError):
             longest //= 2
         else:
@@ -166,30 +163,15 @@ def _explain(
     return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, known)]
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
 def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
     """Run a model once and return what it ran."""
-    blocks = classify.checkpointable_blocks(model)
     modules = list(model.modules())
     beyond = 1 << sum(1 for _ in model.parameters())
     for _, tensor in asking(model, arguments):
         tensor.sources = beyond  # like one more parameter, which is always trained
 
-    def block_of(path: str) -> str:
-        while path and path not in blocks:
-            path = path.rpartition(".")[0]
-        return path
-
-    with (
-        Recorder(model, block_of) as recorder,
-        Seams(recorder),
-        stand_ins(model, recorder),
-        plain_checkpoints(),
-        torch.set_grad_enabled(backward),
-    ):
+    recorder = Recorder(model, classify.finder_of_blocks(classify.checkpointable_blocks(model)))
+    with recording(model, recorder), torch.set_grad_enabled(backward):
         output = call(model, arguments)
         if backward:
             backward_from(output, on_shapes=True)

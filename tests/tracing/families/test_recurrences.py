@@ -23,7 +23,7 @@ from headway.tracing.build import model_class
 from headway.tracing.counted_step import CountedStep
 from headway.tracing.stand_ins import watched
 from headway.tracing.verify import verify
-from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config
+from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config, tiny_ledger
 
 TOKENS = 21
 
@@ -149,7 +149,7 @@ def test_a_recurrence_costs_what_a_literal_loop_over_tokens_costs(family):
     torch.testing.assert_close(ours, theirs.reshape(ours.shape), rtol=1e-4, atol=1e-4)
     with FlopCounterMode(display=False) as backward:
         ours.sum().backward()
-    row = next(row for row in trace(tiny_config(family)).rows if row.op == "recurrence")
+    row = next(row for row in tiny_ledger(family).rows if row.op == "recurrence")
     assert (row.driver, row.component) == ("tokens", "language.recurrence")
     assert row.forward * TOKENS == forward.get_total_flops()
     assert sum(g.flops for g in row.gradients) * TOKENS == backward.get_total_flops()
@@ -159,14 +159,14 @@ def test_a_recurrence_costs_what_a_literal_loop_over_tokens_costs(family):
 def test_known_sizes_give_the_formula_of_the_table(family):
     # KDA: 4 heads, state 12 x 12, three products; Mamba: 64 channels with a state of 6 in all, two products
     expected = {"kimi_linear": [6 * 4 * 12 * 12], "mamba": [4 * 64 * 6] * 2, "zamba": [4 * 32 * 6] * 12}[family]
-    rows = [row for row in trace(tiny_config(family)).rows if row.op == "recurrence"]
+    rows = [row for row in tiny_ledger(family).rows if row.op == "recurrence"]
     assert [row.forward for row in rows] == expected
     assert [sum(g.flops for g in row.gradients) for row in rows] == [2 * forward for forward in expected]
 
 
 @pytest.mark.parametrize("family", ["rwkv", "recurrent_gemma"])
 def test_one_number_a_channel_is_a_gate_and_costs_nothing(family):
-    rows = [row for row in trace(tiny_config(family)).rows if row.op == "recurrence"]
+    rows = [row for row in tiny_ledger(family).rows if row.op == "recurrence"]
     assert [(row.component, row.forward, row.gradients) for row in rows] == [("language.recurrence", 0, ())] * 2
 
 
@@ -176,8 +176,15 @@ def real_model(family, **options):
     return model_class(config)._from_config(config, dtype=torch.float32, **options).train()
 
 
-@pytest.mark.parametrize("every", [1, 7], ids=["all trained", "a seventh trained"])
-@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def with_a_part_frozen(family):
+    """Both for two families: a state, and one number a channel; for the others, freezing is a long test."""
+    marks = [] if family in ("qwen3_next", "mamba") else [pytest.mark.slow, pytest.mark.long]
+    return [pytest.param(family, 1, id=family), pytest.param(family, 7, marks=marks, id=f"{family}-a seventh trained")]
+
+
+@pytest.mark.parametrize(
+    ("family", "every"), [case for name in RECURRENT_FAMILIES for case in with_a_part_frozen(name)]
+)
 def test_everything_around_a_recurrence_is_what_pytorch_counts(family, every):
     model = real_model(family)
     for i, parameter in enumerate(model.parameters()):
@@ -191,20 +198,20 @@ def test_everything_around_a_recurrence_is_what_pytorch_counts(family, every):
 
 
 def test_short_convolutions_cost_their_width_for_each_token():
-    (row,) = [r for r in trace(tiny_config("mamba")).rows if r.op == "convolution" and "layers.0" in r.module]
+    (row,) = [r for r in tiny_ledger("mamba").rows if r.op == "convolution" and "layers.0" in r.module]
     # 64 channels of width 4; the input's gradient and the weight's
     assert (row.driver, row.component, row.forward) == ("tokens", "language.projections", 2 * 64 * 4)
     assert [(g.phase, g.flops) for g in row.gradients] == [("dgrad", 2 * 64 * 4), ("wgrad", 2 * 64 * 4)]
 
 
 def test_projections_around_a_recurrence_are_projections():
-    rows = trace(tiny_config("xlstm")).rows
+    rows = tiny_ledger("xlstm").rows
     assert {r.component for r in rows if ".mlstm_layer." in r.module and r.op == "linear"} == {"language.projections"}
     assert {r.component for r in rows if ".ffn." in r.module} == {"language.mlp"}
 
 
 def test_a_recurrence_costs_the_same_however_tokens_are_packed():
-    cost = trace(tiny_config("mamba2"))
+    cost = tiny_ledger("mamba2")
     assert {row.driver for row in cost.rows} == {"tokens"}
     assert cost.count(Workload([64])) == cost.count(Workload([1, 20, 43]))
 

@@ -1,5 +1,7 @@
 """Ledgers of models whose text hears clips, against PyTorch's counter on real steps, and hand counts."""
 
+import functools
+
 import pytest
 import torch
 
@@ -18,6 +20,11 @@ def real(family):
     return tiny_speech_model(family)
 
 
+@functools.cache
+def ledger(family):
+    return trace(real(family))
+
+
 def differences(model, run):
     lines, unseen = verify(model, Inputs(model).workloads()[run])
     assert unseen == set()
@@ -25,8 +32,13 @@ def differences(model, run):
     return [line for line in lines if line.explanation is None]
 
 
-@pytest.mark.parametrize("family", SPEECH_FAMILIES)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name == "qwen2_audio" else pytest.param(name, marks=pytest.mark.slow)  # one length, and no window
+        for name in SPEECH_FAMILIES
+    ],
+)
 def test_clips_in_a_text_count_what_pytorch_dispatches(family):
     assert differences(real(family), 2) == []  # three clips: forward and backward, module by module
 
@@ -54,7 +66,7 @@ def test_the_forward_is_what_flop_counter_mode_counts(family):
     workload = made.workloads()[0]
     arguments = made.arguments(workload, CPU)
     _, counted = count_forward(model, arguments)
-    cost = trace(model)
+    cost = ledger(family)
     # two layers of eager attention run the whole square of the text's scores: 2 x 2 products of 4 heads x 8
     n = workload.tokens
     hidden = 2 * (n * n - n * (n + 1) // 2) * 2 * 2 * 32
@@ -62,7 +74,7 @@ def test_the_forward_is_what_flop_counter_mode_counts(family):
 
 
 def test_attention_in_blocks_costs_its_blocks():
-    rows = {row.module.removeprefix("model."): row for row in trace(real("granite_speech")).rows}
+    rows = {row.module.removeprefix("model."): row for row in ledger("granite_speech").rows}
     # blocks of 10: a clip of 23 frames has 2 x 100 + 3 x 3 pairs in each of 2 layers, 4 products of 2 heads x 12
     block = rows["encoder.layers.1.attn"]
     assert (block.driver, block.forward) == ("audio_pairs:block:10", 2 * 2 * 2 * 12)
@@ -79,7 +91,7 @@ def test_a_clip_that_is_added_to_its_text_says_how_long_that_is():
     model = real("voxtral_realtime")
     workload = Inputs(model).workloads()[1]
     assert workload.tokens * 8 == int(workload.audio.sum())
-    rows = {row.module.removeprefix("model."): row for row in trace(model).rows}
+    rows = {row.module.removeprefix("model."): row for row in ledger("voxtral_realtime").rows}
     # conv1 has a stride of 1, conv2 one of 2; each text position takes 4 of what is left
     assert rows["audio_tower.embedder.conv1"].driver == "audio"
     assert rows["audio_tower.layers.0.mlp.up_proj"].driver == "audio/2:2"
@@ -92,7 +104,7 @@ def test_a_clip_that_is_added_to_its_text_says_how_long_that_is():
 @pytest.mark.skipif("dots3_note" not in SPEECH_FAMILIES, reason="transformers 5.17 has no Dots-3-Note")
 @pytest.mark.slow
 def test_convolutions_over_time_and_frequency_leave_an_eighth_of_the_frames():
-    rows = {row.module.removeprefix("model.audio_tower."): row for row in trace(real("dots3_note")).rows}
+    rows = {row.module.removeprefix("model.audio_tower."): row for row in ledger("dots3_note").rows}
     # 3 x 3 weights of 12 x 12 channels at each eighth frame, begun ones too, and 2 of the 16 bands
     last = rows["conv_stem.convs.2"]
     assert (last.driver, last.forward) == ("audio/8", 2 * 2 * 9 * 12 * 12)
@@ -100,8 +112,10 @@ def test_convolutions_over_time_and_frequency_leave_an_eighth_of_the_frames():
     assert rows["layers.1.self_attn"].driver == "audio_pairs:full/8"
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_convolutions_over_whole_pieces_are_billed_for_the_frames_that_a_clip_has():
-    cost = trace(real("qwen2_5_omni_thinker"))
+    cost = ledger("qwen2_5_omni_thinker")
     rows = {row.module.rpartition("audio_tower.")[2]: row for row in cost.rows}
     # pieces of 20 frames, of which transformers fills the last one up: 3 frames of 16 bands, then every second of 24
     assert (rows["conv1"].driver, rows["conv1"].forward) == ("audio/1:1:20", 2 * 3 * 16 * 24)
@@ -109,7 +123,7 @@ def test_convolutions_over_whole_pieces_are_billed_for_the_frames_that_a_clip_ha
 
 
 def test_clips_add_up():
-    cost = trace(real("granite_speech"))
+    cost = ledger("granite_speech")
     text = cost.count(Workload([400])).forward
     one, other = (cost.count(Workload([400], audio=[n])).forward - text for n in (60, 90))
     both = cost.count(Workload([400], audio=[60, 90])).forward - text

@@ -30,7 +30,13 @@ def differences(model, run):
     return [line for line in lines if line.explanation is None]
 
 
-@pytest.mark.parametrize("family", sorted(set(IMAGE_FAMILIES) - {"mllama"}))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "fuyu" else name
+        for name in sorted(set(IMAGE_FAMILIES) - {"mllama"})
+    ],
+)
 def test_every_form_of_images_counts_what_pytorch_dispatches(family):
     assert differences(real(family), 2) == []
 
@@ -202,6 +208,8 @@ def test_images_without_a_token_are_refused_by_name():
         trace(config)
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_images_in_an_encoders_source_count_what_pytorch_dispatches():
     text = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
             "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "query_pre_attn_scalar": 8,

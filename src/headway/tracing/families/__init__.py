@@ -1,5 +1,5 @@
-"""What has to be known by name: functions and methods that compute a recurrence or a window in chunks and padding.
+"""Modules and functions of models that have to be known by name; nothing else in `tracing` knows one.
 
-Each file holds a table from the name of a function, or of a class and its method, to the stand-in that records the
-work it does.
+Most files hold a table from the name of a function, or of a class and its method, to the stand-in that records the work
+it does: recurrences, attention in windows, experts. `padding` says how much more than needed some classes run.
 """

@@ -7,10 +7,12 @@ under the kernels' own names, records the recurrence and returns shapes: the led
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from headway.errors import TraceError
@@ -195,9 +197,37 @@ def _lightning(
     return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), state
 
 
+def _short_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *_more: Any,
+    activation: str | None = None,
+    **_options: Any,
+) -> torch.Tensor:
+    """Stand in for the `causal_conv1d` package: x [batch, channels, tokens], weight [channels, width]."""
+    channels, width = weight.shape
+    out = F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=channels)[..., : x.shape[-1]]
+    return F.silu(out) if activation else out
+
+
+def written_out(kernel: Any) -> Callable[..., Any] | None:
+    """Return the same function in PyTorch's own operations; None where nobody writes it out.
+
+    Where transformers' version only returns None, its mixer then runs piece by piece.
+    """
+    function: Callable[..., Any] = inspect.unwrap(getattr(kernel, "forward", kernel))
+    home = str(function.__module__)
+    if home.startswith("transformers."):
+        return function
+    return _short_convolution if home.startswith("causal_conv1d") else None
+
+
 _LINEAR = partial(_linear_attention, delta=False)
 _DELTA = partial(_linear_attention, delta=True)
 
+# kernels that transformers also writes out in PyTorch
+KERNELS = ("causal_conv1d_fn", "mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 # recurrences that are functions, by name: transformers' fallbacks first, then the kernels that take their place
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), _DELTA),

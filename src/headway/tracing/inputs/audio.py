@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.errors import TraceError
+from headway.tracing.build import subconfigs
 from headway.tracing.inputs import speech_layout
 from headway.tracing.inputs.form import InputForm, plain_token
 from headway.tracing.inputs.probe import Probe
+from headway.tracing.phantom import phantom_floats
 
 if TYPE_CHECKING:
     from typing import Self
 
     from headway.count.workload import Workload
     from headway.tracing.inputs.form import Floats
-    from headway.tracing.inputs.speech_layout import Speech
+    from headway.tracing.inputs.speech_layout import SpeechLayout
 
 _FEATURES = "get_audio_features"
 _TOKENS = ("audio_token_id", "audio_token_index")
@@ -30,13 +32,13 @@ _PAIRS = ("audio_pairs:full", "audio_pairs:relative", "audio_offsets")
 class AudioFeatures(InputForm):
     """Clips as features [clips, features, frames] or [clips, frames, features]: `input_features` beside `input_ids`.
 
-    How they are laid out, and how many text positions they take, is asked of the model.
+    The model is run to find the layout of clips and the number of text positions that one takes.
 
     Args:
         model: a phantom twin, or a real model.
 
     Attributes:
-        speech: how clips are handed over.
+        speech: layout of the argument.
         token: number of the token that a clip's positions hold.
     """
 
@@ -69,7 +71,8 @@ class AudioFeatures(InputForm):
         """Read the part from a model's signature."""
         accepted = inspect.signature(model.forward).parameters
         beside = cls.takes in accepted and "input_ids" in accepted and "decoder_input_ids" not in accepted
-        return cls(model) if beside and _has_tower(model) else None
+        # some families leave the tower out where its configuration is None
+        return cls(model) if beside and getattr(model.config, "audio_config", True) is not None else None
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one to three clips; those of one run have one length."""
@@ -96,7 +99,7 @@ class AudioFeatures(InputForm):
             start += self._positions_of(frames) + 1
 
     def _find_token(self) -> int:
-        named = [getattr(c, name, None) for c in speech_layout.subconfigs(self._config) for name in _TOKENS]
+        named = [getattr(c, name, None) for c in subconfigs(self._config) for name in _TOKENS]
         token = next((token for token in named if token is not None), None)
         if token is None:
             raise TraceError(
@@ -105,7 +108,7 @@ class AudioFeatures(InputForm):
             )
         return int(token)
 
-    def _find(self) -> Speech:
+    def _find(self) -> SpeechLayout:
         return speech_layout.find(self._config, self.takes, self._ask, masked=bool(self._masks()))
 
     def _masks(self) -> list[str]:
@@ -113,7 +116,7 @@ class AudioFeatures(InputForm):
         heard = self._probe.takes(_FEATURES) if self._has_method else self._accepted
         return [name for name in _MASKS if name in self._accepted and name in heard]
 
-    def _heard(self, speech: Speech, clips: int, frames: int, floats: Floats) -> dict[str, Any]:
+    def _heard(self, speech: SpeechLayout, clips: int, frames: int, floats: Floats) -> dict[str, Any]:
         """Make the arguments that carry clips of one length."""
         real = (torch.arange(speech.padded(frames)) < frames).expand(clips, -1)
         masks = dict.fromkeys(self._masks(), real)
@@ -122,9 +125,9 @@ class AudioFeatures(InputForm):
             masks[_SAMPLES] = torch.full((clips,), frames * hop)
         return {self.takes: floats(speech.of(clips, frames)), **masks}
 
-    def _ask(self, speech: Speech, frames: int) -> int:
+    def _ask(self, speech: SpeechLayout, frames: int) -> int:
         """Ask the model how many text positions one clip takes."""
-        heard = self._heard(speech, 1, frames, speech_layout.phantom_floats)
+        heard = self._heard(speech, 1, frames, phantom_floats)
         if self._has_method:
             return self._probe.rows(_FEATURES, heard)
         text = {"input_ids": torch.full((1, 8), plain_token(self._config))}
@@ -155,7 +158,7 @@ class AddedAudio(AudioFeatures):
     def of(cls, model: Any) -> Self | None:
         """Read the part from a model that hears and whose configuration has no token for what it hears."""
         hears = any(hasattr(type(module), _FEATURES) for module in model.modules())
-        named = hears and any(hasattr(c, name) for c in speech_layout.subconfigs(model.config) for name in _TOKENS)
+        named = hears and any(hasattr(c, name) for c in subconfigs(model.config) for name in _TOKENS)
         return super().of(model) if hears and not named else None
 
     def sizes(self, run: int) -> dict[str, Any]:
@@ -173,8 +176,3 @@ class AddedAudio(AudioFeatures):
 
     def _find_token(self) -> int:
         return plain_token(self._config)
-
-
-def _has_tower(model: Any) -> bool:
-    """Say whether the model was built with what hears: some families leave it out where its configuration is None."""
-    return any(getattr(c, "audio_config", True) is not None for c in [model.config])

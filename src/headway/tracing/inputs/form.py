@@ -1,4 +1,4 @@
-"""The parts of a multimodal model's inputs: which workloads exercise a tower, and which arguments carry its inputs."""
+"""The interface of a form of input: workloads that exercise a tower, and the arguments that carry its inputs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headway.errors import TraceError
+from headway.tracing.build import subconfigs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,11 @@ class InputForm(ABC):
 
     Attributes:
         takes: the forward argument that carries them, such as `pixel_values`.
-        drivers: what its tower's costs may be proportional to.
-        strided: drivers that count what the tower's convolutions make of its frames, up to the slash.
-        routes: arguments that send the inputs another way through the model.
-        fills: whether the inputs say how long the text is.
-        notes: what a ledger must know of how it was traced, for its source.
+        drivers: candidates for what the tower's costs are proportional to.
+        strided: drivers, up to the slash, that may count frames after strided convolutions, as `audio` in `audio/2`.
+        routes: arguments that choose another route through the model, as a finer connector.
+        fills: whether the inputs fix the length of the text.
+        notes: for the ledger's `source`, such as that only single frames were traced.
     """
 
     takes: ClassVar[str]
@@ -52,9 +53,9 @@ class InputForm(ABC):
     def sizes(self, run: int) -> dict[str, Any]:
         """Give the workload's arguments for run 0, 1, 2 or 3, such as `{"images": [(1, 12, 20)]}`."""
 
-    @abstractmethod
-    def positions(self, workload: Workload) -> int:
-        """Count the text positions that the inputs take."""
+    def positions(self, _workload: Workload) -> int:
+        """Count the text positions that the inputs take: none where they lie beside the segment, as a source does."""
+        return 0
 
     @abstractmethod
     def fill(self, batch: dict[str, Any], start: int, workload: Workload, floats: Floats) -> None:
@@ -62,13 +63,11 @@ class InputForm(ABC):
 
 
 def plain_token(config: Any) -> int:
-    """Pick a token number that means nothing special to the model, nor to any tower of it."""
-    parts: list[Any] = [config] if config is not None else []
-    special: set[int] = set()
-    while parts:
-        part = parts.pop()
-        special |= {
-            v for k, v in vars(part).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
-        }
-        parts += [sub for key in getattr(part, "sub_configs", ()) if (sub := getattr(part, key, None)) is not None]
+    """Pick a token number that is no special token of the model or of its towers."""
+    special = {
+        value
+        for part in (subconfigs(config) if config is not None else ())
+        for name, value in vars(part).items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
     return next(token for token in range(1, len(special) + 2) if token not in special)  # 0 often means padding

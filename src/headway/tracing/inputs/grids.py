@@ -10,7 +10,8 @@ import torch
 from headway.count.cost_model import SINGLE_FRAMES
 from headway.count.workload import Workload
 from headway.tracing.inputs.form import WINDOW_SIDES
-from headway.tracing.inputs.images import Grid, Images, phantom_floats, side
+from headway.tracing.inputs.images import Grid, Images, side
+from headway.tracing.phantom import phantom_floats
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,21 +18,15 @@ from headway.errors import TraceError
 from headway.tracing.build import subconfigs
 from headway.tracing.inputs.form import InputForm
 from headway.tracing.inputs.probe import Probe
-from headway.tracing.phantom import Phantom
+from headway.tracing.phantom import phantom_floats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Self
 
     from headway.tracing.inputs.form import Floats
 
 Grid = tuple[int, int, int]
 _TOKENS = ("image_token_id", "image_token_index", "image_patch_id")
-
-
-def phantom_floats(shape: Sequence[int]) -> Phantom:
-    """Make an input of floats that is a shape alone."""
-    return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
 
 
 def side(value: Any, default: int) -> int:
@@ -286,7 +280,7 @@ class TiledFrames(Frames):
         }
 
 
-class ReadFrames(Frames):
+class CrossAttentionFrames(Frames):
     """Images that the text reads by cross attention (Idefics, Llama-3.2 vision); a source is a frame that is read."""
 
     @classmethod

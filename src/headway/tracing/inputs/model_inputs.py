@@ -1,7 +1,7 @@
-"""What a model is run on while it is traced: workloads of unlike proportions, and the forward arguments that hold them.
+"""Make the inputs of a traced model: workloads of unlike proportions, and the forward's arguments for each.
 
-A model's inputs are text (`input_ids`) and the parts that its towers take (`parts`). For a model of another kind the
-user gives a function from workloads to arguments, or an example.
+A model takes text (`input_ids`), and whatever its towers take in one of the forms of `registry`. For another kind of
+model the user gives a function from a workload to arguments, or one example of arguments.
 """
 
 from __future__ import annotations
@@ -18,25 +18,10 @@ from torch import nn
 from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing import build
-from headway.tracing.inputs.audio import AddedAudio, AudioFeatures, AudioWaves
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
-from headway.tracing.inputs.grids import Grids
-from headway.tracing.inputs.images import (
-    Frames,
-    Images,
-    NestedFrames,
-    ReadFrames,
-    RobotFrames,
-    TiledFrames,
-    VideoFrames,
-    has_tower,
-)
-from headway.tracing.inputs.pages import PageFrames, SourceFrames
-from headway.tracing.inputs.patches import FlattenedPatches, Patches
-from headway.tracing.inputs.proteins import Proteins
-from headway.tracing.inputs.single_images import LoneFrames
-from headway.tracing.inputs.sources import SourceFeatures, SourceIds, SourceWaves
-from headway.tracing.phantom import Phantom
+from headway.tracing.inputs.images import Images, has_tower
+from headway.tracing.inputs.registry import FORMS
+from headway.tracing.phantom import Phantom, phantom_floats
 from headway.tracing.scores import HIDDEN
 
 if TYPE_CHECKING:
@@ -45,30 +30,6 @@ if TYPE_CHECKING:
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
 _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
 _PRIME_GAP = 60  # the next prime is nearer than that, as far as segments reach
-_LONGEST_SEGMENT = 1 << 14  # a longer window is believed as its seam names it
-
-
-FORMS: tuple[type[InputForm], ...] = (
-    SourceIds,
-    SourceFeatures,
-    SourceWaves,
-    Grids,
-    PageFrames,
-    SourceFrames,
-    TiledFrames,
-    ReadFrames,
-    RobotFrames,
-    LoneFrames,
-    Patches,
-    NestedFrames,
-    Frames,
-    VideoFrames,
-    FlattenedPatches,
-    Proteins,
-    AddedAudio,
-    AudioFeatures,
-    AudioWaves,
-)  # a model takes the first that fits for each argument
 
 
 class Inputs:
@@ -123,7 +84,7 @@ class Inputs:
             longest_window: the largest attention window seen [tokens]; segments after the first exceed it, so that
                 its edge is exercised.
         """
-        extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
+        extra = longest_window if longest_window <= build.LONGEST_WINDOW else 0
         plans: list[dict[str, Any]] = [{}, {}, {}, {}]
         for run, part in itertools.product(range(4), self.parts):
             plans[run] |= part.sizes(run)
@@ -162,9 +123,7 @@ class Inputs:
             raise TraceError("the model takes no images, and the workload holds some.")
 
         def floats(shape: Sequence[int]) -> torch.Tensor:
-            if device is not None:
-                return torch.randn(tuple(shape))
-            return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
+            return phantom_floats(shape) if device is None else torch.randn(tuple(shape))
 
         ids = torch.full((1, workload.tokens), self._plain_token)
         batch: dict[str, Any] = {
@@ -201,7 +160,7 @@ class GivenInputs:
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan single-segment workloads with sources, images and a clip of sizes that grow in unlike proportions."""
-        extra = longest_window if longest_window <= _LONGEST_SEGMENT else 0
+        extra = longest_window if longest_window <= build.LONGEST_WINDOW else 0
         grids: list[list[tuple[int, int, int]]] = [
             [(1, 12, 20)],
             [(1, 28, 8), (1, 12, 20)],

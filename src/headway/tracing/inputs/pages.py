@@ -1,4 +1,4 @@
-"""Images that an encoder reads among or after its text, for a decoder that writes the segment (Florence-2, UDOP)."""
+"""Images in the source of an encoder-decoder, among its text or after it (Florence-2, UDOP)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from headway.tracing.inputs.form import Floats
 
 
-class SourceFrames(Frames):
-    """Frames whose features stand in what the encoder reads: a source is as long as its text and images together."""
+class EncoderFrames(Frames):
+    """Frames whose features take the places of tokens in the encoder's text (Florence-2).
+
+    The length of a source counts the tokens of its text and of its images.
+    """
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
@@ -55,7 +58,9 @@ class SourceFrames(Frames):
 
 
 class PageFrames(Frames):
-    """A page's picture after its words, each of which has a box on it (UDOP): a source is as long as both together.
+    """A picture of a page after the page's words, each of which has a bounding box (UDOP).
+
+    The length of a source counts its words and the patches of the picture.
 
     A patch under a word joins the word, and its place is left empty; transformers computes empty places too.
     """

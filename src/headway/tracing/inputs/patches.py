@@ -1,4 +1,4 @@
-"""Images of any size, as patches or as pixels whose size is told beside them: each argument in which towers take that.
+"""Images of any size, as patches or as pixels beside their sizes, by the argument that carries the shape or place.
 
 All images of a run have one size, since most of these forms pad to the largest, and padding is no work that counts.
 """

@@ -31,10 +31,6 @@ class Proteins(InputForm):
         """Give one sequence of another length in each run."""
         return {"sources": [(149, 283, 571, 409)[run]]}
 
-    def positions(self, _workload: Workload) -> int:
-        """Give none: text reads the sequence from beside."""
-        return 0
-
     def fill(self, batch: dict[str, Any], _start: int, workload: Workload, _floats: Floats) -> None:
         """Add the sequence, without padding."""
         residues = int(workload.sources.sum())

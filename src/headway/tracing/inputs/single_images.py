@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.count.workload import Workload
-from headway.tracing.inputs.images import Frames, Grid, phantom_floats
+from headway.tracing.inputs.images import Frames, Grid
+from headway.tracing.phantom import phantom_floats
 
 if TYPE_CHECKING:
     from typing import Self
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from headway.tracing.inputs.form import Floats
 
 
-class LoneFrames(Frames):
+class SingleImages(Frames):
     """One image of a fixed size with each text, where two of them would not cost twice as much.
 
     The text reads it by cross attention (BLIP), stands after it (GIT), or its images all see each other (PaliGemma). A

@@ -1,4 +1,4 @@
-"""What an encoder reads beside the segment that its decoder writes: text, or speech as features or as a waveform."""
+"""Sources of encoder-decoders: text, or speech as features or as a waveform, beside the decoder's segment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from headway.errors import TraceError
 from headway.tracing.inputs import speech_layout
 from headway.tracing.inputs.form import InputForm, plain_token
 from headway.tracing.inputs.probe import Probe
+from headway.tracing.phantom import phantom_floats
 
 if TYPE_CHECKING:
     from headway.count.workload import Workload
     from headway.tracing.inputs.form import Floats
-    from headway.tracing.inputs.speech_layout import Speech
+    from headway.tracing.inputs.speech_layout import SpeechLayout
 
 # primes that any table of positions holds; windows of the encoder are added from the second run on
 _SOURCES = (149, 311, 409, 229)
@@ -61,10 +62,6 @@ class SourceIds(InputForm):
         """Give one source, longer than any window of the encoder from the second run on."""
         return {"sources": [_SOURCES[run] + (self._reach if run else 0)]}
 
-    def positions(self, _workload: Workload) -> int:
-        """Count no position: the source lies beside the segment."""
-        return 0
-
     def fill(self, batch: dict[str, Any], _start: int, workload: Workload, _floats: Floats) -> None:
         """Add the source's tokens."""
         batch["input_ids"] = torch.full((1, _source_of(workload)), self._token)
@@ -77,7 +74,7 @@ class SourceFeatures(InputForm):
         model: a phantom twin, or a real model.
 
     Attributes:
-        speech: how it is handed over.
+        speech: layout of the argument.
     """
 
     takes = "input_features"
@@ -85,9 +82,9 @@ class SourceFeatures(InputForm):
     def __init__(self, model: Any) -> None:
         probe = Probe(model)
 
-        def hear(speech: Speech, frames: int) -> None:
+        def hear(speech: SpeechLayout, frames: int) -> None:
             ids = torch.full((1, 2), plain_token(model.config))
-            sound = speech_layout.phantom_floats(speech.of(1, frames))
+            sound = phantom_floats(speech.of(1, frames))
             probe.run({self.takes: sound, "decoder_input_ids": ids, "use_cache": False})
 
         self.speech = speech_layout.find(model.config, self.takes, hear)
@@ -106,10 +103,6 @@ class SourceFeatures(InputForm):
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one source of another length in each run, where the encoder takes it."""
         return {"sources": [self.speech.lengths[run]]}
-
-    def positions(self, _workload: Workload) -> int:
-        """Count no position: the source lies beside the segment."""
-        return 0
 
     def fill(self, batch: dict[str, Any], _start: int, workload: Workload, floats: Floats) -> None:
         """Add the features."""

@@ -1,4 +1,4 @@
-"""How a model takes speech: found by running it, on shapes alone, on each way in which speech is handed over.
+"""Find the layout in which a model takes speech by running it on each known layout, on shapes alone.
 
 Configurations have a dozen names for the width of a frame of features, and none for whether frames come before
 features. A wrong guess does not fit the first convolution or linear layer, so the model itself tells.
@@ -10,10 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from headway.errors import TraceError
-from headway.tracing.phantom import Phantom
+from headway.tracing.build import LONGEST_WINDOW, subconfigs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +23,17 @@ _EVEN = (1200, 2016, 1632, 2400)  # for what takes multiples only
 _BLOCKS, _LONGEST_BLOCK = (5, 11, 7, 13), 1000
 _SAMPLES = 160  # of a waveform for each frame of features: speech at 16 kHz, a frame each 10 ms
 _WIDTHS = (80, 128)  # mel bands where a configuration does not say
-_LONGEST_WINDOW = 1 << 14
 # what a model raises on shapes that do not fit it
 MISFITS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError, AttributeError)
 
 
 @dataclass(frozen=True)
-class Speech:
-    """How a model takes speech.
+class SpeechLayout:
+    """The layout of a model's speech argument.
 
     Attributes:
-        shape: of one frame and what is around it: `frames` stands for the frames, numbers for themselves.
-        lengths: of what is read in each of four runs [frames]; all alike where a model takes one length only.
+        shape: axes after the clips: "frames" for that axis, numbers for the others, as (80, "frames").
+        lengths: of clips in each of four runs [frames]; all alike where a model takes one length only.
         fixed: that length, else 0.
         multiple: what clips are padded to a multiple of, under a mask [frames].
     """
@@ -55,14 +52,6 @@ class Speech:
         return (clips, *(self.padded(frames) if size == "frames" else int(size) for size in self.shape))
 
 
-def subconfigs(config: Any) -> Iterator[Any]:
-    """Iterate over a configuration and those inside it."""
-    yield config
-    for key in getattr(config, "sub_configs", ()):
-        if (part := getattr(config, key, None)) is not None:
-            yield from subconfigs(part)
-
-
 def numbers(config: Any, pattern: str) -> list[int]:
     """List the whole numbers of a configuration whose names hold a pattern, those inside it included; each once."""
     found = (
@@ -77,7 +66,7 @@ def numbers(config: Any, pattern: str) -> list[int]:
 def windows(config: Any) -> list[int]:
     """List what may be a window of an encoder's attention [positions], as the configuration says or twice that."""
     named = numbers(config, "window|block|radius|chunk|context_size|local")
-    return [w for n in named for w in (n, 2 * n) if 1 < w <= _LONGEST_WINDOW]
+    return [w for n in named for w in (n, 2 * n) if 1 < w <= LONGEST_WINDOW]
 
 
 def windowed(pairs: str, sizes: Sequence[int]) -> list[str]:
@@ -88,13 +77,10 @@ def windowed(pairs: str, sizes: Sequence[int]) -> list[str]:
     return [*blocks, *(f"{pairs}:local:{before}:{after}" for before, after in dict.fromkeys(sides) if before)]
 
 
-def phantom_floats(shape: Sequence[int]) -> Phantom:
-    """Make an input of floats that is a shape alone."""
-    return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
-
-
-def find(config: Any, argument: str, hear: Callable[[Speech, int], object], *, masked: bool = True) -> Speech:
-    """Find out how a model takes speech.
+def find(
+    config: Any, argument: str, hear: Callable[[SpeechLayout, int], object], *, masked: bool = True
+) -> SpeechLayout:
+    """Find the first layout of speech that a model runs on.
 
     Args:
         config: of the model.
@@ -122,7 +108,7 @@ def find(config: Any, argument: str, hear: Callable[[Speech, int], object], *, m
     ) from refused
 
 
-def _layouts(config: Any, waves: bool, masked: bool) -> Iterator[Speech]:
+def _layouts(config: Any, waves: bool, masked: bool) -> Iterator[SpeechLayout]:
     shapes: list[tuple[int | str, ...]]
     if waves:
         shapes = [("frames",), (1, "frames")]
@@ -134,9 +120,9 @@ def _layouts(config: Any, waves: bool, masked: bool) -> Iterator[Speech]:
     unit = _SAMPLES if waves else 1
     for lengths, multiples in ((_FREE, [1, *(windows(config) if masked else ())]), (_EVEN, [1])):
         for multiple in multiples:
-            yield from (Speech(shape, tuple(n * unit for n in lengths), multiple=multiple) for shape in shapes)
+            yield from (SpeechLayout(shape, tuple(n * unit for n in lengths), multiple=multiple) for shape in shapes)
     blocks = [size for size in windows(config) if size <= _LONGEST_BLOCK]
     for block in sorted(blocks, reverse=True):  # clips that end within one window would not show it
-        yield from (Speech(shape, tuple(n * block * unit for n in _BLOCKS)) for shape in shapes)
+        yield from (SpeechLayout(shape, tuple(n * block * unit for n in _BLOCKS)) for shape in shapes)
     for positions in numbers(config, "max_source_positions|max_position_embeddings"):
-        yield from (Speech(shape, (2 * positions,) * 4, 2 * positions) for shape in shapes)
+        yield from (SpeechLayout(shape, (2 * positions,) * 4, 2 * positions) for shape in shapes)

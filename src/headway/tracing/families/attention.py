@@ -1,7 +1,8 @@
-"""Encoders' attention in windows and blocks beside global tokens, cut out by hand of padded chunks (LED, PEGASUS-X).
+"""Attention known by name: windows and blocks that encoders cut out of padded chunks by hand, and towers' masks.
 
-Their code computes chunks that overlap, and padding to whole ones. Each stand-in takes the arguments of the method that
-it stands for, runs the module's own projections on real positions, and records the pairs that these see.
+The code of LED and PEGASUS-X computes chunks that overlap, and padding to whole chunks. A stand-in takes the arguments
+of the method that it replaces, runs the module's own projections on real positions, and records the pairs that each
+position sees.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _unpadded(
     inputs_embeds: torch.Tensor,
     **_options: Any,
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stand in for padding to whole chunks, which the windows' stand-in does not need."""
+    """Stand in for padding to whole chunks: `_window` takes texts of any length."""
     return 0, input_ids, attention_mask, inputs_embeds
 
 
@@ -117,6 +118,9 @@ def unpadded_settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, A
             yield vars(module.config), "block_size", 1
 
 
+# model types of towers that make a mask for any attention but a flash kernel, to which they hand no boundaries either
+# (transformers 5.17)
+MASKED_TOWERS = ("pixtral",)
 # methods that cut windows out by hand: (class, method)
 METHODS: dict[tuple[str, str], Callable[..., Any]] = {
     ("LEDEncoderSelfAttention", "forward"): _window,
