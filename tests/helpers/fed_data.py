@@ -9,7 +9,7 @@ from headway.data.index import build_index
 from headway.data.policy import BadSamples
 from headway.packing.budget import Budget
 from headway.packing.items import Items
-from headway.packing.order import Order, Play, Stage
+from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
 
 BUDGET = Budget(120)
@@ -31,7 +31,7 @@ def write_shards(folder: Path, rows, shards, picture_of=lambda _: None):
     return folder
 
 
-ONCE = (Stage((Play("many", epochs=1), Play("few", epochs=2))),)
+ONCE = (Stage((StageSource("many", epochs=1), StageSource("few", epochs=2))),)
 
 
 class Data:

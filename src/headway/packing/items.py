@@ -1,19 +1,16 @@
-"""What is planned over: the samples of all sources, numbered through, after the policy for over-long ones."""
+"""Items of a plan: the samples of all sources, numbered through, over-long ones dropped, truncated or split."""
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.count import CostModel
 from headway.errors import ConfigError, DataError
-from headway.packing.budget import Budget, Size, over_budget
-from headway.packing.costs import segment_costs
-
-if TYPE_CHECKING:
-    from headway.count import CostModel
+from headway.packing.budget import Budget, Size, over_budget, segment_costs
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 OVERLONG: tuple[Overlong, ...] = ("error", "drop", "truncate", "split")
@@ -29,7 +26,7 @@ class Lengths(Protocol):
 
     @property
     def first_target(self) -> Numbers:
-        """Origins of the first target [tokens], shape (N,)."""
+        """Place of the first target [tokens], shape (N,)."""
 
     @property
     def media_end(self) -> Numbers:
@@ -43,7 +40,7 @@ class Lengths(Protocol):
     def ok(self) -> Numbers:
         """Whether each row can be used, shape (N,)."""
 
-    def costs(self, cost_model: "CostModel") -> Numbers:
+    def costs(self, cost_model: CostModel) -> Numbers:
         """FLOPs of training on each row, shape (N,)."""
 
 
@@ -65,7 +62,7 @@ class Origins(NamedTuple):
 
 @dataclass(slots=True)
 class OverlongCounts:
-    """What became of a source's samples.
+    """How many of a source's rows were used, dropped, truncated or split.
 
     Attributes:
         read: rows looked at.
@@ -145,7 +142,7 @@ class Items:
         sources: Mapping[str, Lengths],
         budget: Budget,
         overlong: Overlong = "error",
-        cost_model: "CostModel | None" = None,
+        cost_model: CostModel | None = None,
     ) -> tuple["Items", dict[str, OverlongCounts]]:
         """Number the samples of all sources, by the policy for those that exceed a pack.
 
@@ -212,7 +209,7 @@ class _Part(NamedTuple):
     counts: OverlongCounts
 
 
-def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: "CostModel | None") -> _Part:
+def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: CostModel | None) -> _Part:
     """Apply the policy to one source."""
     tokens, patches, ok = np.asarray(lengths.tokens), np.asarray(lengths.patches), np.asarray(lengths.ok)
     costs = tokens.astype(np.float64) if cost_model is None else np.asarray(lengths.costs(cost_model))
@@ -259,7 +256,7 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
     return part
 
 
-def _text_costs(lengths: Numbers, cost_model: "CostModel | None") -> Numbers:
+def _text_costs(lengths: Numbers, cost_model: CostModel | None) -> Numbers:
     return lengths.astype(np.float64) if cost_model is None else segment_costs(cost_model, lengths)
 
 

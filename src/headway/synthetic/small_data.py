@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from headway.errors import DataError
-from headway.packing.costs import square_grid
-from headway.packing.length_mixes import Mix
+from headway.packing.budget import square_grid
+from headway.packing.lengths import Mix
 
 # One token each for a tokenizer that learned from them, and a space.
 WORDS = tuple(f"{first}{rest}" for first in "bdfgklmnprst" for rest in ("al", "en", "ir", "om", "ut"))

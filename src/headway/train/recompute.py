@@ -9,7 +9,7 @@ from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import shipped_name
 from headway.count.recompute import as_choice
 from headway.models.load import load_config
-from headway.packing.costs import square_grid
+from headway.packing.budget import square_grid
 from headway.plan.recompute import block_bytes, least_recomputed
 from headway.tracing.block_activations import saved_by_block, saved_of_config
 from headway.train.config import TrainConfig

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headway.data.feed import parcel
 from headway.errors import CheckpointError, ConfigError
-from headway.packing.order import Play, Stage
+from headway.packing.order import Stage, StageSource
 from helpers.fed_data import Data, samples_of
 
 KINDS = ("indexed", "stream")
@@ -96,7 +96,7 @@ def test_a_state_of_other_data_or_settings_is_refused(two_sources, text_encoder)
         Data(two_sources, text_encoder, lanes=4).ranks("stream", 1).load(state)
     state = Data(two_sources, text_encoder).ranks("indexed", 1).state()
     with pytest.raises(CheckpointError, match="items was"):
-        Data(two_sources[:1], text_encoder, (Stage((Play("many", epochs=1),)),)).ranks("indexed", 1).load(state)
+        Data(two_sources[:1], text_encoder, (Stage((StageSource("many", epochs=1),)),)).ranks("indexed", 1).load(state)
 
 
 def test_lanes_must_be_shared_evenly(two_sources, text_encoder):
@@ -106,7 +106,9 @@ def test_lanes_must_be_shared_evenly(two_sources, text_encoder):
 
 def test_ranks_whose_lanes_end_early_wait_with_padding(two_sources, text_encoder):
     """One lane for each of 11 chats and 8 more without any: ranks end at different steps."""
-    together = Data(two_sources[1:], text_encoder, (Stage((Play("few", epochs=1),)),), lanes=16).ranks("stream", 4)
+    together = Data(two_sources[1:], text_encoder, (Stage((StageSource("few", epochs=1),)),), lanes=16).ranks(
+        "stream", 4
+    )
     steps = list(together.steps())
     assert any(not batches for batches in steps[-1])
     assert sum(len(samples_of(step)) for step in steps) == 11
@@ -117,8 +119,8 @@ def test_ranks_whose_lanes_end_early_wait_with_padding(two_sources, text_encoder
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_share_out_the_samples_of_a_stage(two_sources, text_encoder, kind):
     stages = (
-        Stage((Play("many", weight=3.0), Play("few", weight=1.0)), samples=80),
-        Stage((Play("few", epochs=1, limit=5),)),
+        Stage((StageSource("many", weight=3.0), StageSource("few", weight=1.0)), samples=80),
+        Stage((StageSource("few", epochs=1, limit=5),)),
     )
     together = Data(two_sources, text_encoder, stages).ranks(kind, 2)
     by_source = Counter(name for step in together.steps() for name, _, _ in samples_of(step))
@@ -127,7 +129,7 @@ def test_weights_share_out_the_samples_of_a_stage(two_sources, text_encoder, kin
 
 
 def test_a_stream_without_end_goes_on(two_sources, text_encoder):
-    stages = (Stage((Play("many", weight=1.0),)),)
+    stages = (Stage((StageSource("many", weight=1.0),)),)
     together = Data(two_sources, text_encoder, stages, lanes=2).ranks("stream", 2)
     seen = Counter(one for step in together.steps(60) for one in samples_of(step))
     by_file = {file: [times for (_, name, _), times in seen.items() if name == file] for _, file, _ in seen}
@@ -138,7 +140,7 @@ def test_a_stream_without_end_goes_on(two_sources, text_encoder):
 
 
 def test_a_source_smaller_than_the_lanes_cannot_keep_its_weight(two_sources, text_encoder):
-    stages = (Stage((Play("many", weight=1.0), Play("few", weight=1.0))),)
+    stages = (Stage((StageSource("many", weight=1.0), StageSource("few", weight=1.0))),)
     together = Data(two_sources, text_encoder, stages, lanes=12).ranks("stream", 1)
     with pytest.raises(ConfigError, match=r"'few' has no sample for lane 11 of 12.*data\.stream\.lanes"):
         list(together.steps(200))
@@ -151,7 +153,7 @@ def test_a_stream_of_long_documents_is_split_and_counted(tmp_path, text_encoder)
     file = tmp_path / "documents.jsonl"
     file.write_text("\n".join(f'{{"text": "{n} {words}"}}' for n in range(6)) + '\n{"text": "short text"}\n')
     source = open_source(file, name="documents")
-    stages = (Stage((Play("documents", epochs=1),)),)
+    stages = (Stage((StageSource("documents", epochs=1),)),)
     tokens = [text_encoder.measure(source[row]).tokens for row in range(7)]
     for kind in KINDS:
         together = Data([source], text_encoder, stages, overlong="split", lanes=2).ranks(kind, 2)

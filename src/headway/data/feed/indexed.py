@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headway.data.feed.feed import Feed, Share, estimated_bytes
-from headway.data.feed.make import Made, PackMaker, Piece
+from headway.data.feed.make import FinishedPack, PackMaker, Piece
 from headway.data.feed.pool import Job
 from headway.data.policy import BadSamples
 from headway.packing.items import OverlongCounts
@@ -20,8 +20,8 @@ class IndexedFeed(Feed):
         plan: of the steps of all ranks.
         maker: loads, encodes and collates; its sources are the plan's, in the same order.
         share: which packs are made here, and how.
-        bad: what becomes of samples that cannot be used.
-        planned: what became of each source's rows when the plan's items were made, for the report.
+        bad: what happens to samples that cannot be used.
+        planned: counts of each source from making the plan's items, for the report.
 
     Raises:
         DataError: while iterating, as `Feed`.
@@ -43,7 +43,7 @@ class IndexedFeed(Feed):
         self._place: dict[str, Any] | None = None
         self._items_key = plan.items.fingerprint()
 
-    def _play(self) -> Iterator[list[Made]]:
+    def _finished_steps(self) -> Iterator[list[FinishedPack]]:
         ahead: deque[tuple[int, dict[str, Any]]] = deque()  # packs of each step under way, and the place after it
         packs = self._pool.run(self._jobs(ahead))
         for first in packs:

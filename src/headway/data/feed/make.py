@@ -1,4 +1,4 @@
-"""One pack, from the rows it holds to its batch: what a worker process does."""
+"""Making a pack in a worker process: read its rows, encode and cut them, collate."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class Skipped(NamedTuple):
 
     Attributes:
         error: which, and why.
-        tokens: what it was to bring [tokens]; 0 where that was not known.
+        tokens: its planned length [tokens]; 0 where that was not known.
     """
 
     error: SampleError
@@ -56,15 +56,15 @@ class Dropped(NamedTuple):
     tokens: int
 
 
-class Made(NamedTuple):
-    """A finished pack.
+class FinishedPack(NamedTuple):
+    """A pack with the samples that were left out of it.
 
     Attributes:
         batch: its tensors.
-        pieces: what each of its samples was cut to.
-        whole_tokens: length of each of its samples before that [tokens].
-        skipped: samples that were to be in it.
-        dropped: samples that were read for it.
+        pieces: its samples, and what each was cut to.
+        whole_tokens: length of each of its samples before cutting [tokens].
+        skipped: samples planned for it that could not be used.
+        dropped: samples read for it that exceed a pack.
     """
 
     batch: Batch
@@ -90,7 +90,7 @@ class PackMaker:
     collator: Collator
     skips: bool
 
-    def __call__(self, pieces: Sequence[Piece]) -> Made:
+    def __call__(self, pieces: Sequence[Piece]) -> FinishedPack:
         """Make a pack; one of which nothing is left is a pack of padding.
 
         Raises:
@@ -98,7 +98,7 @@ class PackMaker:
         """
         return self.make((piece, partial(self._load, piece)) for piece in pieces)
 
-    def make(self, pieces: Iterable[tuple[Piece, Callable[[], Sample]]]) -> Made:
+    def make(self, pieces: Iterable[tuple[Piece, Callable[[], Sample]]]) -> FinishedPack:
         """Make a pack of samples that are read in another way than by their row.
 
         Raises:
@@ -117,7 +117,7 @@ class PackMaker:
             encoded.append(part)
             whole_tokens.append(whole.tokens)
             used.append(piece)
-        return Made(self.collator(encoded), tuple(used), tuple(whole_tokens), tuple(skipped))
+        return FinishedPack(self.collator(encoded), tuple(used), tuple(whole_tokens), tuple(skipped))
 
     def _load(self, piece: Piece) -> Sample:
         source = self.sources[piece.source]

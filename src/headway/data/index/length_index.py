@@ -15,7 +15,7 @@ from headway.count import Workload
 from headway.data.index.table import BAD, CLIPS, GRIDS, LAYOUT, NUMBERS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
-from headway.packing.costs import grid_costs, segment_costs
+from headway.packing.budget import grid_costs, segment_costs
 
 if TYPE_CHECKING:
     from headway.count import CostModel

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.packing.length_mixes import MIXES
+from headway.packing.lengths import MIXES
 from headway.train.config.sections import Positive, Section
 
 
