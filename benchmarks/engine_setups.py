@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.data.collate import Batch, Collator
-from headway.data.encoded import EncodedSample
+from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
 from headway.models import load_model, rope_index
 from headway.models.load import RopeIndex

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 
 from headway.data import Chat, Message, Origin, TextPart
-from headway.data.feed.pool import Job, Pool
+from headway.data.pool import Job, Pool
 
 
 def test_threads_that_encode_at_once_learn_the_same_tokens(text_encoder):

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
+from headway.data.bad_rows import BadSamples
 from headway.data.collate import Collator
 from headway.data.feed import IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import build_index
-from headway.data.policy import BadSamples
 from headway.packing.budget import Budget
 from headway.packing.items import Items
 from headway.packing.order import Order, Stage, StageSource

@@ -2,8 +2,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from headway.models.load import load_model, load_processor
-from headway.synthetic.digits import QUESTIONS
-from headway.synthetic.reader import write_reader
+from headway.synthetic.digits import QUESTIONS, write_reader
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Data: samples read from files of many formats, encoded by the model's own processor, packed, collated and fed.
 
-`sources` read samples, `Encoder` turns them into tensors, `index` measures them, `plan` decides over lengths alone
-which make a pack and which packs a step, and `feed` makes the packs ahead of the training loop and resumes to the exact
-next one. Importing this package or `plan` loads neither torch nor transformers.
+`sources` read samples, `Encoder` turns them into tensors, `index` measures them, `headway.packing` plans packs over
+these lengths alone, and `feed` makes the packs ahead of the training loop and resumes to the exact next one.
+Importing this package loads neither torch nor transformers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ _HOME = {
     "Chat": "headway.data.samples",
     "Collator": "headway.data.collate",
     "Document": "headway.data.samples",
-    "EncodedSample": "headway.data.encoded",
+    "EncodedSample": "headway.data.encode",
     "Encoder": "headway.data.encode",
     "ImagePart": "headway.data.samples",
     "Media": "headway.data.samples",

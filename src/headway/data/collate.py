@@ -12,9 +12,10 @@ import torch
 from torch.nn.functional import pad
 
 from headway.count import Workload
-from headway.data.encoded import IGNORED, EncodedSample
+from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
+from headway.models.losses import IGNORED
 from headway.models.pixel_patches import normalised
 from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders

@@ -194,9 +194,8 @@ class FirstFit:
         first = self.tree.find(0, size.tokens)
         if first is None or size.patches == 0:
             return first
-        fits = (self.left[first:] >= size).all(axis=1)
-        place = int(fits.argmax())
-        return first + place if fits[place] else None
+        fits = np.flatnonzero(np.all(self.left[first:] >= size, axis=1))
+        return first + int(fits[0]) if len(fits) else None
 
 
 class BestFit:

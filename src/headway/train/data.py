@@ -6,11 +6,11 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from headway.count import CostModel
+from headway.data.bad_rows import BadSamples
 from headway.data.collate import Collator
 from headway.data.encode import Encoder
 from headway.data.feed import Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import LengthIndex, build_index
-from headway.data.policy import BadSamples
 from headway.data.sources import Source, open_source
 from headway.errors import ConfigError
 from headway.models.vision import vision_geometry

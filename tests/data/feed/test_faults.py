@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from headway.data import Encoder
-from headway.data.policy import BadSamples
+from headway.data.bad_rows import BadSamples
 from headway.data.sources import open_source
 from headway.errors import DataError
 from headway.packing.order import Stage, StageSource

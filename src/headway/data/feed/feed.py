@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from headway.data.blank import Modalities, with_blanks
+from headway.data.bad_rows import BadSamples, SampleCounts
+from headway.data.blank_media import Modalities, with_blanks
 from headway.data.collate import Batch
 from headway.data.feed.make import FinishedPack, PackMaker
-from headway.data.feed.pool import Pool
-from headway.data.policy import BadSamples, SampleCounts
+from headway.data.pool import Pool
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.packing.budget import Budget
 

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from headway.data.bad_rows import BadSamples
 from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.make import FinishedPack, PackMaker, Piece
-from headway.data.feed.pool import Job
-from headway.data.policy import BadSamples
+from headway.data.pool import Job
 from headway.packing.items import OverlongCounts
 from headway.packing.plan import Plan
 from headway.packing.steps import deal

@@ -12,11 +12,10 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from headway.count import CostModel, Workload
+from headway.data.bad_rows import sample_error
 from headway.data.feed.lane_source import LaneSource, ReadPosition
 from headway.data.feed.make import Dropped, FinishedPack, PackMaker, Piece, Skipped
-from headway.data.media.lengths import SampleLengths
-from headway.data.policy import sample_error
-from headway.data.samples import Sample, SampleError
+from headway.data.samples import Sample, SampleError, SampleLengths
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget
 from headway.packing.items import Overlong
@@ -183,8 +182,8 @@ class Lane:
         samples = self._read_again([*state["buffer"], *state["packing"], *chain.from_iterable(state["ready"])])
 
         def buffered(key: list[Any]) -> BufferedSample:
-            position = ReadPosition(*key[0])
-            return BufferedSample(position, *key[1:], samples[position])
+            position, (start, stop, patches, cost) = ReadPosition(*key[0]), key[1:]
+            return BufferedSample(position, start, stop, patches, cost, samples[position])
 
         self._buffer = [buffered(key) for key in state["buffer"]]
         self._ready.extend([buffered(key) for key in keys] for keys in state["ready"])

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
-from headway.data.encode import Encoder
-from headway.data.encoded import EncodedSample
-from headway.data.policy import sample_error
+from headway.data.encode import EncodedSample, Encoder
 from headway.data.samples import Origin, Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import DataError

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from headway.data.bad_rows import BadSamples
 from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.lane import Lane, LanePack, Streaming
 from headway.data.feed.make import FinishedPack
-from headway.data.feed.pool import Job
-from headway.data.policy import BadSamples
+from headway.data.pool import Job
 from headway.errors import ConfigError
 from headway.packing.order import Stage
 

@@ -5,20 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headway.count import Workload
+from headway.count import CostModel, Workload
 from headway.data.index.table import BAD, CLIPS, GRIDS, LAYOUT, NUMBERS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
 from headway.packing.budget import grid_costs, segment_costs
-
-if TYPE_CHECKING:
-    from headway.count import CostModel
 
 Ints = np.ndarray[Any, np.dtype[Any]]
 
@@ -135,7 +132,7 @@ class LengthIndex:
             ) from error
         return cls(**columns, description=description, path=path)
 
-    def costs(self, cost_model: "CostModel") -> Ints:
+    def costs(self, cost_model: CostModel) -> Ints:
         """Count the useful FLOPs of training on each row, forward and backward.
 
         Costs add up over segments, images, videos and clips, so each distinct length and grid is counted once.
@@ -234,7 +231,7 @@ def _ragged(chunk: pa.ListArray) -> Ragged:
     return Ragged(np.concatenate([[0], np.cumsum(chunk.value_lengths().to_numpy())]), values)
 
 
-def _row_costs(index: LengthIndex, cost_model: "CostModel") -> Ints:
+def _row_costs(index: LengthIndex, cost_model: CostModel) -> Ints:
     rows = np.zeros(len(index))
     rows[index.ok] = segment_costs(cost_model, index.tokens[index.ok])
     parts: list[tuple[Literal["images", "videos", "audio"], Ragged]] = [
@@ -249,7 +246,7 @@ def _row_costs(index: LengthIndex, cost_model: "CostModel") -> Ints:
     return rows
 
 
-def _check_additive(index: LengthIndex, rows: Ints, cost_model: "CostModel") -> None:
+def _check_additive(index: LengthIndex, rows: Ints, cost_model: CostModel) -> None:
     """Count the row with the most patches as a whole, too: what text reads of media elsewhere would not add up."""
     if not index.patches.any():
         return

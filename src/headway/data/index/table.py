@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.cache import write_whole
-from headway.data.samples import Origin, SampleError
-
-if TYPE_CHECKING:
-    from headway.data.media.lengths import SampleLengths
+from headway.data.samples import Origin, SampleError, SampleLengths
 
 LAYOUT = 1
 """Version of the columns' names and meaning; part of every index's key."""
@@ -39,7 +36,7 @@ SCHEMA = pa.schema(
 )
 
 
-def table_of(rows: "Sequence[SampleLengths | SampleError]") -> pa.Table:
+def table_of(rows: Sequence[SampleLengths | SampleError]) -> pa.Table:
     """Lay measured rows out in columns.
 
     Args:

@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from headway.data.media.files import media_error
 from headway.data.media.videos import DAMAGE, av_container, first_stream
-from headway.data.samples import Media
+from headway.data.samples import Media, media_error
 from headway.errors import DataError
 
 
