@@ -56,7 +56,7 @@ class SampleCounts:
 
         Args:
             source: its name.
-            outcome: what happened to them.
+            outcome: their outcome.
             samples: how many.
             tokens: their tokens, together [tokens].
         """
@@ -120,7 +120,7 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class BadSamples:
-    """What to do with samples that cannot be used.
+    """Policy for samples that cannot be used.
 
     Attributes:
         policy: "error" stops at the first; "skip" leaves them out, counts them, and stops beyond a limit.

@@ -41,10 +41,10 @@ class Batch:
         audio_mask_AF: which of their frames are real; None without audio.
         token_types_1T: 1 on image and 2 on video placeholders; None for models without images.
         pixel_scale_2D: factor and summand that turn uint8 patches into the model's; None where they are so already.
-        vision: what the vision tower derives from the grids, as keyword arguments of the model.
+        vision: tensors that the vision tower would derive from the grids, as keyword arguments of the model.
         placeholders: where those of images and videos are; None where the collator has no vision geometry.
         source_ids_N: number of each segment's source among the collator's; 0 for padding.
-        workload: what the step computes, for counting; stays on the CPU.
+        workload: lengths, grids and slots of the pack, for counting FLOPs; stays on the CPU.
         supervised: targets of each sample that the loss counts [tokens].
         origins: where each sample came from.
     """

@@ -317,7 +317,6 @@ def _grids(grids: Sequence[Grid]) -> torch.Tensor:
 
 
 def _settings(part: Any) -> Any:
-    """What a processor's part was set to."""
     return {name: value for name, value in part.to_dict().items() if not name.startswith("_")}
 
 

@@ -24,7 +24,7 @@ class Packer:
     """Assigns samples, one after the other, to packs that are still open.
 
     Args:
-        budget: what a pack holds.
+        budget: limits of a pack.
         strategy: "first_fit" takes the oldest open pack with room; "best_fit" the one that is left with the least token
             room, and among equals the least patch room.
 
@@ -43,7 +43,7 @@ class Packer:
 
     @property
     def open_packs(self) -> dict[int, Size]:
-        """What is left in each open pack, oldest first."""
+        """Tokens and patches left in each open pack, oldest first."""
         return self._left
 
     def find(self, size: Size) -> int | None:
@@ -99,7 +99,7 @@ def pack(sizes: Sequence[Size], budget: Budget, strategy: Fit = "best_fit") -> l
 
     Args:
         sizes: tokens and patches of each sample.
-        budget: what a pack holds.
+        budget: limits of a pack.
         strategy: "best_fit" or "first_fit".
 
     Returns:

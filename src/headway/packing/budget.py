@@ -1,4 +1,4 @@
-"""What a pack may hold, what a sample takes of it, and what training on the sample costs.
+"""Limits of a pack, sizes of samples, and FLOPs of training on them.
 
 Cost models are linear in drivers that add up over segments and grids, so a sample's FLOPs are the sum over its parts:
 each distinct segment length and grid is counted once by the model's cost model, then looked up.
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 
 class Size(NamedTuple):
-    """What a sample takes of a pack, or what is left in one.
+    """Tokens and patches of a sample, or those left in a pack.
 
     Attributes:
         tokens: length [tokens].
@@ -31,7 +31,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a pack holds.
+    """Limits of a pack.
 
     Attributes:
         tokens: the most tokens [tokens].
@@ -76,8 +76,8 @@ def segment_costs(cost_model: CostModel, lengths: NDArray[Any]) -> Floats:
     """Count training on text segments, forward and backward.
 
     Args:
-        cost_model: of the model that is trained.
-        lengths: of the segments [tokens], shape (N,), each >= 1.
+        cost_model: the trained model's costs.
+        lengths: length of each segment [tokens], shape (N,), each >= 1.
 
     Returns:
         FLOPs of each segment, shape (N,).
@@ -95,9 +95,9 @@ def grid_costs(
     """Count training on images, videos or sounds, their tokens in the text left out.
 
     Args:
-        cost_model: of the model that is trained.
+        cost_model: the trained model's costs.
         grids: (t, h, w) of each image or video [patches], shape (M, 3); of sounds the lengths [feature frames], (M,).
-        kind: what they are.
+        kind: the kind of media.
 
     Returns:
         FLOPs of each, shape (M,).
@@ -123,7 +123,7 @@ def patch_costs(cost_model: CostModel, patches: NDArray[Any]) -> Floats:
     patches. Attention among patches grows faster than their number, so several small pictures cost less than this.
 
     Args:
-        cost_model: of the model that is trained.
+        cost_model: the trained model's costs.
         patches: vision patches of each sample [patches], shape (N,), each >= 0.
 
     Returns:

@@ -45,7 +45,7 @@ class Lengths(Protocol):
 
 
 class Origins(NamedTuple):
-    """Where items come from, one entry each.
+    """Source, row and tokens of items, one entry each.
 
     Attributes:
         source: number of the source, in the order of `Items.names`.
@@ -148,11 +148,11 @@ class Items:
 
         Args:
             sources: lengths of each source's rows, by name.
-            budget: what a pack holds.
+            budget: limits of a pack.
             overlong: "error" stops; "drop" leaves such samples out; "truncate" keeps their beginning, or leaves them
                 out if that would cut media, their patches exceed the budget or no target would be left; "split" makes
                 several items of those without media, one for each pack's worth, and leaves the others out.
-            cost_model: of the model that is trained; None plans by tokens.
+            cost_model: the trained model's costs; None plans by tokens.
 
         Returns:
             The items, and what became of the samples of each source.
@@ -181,7 +181,7 @@ class Items:
         return items, counts
 
     def locate(self, items: Numbers) -> Origins:
-        """Say which tokens of which row of which source each item is."""
+        """Look up source, row and tokens of items."""
         source = np.searchsorted(self.offsets, items, side="right") - 1
         row = items - self.offsets[source] if self.rows is None else self.rows[items]
         start = np.zeros(len(items), dtype=np.int64)
@@ -210,7 +210,6 @@ class _Part(NamedTuple):
 
 
 def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: CostModel | None) -> _Part:
-    """Apply the policy to one source."""
     tokens, patches, ok = np.asarray(lengths.tokens), np.asarray(lengths.patches), np.asarray(lengths.ok)
     costs = tokens.astype(np.float64) if cost_model is None else np.asarray(lengths.costs(cost_model))
     too_wide = ok & (patches > budget.patches) if budget.patches is not None else np.zeros(len(tokens), dtype=bool)

@@ -187,7 +187,7 @@ class Mix:
     Attributes:
         name: short.
         description: the distribution.
-        kind: what the samples hold beside text.
+        kind: media that the samples hold beside text.
         source: where it is from.
         draw: makes, of so many samples, the lengths [tokens], how many of these are media's [tokens], and the number of
             images or videos, each of shape (N,).

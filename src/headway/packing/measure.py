@@ -110,7 +110,7 @@ def report_on(
         planned: all steps of one pass.
         items: the items that the packs' numbers stand for.
         order: the order that was packed; it ends.
-        budget: what a pack holds.
+        budget: limits of a pack.
         ranks: data-parallel ranks; the packs of a step are dealt to them.
         strategy: name of the packer.
         cpu_s: processor time of packing [s].

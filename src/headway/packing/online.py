@@ -19,7 +19,7 @@ class OnlinePacker(Generic[T]):
     once. Samples that it leaves over stay in the buffer, so little more than `packs` packs are held.
 
     Args:
-        budget: what a pack holds.
+        budget: limits of a pack.
         strategy: one of `STRATEGIES`; "balanced" makes the packs that are handed out together alike in cost.
         packs: packs that are open together; more fill better and balance better.
         packs_per_step: packs of a step, which "balanced" makes alike; all that are open when None.

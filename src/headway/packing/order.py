@@ -37,7 +37,7 @@ class StageSource:
     """One source of a stage's mixture; give `weight` or `epochs`.
 
     Attributes:
-        name: of the source.
+        name: name of the source.
         weight: share of the stage's draws, relative to the other sources' weights.
         epochs: how often each of the source's items is drawn; a fraction draws part of them once more.
         limit: use only this many of the source's items, chosen by the seed; None for all.
@@ -83,7 +83,7 @@ class Order:
     Args:
         sizes: items of each source by name, in the order in which items are numbered.
         stages: the curriculum; every source in proportion to its size, endlessly, when None.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         shuffle: whether to shuffle inside sources.
 
     Raises:

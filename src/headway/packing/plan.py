@@ -71,9 +71,9 @@ class Plan:
     steps, and steps of a window are shuffled.
 
     Args:
-        items: what is planned over.
-        order: in which order.
-        budget: what a pack holds.
+        items: the samples to plan.
+        order: the order in which they are trained on.
+        budget: limits of a pack.
         packs_per_step: packs of an optimizer step over all ranks, data-parallel ranks times accumulation.
         strategy: "balanced", or one of the textbook ones for comparison.
         seed: of everything that the plan chooses at random.
@@ -124,7 +124,7 @@ class Plan:
         self._shift = cost_shift(float(items.costs.max(initial=0.0)))
 
     def settings(self) -> dict[str, Any]:
-        """What decides the plan besides items and order, as plain JSON values; ranks are free to change."""
+        """Settings that decide the plan besides items and order, as plain JSON values; ranks are free to change."""
         return {
             "budget": [self.budget.tokens, self.budget.patches, self.budget.items],
             "strategy": self.strategy,

@@ -44,10 +44,10 @@ class Candidates:
     """Samples to pack.
 
     Attributes:
-        tokens: of each sample [tokens], shape (N,).
-        patches: of each sample [patches], shape (N,).
-        costs: of each sample, whole numbers in any unit, held in float64, shape (N,).
-        budget: what a pack holds.
+        tokens: length of each sample [tokens], shape (N,).
+        patches: vision patches of each sample [patches], shape (N,).
+        costs: cost of each sample, whole numbers in any unit, held in float64, shape (N,).
+        budget: limits of a pack.
         packs_per_step: packs of a step over all ranks.
         accumulation: packs of a step that one rank accumulates gradients over.
         key: seed of everything that is chosen at random.
@@ -65,7 +65,7 @@ class Candidates:
 
     @property
     def needs(self) -> Ints:
-        """What each sample takes of each budget that is set, tokens first, shape (R, N)."""
+        """Tokens, patches and count (1) of each sample, for the budgets that are set, shape (R, N)."""
         ones = np.ones_like(self.tokens) if self.budget.items is not None else None
         patches = self.patches if self.budget.patches is not None else None
         return np.stack([column for column in (self.tokens, patches, ones) if column is not None])

@@ -33,7 +33,7 @@ MAX_SHEAR = 0.1
 
 @dataclass(frozen=True)
 class DigitsData:
-    """Where the dataset lies and how much of it there is."""
+    """Files and sizes of the dataset."""
 
     one_digit: Path
     train: Path
@@ -68,7 +68,7 @@ def write_digits(
         num_eval: held-out samples of 1 to 4 digits [samples].
         held_out: fraction of the scans that only the evaluation sees.
         renderings: image files per training scan; held-out scans have one [images].
-        seed: of the split, the renderings and the composition.
+        seed: seed of the split, the renderings and the composition.
 
     Raises:
         DataError: scikit-learn is not installed, or the folder cannot be written.

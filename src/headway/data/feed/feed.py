@@ -26,7 +26,7 @@ def estimated_bytes(tokens: int, patches: int) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """Which packs of every step are this process's, and how they are made.
+    """A rank's share of every step, and how its packs are made.
 
     Attributes:
         rank: this process among those that train together, from 0.
@@ -104,9 +104,9 @@ class Feed(ABC):
 
     Args:
         maker: makes packs; its sources give the names.
-        budget: of a pack.
+        budget: limits of a pack.
         share: which packs are made here, and how.
-        bad: what happens to samples that cannot be used.
+        bad: policy for samples that cannot be used.
         work: function that the workers run.
         splits: whether over-long samples are split, so that pieces of them are not truncated ones.
         keyed: whether tasks belong to one worker each, as for `Pool`.
@@ -145,7 +145,7 @@ class Feed(ABC):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """What decides the packs' contents and order, as plain JSON values."""
+        """Settings that decide the packs' contents and order, as plain JSON values."""
 
     @abstractmethod
     def _position(self) -> dict[str, Any]:
@@ -284,6 +284,6 @@ class Feed(ABC):
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values as they come back from a file of JSON, tuples as lists."""
+    """Values as they come back from a JSON file: tuples as lists."""
     plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain

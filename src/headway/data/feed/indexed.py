@@ -17,10 +17,10 @@ class IndexedFeed(Feed):
     """Makes the packs of a plan.
 
     Args:
-        plan: of the steps of all ranks.
+        plan: steps of all ranks.
         maker: loads, encodes and collates; its sources are the plan's, in the same order.
         share: which packs are made here, and how.
-        bad: what happens to samples that cannot be used.
+        bad: policy for samples that cannot be used.
         planned: counts of each source from making the plan's items, for the report.
 
     Raises:

@@ -31,14 +31,14 @@ class Streaming:
     Attributes:
         maker: encodes and collates; the stages name its sources.
         stages: the curriculum, as for a plan.
-        budget: what a pack holds.
+        budget: limits of a pack.
         strategy: strategy of the online packer.
-        overlong: what happens to a sample that exceeds a pack.
+        overlong: policy for samples that exceed a pack.
         lanes: number of lanes.
         shuffle: samples that wait to be drawn at random, in each lane; 1 keeps the order of the files [samples].
         open_packs: packs that are open at a time, in each lane [packs].
-        seed: of the order of shards and of the draws.
-        cost_model: of the model that is trained, which "balanced" makes packs alike by; None balances tokens.
+        seed: seed of the order of shards and of the draws.
+        cost_model: the trained model's costs, which "balanced" makes equal; None balances tokens.
 
     Raises:
         ConfigError: a number below 1, or a stage that does not fit a stream.

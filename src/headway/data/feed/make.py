@@ -78,7 +78,7 @@ class PackMaker:
     """Loads, encodes, cuts and collates the samples of a pack.
 
     Attributes:
-        sources: what the pieces' source numbers mean.
+        sources: datasets, by the pieces' source numbers.
         encoder: turns samples into tensors.
         collator: lays them end to end.
         skips: whether a sample that cannot be used is left out and named, instead of ending the run.

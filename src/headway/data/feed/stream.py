@@ -52,7 +52,7 @@ class StreamFeed(Feed):
     Args:
         streaming: the data and how they are cut into lanes.
         share: which lanes are this rank's, and how their packs are made.
-        bad: what happens to samples that cannot be used.
+        bad: policy for samples that cannot be used.
 
     Raises:
         ConfigError: the lanes cannot be shared evenly among the ranks.

@@ -45,7 +45,7 @@ _MOST_UNITS = 4096
 
 @dataclass(frozen=True)
 class IndexJob:
-    """What is measured, by what, and where the results go; every worker gets one.
+    """A source, its encoder and the folder of results; every worker gets one.
 
     Attributes:
         source: the rows.
@@ -64,7 +64,7 @@ class IndexJob:
 
     @property
     def parts_folder(self) -> Path:
-        """Where finished units wait for the others."""
+        """Folder of finished units, until all are."""
         return self.folder / "parts"
 
     def part(self, unit: range) -> Path:
@@ -125,8 +125,8 @@ def build_index(
         cache: folder of all indices; `index` in Headway's cache if None.
         workers: processes; 0 measures in this one; one for each usable core if None, and none for a few rows.
         progress: told how far it is.
-        policy: what happens to rows that cannot be used.
-        counts: of all sources; this one's rows are counted there as read and skipped.
+        policy: policy for rows that cannot be used.
+        counts: counts of all sources; this one's rows are added as read and skipped.
         refresh: measure anew, as where images were replaced under the same names.
 
     Returns:
@@ -145,7 +145,7 @@ def build_index(
     if refresh:
         shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time
     if not job.index_file.exists():
-        _make(job, workers, progress or _silent, policy)
+        _make(job, workers, progress or (lambda *_: None), policy)
     index = LengthIndex.load(job.index_file, source=source.name)
     counts = SampleCounts() if counts is None else counts
     counts.count(source.name, "read", len(index), int(index.tokens.sum(dtype=np.int64)))
@@ -224,7 +224,7 @@ def measure_unit(job: IndexJob, unit: range) -> None:
     """Measure the rows of a unit and write its part, unless another process has done so meanwhile.
 
     Args:
-        job: what is measured.
+        job: the source and its encoder.
         unit: rows of the source.
 
     Raises:
@@ -255,7 +255,6 @@ def _usable_cores() -> int:
 
 
 def _description(job: IndexJob, bad: int) -> bytes:
-    """What the index says of itself, as JSON."""
     return json.dumps(
         {
             "layout": LAYOUT,
@@ -272,7 +271,6 @@ def _description(job: IndexJob, bad: int) -> bytes:
 
 
 def _cannot_write(job: IndexJob, units: Sequence[range], error: OSError) -> DataError:
-    """Say what is kept, and how to go on."""
     kept = sum(len(unit) for unit in units if job.has(unit))
     rest = (
         f"{kept:,} of {len(job.source):,} rows are kept there, and the same command goes on from them; or name another "
@@ -290,7 +288,3 @@ def _cannot_write(job: IndexJob, units: Sequence[range], error: OSError) -> Data
             f"away. {rest}"
         )
     return DataError(f"The length index cannot be written to {job.folder}: {error}. {rest}")
-
-
-def _silent(measured: int, rows: int, bad: int) -> None:
-    """Show nothing."""

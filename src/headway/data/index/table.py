@@ -62,7 +62,7 @@ def bad_rows(column: pa.ChunkedArray, source: str) -> dict[int, SampleError]:
     """Take why rows cannot be used from the column `bad`, by row.
 
     Args:
-        column: of the table.
+        column: the table's column `bad`.
         source: name of the source in the run.
     """
     if column.null_count == len(column):
@@ -90,7 +90,7 @@ def join_tables(parts: Sequence[Path], path: Path, metadata: dict[bytes, bytes],
     Args:
         parts: files of `write_table`, in the order of their rows.
         path: the file to write.
-        metadata: what the file says of itself.
+        metadata: entries of the file's footer.
         group_rows: rows that Parquet keeps together, at least.
 
     Raises:

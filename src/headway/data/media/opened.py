@@ -20,7 +20,7 @@ from headway.models.video import VideoProcessor, metadata_of
 
 @dataclass(frozen=True, slots=True)
 class OpenedMedia:
-    """What the headers of a chat's media say.
+    """A chat's media, opened: sizes from their headers.
 
     Attributes:
         pictures: its images.

@@ -163,7 +163,7 @@ class VideoPatches:
 
     Args:
         rules: how the model reads videos.
-        image_scale: (scale_D, shift_D) of image patches; patches of videos are bytes where theirs is the same.
+        image_scale: (scale_D, shift_D) of image patches; patches of videos are bytes where their scale is the same.
     """
 
     def __init__(self, rules: VideoProcessor, image_scale: Scale | None) -> None:

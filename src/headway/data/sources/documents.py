@@ -13,7 +13,7 @@ from headway.data.sources.spans import Record, SpanReader
 from headway.errors import ConfigError
 
 SampleBy = Literal["paragraph", "line", "document"]
-"""What is one document; the names are those of `datasets`' text loader."""
+"""Unit that makes one document; the names are those of `datasets`' text loader."""
 
 DTYPES = ("uint16", "uint32", "int32", "int64")
 _CHUNK_TOKENS = 2**20
@@ -23,7 +23,7 @@ class Text(SpanReader):
     """Plain text.
 
     Args:
-        file: what is read.
+        file: the file to read.
         sample_by: "paragraph": lines between blank lines; "line": every line that is not blank; "document": the file.
 
     Raises:
@@ -39,8 +39,8 @@ class Text(SpanReader):
         self.sample_by = sample_by
 
     @property
-    def unit(self) -> str:  # type: ignore[override]  # the others name theirs once
-        """What a row is called."""
+    def unit(self) -> str:  # type: ignore[override]  # other formats have one unit
+        """Word for a row in messages."""
         return "document" if self.sample_by == "document" else "line"
 
     def records(self, stream: BinaryIO) -> Iterator[Record]:

@@ -72,7 +72,7 @@ def open_source(
         text_column: the column that holds the words of documents and captions.
         root: the folder or URL that rows' media paths start from and stay below; by default each file's own.
         allow_remote: whether rows may name media on the web or in object stores.
-        sample_by: what is a document of plain text: "paragraph" (the default), "line" or "document", the whole file.
+        sample_by: unit of plain text that is a document: "paragraph" (the default), "line" or "document" (the file).
         token_dtype: of files of bare token ids, one of `documents.DTYPES`.
         end_token: the id that ends a document in files of token ids.
         storage_options: passed to fsspec's file system, such as credentials.
