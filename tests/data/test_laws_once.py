@@ -60,7 +60,8 @@ def test_every_token_is_trained_on_once_an_epoch_however_often_it_is_interrupted
         assert report.samples[name]["skipped"] == report.samples[name]["dropped"] == (0, 0)
 
 
-@pytest.mark.parametrize("strategy", ["balanced", "next_fit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [pytest.param("balanced", marks=pytest.mark.core), "next_fit"])
 def test_the_steps_of_a_plan_are_the_same_however_many_ranks_share_them(pipeline, strategy):
     """Eight packs a step, over 8, 4, 2 and 1 ranks: run through, and from one to the other."""
     how = {"tokens_per_pack": TOKENS, "strategy": strategy, "window": 24}
@@ -76,6 +77,8 @@ def test_the_steps_of_a_plan_are_the_same_however_many_ranks_share_them(pipeline
     assert [packs_of(step) for step in pipeline.play(stages, 2, 4, **how).steps()] == whole
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_the_steps_of_a_stream_are_the_same_as_long_as_all_lanes_go_on(pipeline):
     how = {"tokens_per_pack": TOKENS, "stream": STREAM}
     stages = epoch(pipeline, epochs=3)

@@ -308,20 +308,6 @@ class Collator:
         return (ids_S == self.geometry.image_token).int() + 2 * (ids_S == self.geometry.video_token).int()
 
 
-def collate(samples: Sequence[EncodedSample]) -> Batch:
-    """Lay samples end to end, in the order given, without any padding.
-
-    Args:
-        samples: at least one; all encoded by one `Encoder`.
-
-    Raises:
-        DataError: no samples, or a mixture of one-row and M-RoPE positions.
-    """
-    if not samples:
-        raise DataError("A pack needs at least one sample, got none. Skip empty packs before collating.")
-    return Collator()(samples)
-
-
 class _Patches(NamedTuple):
     """Patches of all images or videos of a pack, and their grids."""
 

@@ -98,7 +98,7 @@ class Pool(Generic[Task, Result]):
     ) -> None:
         if workers < 0 or prefetch_bytes < 0:
             raise ConfigError(
-                f"The data got workers={workers}, prefetch_bytes={prefetch_bytes}; neither may be below 0."
+                f"The worker pool got workers={workers}, prefetch_bytes={prefetch_bytes}; neither may be below 0."
             )
         self._work, self._workers = work, workers
         self._prefetch_bytes, self._attempts, self._explain = prefetch_bytes, attempts, explain
