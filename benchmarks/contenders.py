@@ -28,7 +28,7 @@ from trl import SFTConfig, SFTTrainer
 
 from headway.count import Workload
 from headway.data import EncodedSample
-from headway.data.collate import Collator, collate
+from headway.data.collate import Collator
 from headway.models import load_model
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import model_with_loss
@@ -164,7 +164,7 @@ def run_trainer(
         )
         trainer.remove_callback(PrinterCallback)  # its final metrics would stand between our lines
         trainer.train()
-    return clock.timing([collate(samples).workload for samples in trained], slots, shape.warmup)
+    return clock.timing([Collator()(samples).workload for samples in trained], slots, shape.warmup)
 
 
 def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
@@ -280,7 +280,7 @@ def compare_first_losses(mix: Mix, batch_size: int) -> dict[str, float]:
     """Compute the first step's loss each way, in fp32 on the CPU: the proof that all sides do the same work."""
     samples, cpu = mix.samples[:batch_size], torch.device("cpu")
     with torch.no_grad():
-        batch = collate(samples)
+        batch = Collator()(samples)
         head = model_with_loss(build_model(mix, "headway_flash", cpu), chunk=SpeedConfig().loss_chunk)
         found = {"headway": head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised).total}
         theirs = build_model(mix, "sdpa", cpu)

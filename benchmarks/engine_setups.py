@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.data.collate import Batch, Collator
-from headway.data.encoded import EncodedSample
+from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
 from headway.models import load_model, rope_index
 from headway.models.load import RopeIndex
 from headway.models.vision import vision_geometry
-from headway.packing.length_mixes import MIXES
+from headway.packing.lengths import MIXES
 from headway.synthetic.small_model import small_config
 from headway.tracing.build import preset_config
 from headway.train.config import TrainConfig, load_config
@@ -35,7 +35,7 @@ class Setup:
         recipe: the file in recipes/ whose model and packing length it has.
         model: a shipped model.
         packing_length: tokens of a pack.
-        mix: the lengths of its samples, by their name in `headway.packing.length_mixes`.
+        mix: the lengths of its samples, by their name in `headway.packing.lengths`.
         target: useful MFU aimed at on a H200.
     """
 

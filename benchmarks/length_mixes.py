@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.count import load_cost_model
-from headway.packing import Items, length_mixes
-from headway.packing.costs import patch_costs, segment_costs
+from headway.packing import Items, lengths
+from headway.packing.budget import patch_costs, segment_costs
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class LengthMix:
 
     Attributes:
         name: short.
-        drawn_from: the distribution, one of `headway.packing.length_mixes`.
+        drawn_from: the distribution, one of `headway.packing.lengths`.
         packing_length: token budget of a pack [tokens].
         model: a shipped cost model.
         num_samples: for the comparison.
@@ -31,18 +31,18 @@ class LengthMix:
     @property
     def description(self) -> str:
         """The distribution in words."""
-        mix = length_mixes.MIXES[self.drawn_from]
+        mix = lengths.MIXES[self.drawn_from]
         return f"{mix.name}: {mix.description}"
 
     def items(self, num_samples: int | None = None) -> Items:
         """Draw samples and count their FLOPs."""
         rng = np.random.default_rng([0, MIXES.index(self)])
-        tokens, merged, _ = length_mixes.MIXES[self.drawn_from].draw(rng, num_samples or self.num_samples)
-        patches = length_mixes.PATCHES_PER_TOKEN * merged
+        tokens, merged, _ = lengths.MIXES[self.drawn_from].draw(rng, num_samples or self.num_samples)
+        patches = lengths.PATCHES_PER_TOKEN * merged
         model = load_cost_model(self.model)
         costs = segment_costs(model, tokens)
         if self.name == "video":  # frames see no other frame, so a video costs its number of frames
-            frame = math.prod(length_mixes.VIDEO_FRAME)
+            frame = math.prod(lengths.VIDEO_FRAME)
             costs += patches / frame * patch_costs(model, np.array([frame]))[0]
         elif patches.any():
             costs += patch_costs(model, patches)

@@ -25,12 +25,12 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from headway.data import Collator, Encoder
+from headway.data.bad_rows import BadSamples
 from headway.data.feed import IndexedFeed, PackMaker, Share
 from headway.data.index import build_index
 from headway.data.media.image_patches import ImagePatches
-from headway.data.policy import BadSamples
+from headway.data.pool import prepare_worker, worker_context
 from headway.data.sources import open_source
-from headway.data.workers import prepare_worker, worker_context
 from headway.models import load_processor
 from headway.packing import Budget, Items, Order, Plan
 from headway.synthetic.processor import write_processor
@@ -131,7 +131,7 @@ def decode_and_resize(data: Photographs, workers: int) -> float:
     """Time bare decoding and resizing, in processes that are up already [s]."""
     work = list(zip(data.files, data.sizes, strict=True))
     chunks = [work[start : start + 8] for start in range(0, len(work), 8)]
-    with ProcessPoolExecutor(workers, mp_context=worker_context(()), initializer=prepare_worker) as pool:
+    with ProcessPoolExecutor(workers, mp_context=worker_context(), initializer=prepare_worker) as pool:
         list(pool.map(_decode, chunks[:workers]))
         start_s = time.perf_counter()
         assert sum(pool.map(_decode, chunks)) == len(work)
@@ -192,7 +192,7 @@ def _alone(samples: list[Any]) -> Any:
 
 def loader(dataset: Dataset[Any], workers: int) -> float:
     """Time a DataLoader over a dataset, in processes that are up already [s]."""
-    context = worker_context(())
+    context = worker_context()
     batches = DataLoader(
         dataset, num_workers=workers, collate_fn=_alone, multiprocessing_context=context, persistent_workers=True
     )

@@ -12,9 +12,8 @@ from transformers import PreTrainedConfig, Qwen3Config
 from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.models import load_config, load_model, load_processor, rope_index
 from headway.models.pixel_patches import normalised
-from headway.packing.length_mixes import MIXES
-from headway.synthetic.digits import write_digits
-from headway.synthetic.reader import write_reader
+from headway.packing.lengths import MIXES
+from headway.synthetic.digits import write_digits, write_reader
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import write_small_model
 from headway.tracing.build import preset_config

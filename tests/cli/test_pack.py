@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headway.models import load_processor
-from headway.synthetic.reader import write_reader
+from headway.synthetic.digits import write_reader
 
 STRATEGIES = ["balanced", "best_fit", "first_fit", "next_fit", "none"]
 

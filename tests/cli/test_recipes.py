@@ -172,7 +172,7 @@ def test_a_dry_run_of_a_shipped_model_needs_no_torch():
 
 
 def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
-    from headway.synthetic.reader import write_reader
+    from headway.synthetic.digits import write_reader
 
     write_reader(tmp_path / "model")
     plan = dry_run(headway, "digits", "--set", f"model.path={tmp_path / 'model'}", "--set", "plan.mix=vqa",

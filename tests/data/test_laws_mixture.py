@@ -16,7 +16,7 @@ def pipeline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("laws")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADWAY_CACHE", str(folder / "cache"))
-        yield Pipeline(folder)
+        yield Pipeline(folder, encodes_once=True)
 
 
 def sources_of(step):

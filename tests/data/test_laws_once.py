@@ -19,7 +19,7 @@ def pipeline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("laws")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADWAY_CACHE", str(folder / "cache"))
-        yield Pipeline(folder)
+        yield Pipeline(folder, encodes_once=True)
 
 
 def epoch(pipeline, names=NAMES, epochs=1):
@@ -31,8 +31,9 @@ def trained(steps):
 
 
 @pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.parametrize("stream", [None, STREAM], ids=["indexed", "stream"])
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data(), strategy=st.sampled_from(STRATEGIES), epochs=st.integers(1, 2))
 def test_every_token_is_trained_on_once_an_epoch_however_often_it_is_interrupted(
     pipeline, stream, data, strategy, epochs
@@ -59,7 +60,8 @@ def test_every_token_is_trained_on_once_an_epoch_however_often_it_is_interrupted
         assert report.samples[name]["skipped"] == report.samples[name]["dropped"] == (0, 0)
 
 
-@pytest.mark.parametrize("strategy", ["balanced", "next_fit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [pytest.param("balanced", marks=pytest.mark.core), "next_fit"])
 def test_the_steps_of_a_plan_are_the_same_however_many_ranks_share_them(pipeline, strategy):
     """Eight packs a step, over 8, 4, 2 and 1 ranks: run through, and from one to the other."""
     how = {"tokens_per_pack": TOKENS, "strategy": strategy, "window": 24}
@@ -71,17 +73,19 @@ def test_the_steps_of_a_plan_are_the_same_however_many_ranks_share_them(pipeline
         players = pipeline.play(stages, ranks, 8 // ranks, state=state, **how)
         steps += [packs_of(step) for step in players.steps(2 if ranks < 8 else 10**6)]
         state = players.state()
-        assert [packs_of(step) for step in pipeline.play(stages, ranks, 8 // ranks, **how).steps()] == whole
     assert steps == whole
+    assert [packs_of(step) for step in pipeline.play(stages, 2, 4, **how).steps()] == whole
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_the_steps_of_a_stream_are_the_same_as_long_as_all_lanes_go_on(pipeline):
     how = {"tokens_per_pack": TOKENS, "stream": STREAM}
     stages = epoch(pipeline, epochs=3)
-    turns = [len(list(feed)) for feed in pipeline.play(stages, 8, **how).feeds]
-    common = min(turns)
+    runs = [list(feed) for feed in pipeline.play(stages, 8, **how).feeds]
+    common = min(map(len, runs))
     assert common >= 3
-    whole = [packs_of(step) for step in pipeline.play(stages, 8, **how).steps(common)]
+    whole = [packs_of([batch for run in runs for batch in run[number]]) for number in range(common)]
     state, steps = None, []
     for ranks in (4, 2, 8):
         players = pipeline.play(stages, ranks, 8 // ranks, state=state, **how)

@@ -137,7 +137,9 @@ def check_outputs(pipeline, batch, segments, chosen):
         assert not gradient_PD[after:].any()
 
 
-@settings(max_examples=15)
+@pytest.mark.slow
+@pytest.mark.core
+@settings(max_examples=8)
 @given(
     names=st.sets(st.sampled_from(NAMES), min_size=1),
     strategy=st.sampled_from(STRATEGIES),

@@ -33,8 +33,8 @@ from headway.models.parallel.clip import clip_
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.packing import Budget, Items, Order, Plan
-from headway.packing.length_mixes import MIXES
-from headway.synthetic.reader import write_reader
+from headway.packing.lengths import MIXES
+from headway.synthetic.digits import write_reader
 from headway.tracing.build import preset_config
 from headway.train.build import Trained, build_trained
 from headway.train.config import TrainConfig, load_config

@@ -1,15 +1,18 @@
 """Sources of several shards, and feeds of several ranks played side by side in one process."""
 
+import copy
 import json
+from functools import cached_property
 from pathlib import Path
 
+from headway.data import Encoder
+from headway.data.bad_rows import BadSamples
 from headway.data.collate import Collator
 from headway.data.feed import IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import build_index
-from headway.data.policy import BadSamples
 from headway.packing.budget import Budget
 from headway.packing.items import Items
-from headway.packing.order import Order, Play, Stage
+from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
 
 BUDGET = Budget(120)
@@ -31,7 +34,32 @@ def write_shards(folder: Path, rows, shards, picture_of=lambda _: None):
     return folder
 
 
-ONCE = (Stage((Play("many", epochs=1), Play("few", epochs=2))),)
+ONCE = (Stage((StageSource("many", epochs=1), StageSource("few", epochs=2))),)
+
+
+class RememberingEncoder(Encoder):
+    """Encodes each sample once: feeds of many ranks read the same few again and again."""
+
+    @classmethod
+    def of(cls, encoder):
+        made = copy.copy(encoder)
+        made.__class__, made.found, made.key = cls, {}, encoder.fingerprint()
+        return made
+
+    def encode(self, sample):
+        return self._once(Encoder.encode, sample)
+
+    def measure(self, sample):
+        return self._once(Encoder.measure, sample)
+
+    def fingerprint(self):
+        return self.key
+
+    def _once(self, method, sample):
+        key = method.__name__, sample.origin
+        if key not in self.found:
+            self.found[key] = method(self, sample)
+        return self.found[key]
 
 
 class Data:
@@ -43,9 +71,13 @@ class Data:
         collator = Collator(pixel_scale=encoder.pixel_scale, sources=tuple(source.name for source in sources))
         self.maker = PackMaker(self.sources, encoder, collator, self.bad.skips)
 
-    def indexed(self, share):
+    @cached_property
+    def items(self):
         indices = {s.name: build_index(s, self.encoder, workers=0, policy=self.bad) for s in self.sources}
-        items, planned = Items.build(indices, self.budget, self.overlong)
+        return Items.build(indices, self.budget, self.overlong)
+
+    def indexed(self, share):
+        items, planned = self.items
         order = Order(items.sizes, self.stages, seed=3)
         plan = Plan(items, order, self.budget, share.ranks * share.accumulation, window=16, seed=3)
         return IndexedFeed(plan, self.maker, share, self.bad, planned=planned)

@@ -23,6 +23,7 @@ from headway.tracing import trace
 from headway.train.config import parse_config
 from headway.train.data import open_feed
 from headway.train.ranks import Ranks
+from helpers.fed_data import RememberingEncoder
 from helpers.media_files import video
 from helpers.tiny_models import PATCH, tiny_config
 
@@ -126,12 +127,19 @@ class SideBySide(Ranks):
 
 
 class Pipeline:
-    """What `headway train` puts together before its first step, for any number of ranks in this process."""
+    """What `headway train` puts together before its first step, for any number of ranks in this process.
 
-    def __init__(self, folder):
+    Args:
+        folder: where sources and model are written.
+        encodes_once: whether each sample is encoded once, however often it is read.
+    """
+
+    def __init__(self, folder, *, encodes_once=False):
         (folder / "sources").mkdir()
         self.paths = write_sources(folder / "sources")
         self.model, self.encoder, self.cost_model = write_model(folder / "model")
+        if encodes_once:
+            self.encoder = RememberingEncoder.of(self.encoder)
         self.wholes = wholes_of(self.paths, self.encoder)
 
     def play(self, train, ranks=1, accumulation=1, *, stream=None, state=None, **data):

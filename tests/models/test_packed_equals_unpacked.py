@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from headway.data import Batch, Encoder
-from headway.data.collate import collate
+from headway.data.collate import Collator
 from headway.data.encode import EncodedSample
 from headway.models import load_model, rope_index
 from headway.models.pixel_patches import normalised
@@ -21,6 +21,8 @@ from helpers.tiny_models import FAMILIES, VISION_FAMILIES
 
 TOLERANCE = 1e-5  # largest difference allowed, relative to the gradient's own norm; float32
 LEAK = 1e-3  # a leak must show at least this much
+
+collate = Collator()
 
 Gradients = dict[str, torch.Tensor]
 Result = tuple[float, Gradients]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway.errors import ConfigError
 from headway.packing import deal
-from headway.packing.steps import BALANCE, balance_of, group, rank_costs
+from headway.packing.steps import BALANCE, balance_of, group_into_steps, rank_costs
 
 COSTS = st.lists(st.integers(1, 1000), min_size=12, max_size=12)
 
@@ -34,14 +34,14 @@ def test_heavy_and_light_packs_pair_up():
 
 @given(st.lists(st.integers(1, 1000), min_size=24, max_size=24), st.sampled_from([2, 4, 8]), st.integers(0, 3))
 def test_grouping_only_reorders(costs, packs_per_step, key):
-    steps = group(np.array(costs, dtype=float), packs_per_step, 1, key)
+    steps = group_into_steps(np.array(costs, dtype=float), packs_per_step, 1, key)
     assert steps.shape == (24 // packs_per_step, packs_per_step)
     assert sorted(steps.reshape(-1).tolist()) == list(range(24))
 
 
 def test_packs_of_like_cost_are_not_sorted():
     costs = np.arange(3200) + 1e6  # within 0.3 %
-    steps = group(costs, 32, 1, key=1)
+    steps = group_into_steps(costs, 32, 1, key=1)
     # sorted steps would span 32 neighbours; random ones span nearly all
     assert np.median(np.ptp(costs[steps], axis=1)) > 2500
 
@@ -50,12 +50,12 @@ def test_packs_that_differ_are_sorted_as_far_as_balance_needs():
     costs = np.floor(np.random.default_rng(0).lognormal(20, 0.3, 6400))
     random = balance_of(costs.reshape(-1, 32), 32).mean()
     assert random < 0.7
-    assert balance_of(costs[group(costs, 32, 1, key=1)], 32).mean() >= BALANCE
+    assert balance_of(costs[group_into_steps(costs, 32, 1, key=1)], 32).mean() >= BALANCE
 
 
 def test_accumulation_leaves_more_to_chance():
     costs = np.floor(np.random.default_rng(0).lognormal(20, 0.3, 6400))
-    spans = [np.ptp(costs[group(costs, 32, accumulation, key=1)], axis=1).mean() for accumulation in (1, 8)]
+    spans = [np.ptp(costs[group_into_steps(costs, 32, accumulation, key=1)], axis=1).mean() for accumulation in (1, 8)]
     assert spans[1] > 2 * spans[0]
 
 

@@ -79,7 +79,7 @@ def test_a_mistake_is_one_paragraph_and_no_traceback(tmp_path, arguments, messag
 
 @pytest.mark.slow
 def test_a_bad_line_in_the_data_is_named_by_file_and_line(tmp_path):
-    from headway.synthetic.reader import write_reader
+    from headway.synthetic.digits import write_reader
 
     write_reader(tmp_path / "model")
     (tmp_path / "bad.jsonl").write_text('{"messages": [\n')

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from transformers import AutoConfig, AutoTokenizer
 
 from headway.data import read_samples
 from headway.errors import DataError
-from headway.synthetic.digits import FRAMES, write_digits
+from headway.models.load import load_model, load_processor
+from headway.synthetic.digits import FRAMES, QUESTIONS, write_digits, write_reader
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +102,30 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write the digits"):
         write_digits(tmp_path / "file" / "data")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return write_reader(tmp_path_factory.mktemp("reader"))
+
+
+def test_it_is_an_ordinary_model_folder(model_folder):
+    assert AutoConfig.from_pretrained(model_folder).model_type == "qwen3_vl"
+    assert AutoTokenizer.from_pretrained(model_folder).eos_token == "<|im_end|>"
+
+
+def test_it_is_a_model_of_about_a_million_parameters(model_folder):
+    model = load_model(str(model_folder), random_init=True)
+    assert 0.5e6 < sum(p.numel() for p in model.parameters()) < 2e6
+
+
+def test_answers_are_one_token_a_digit(model_folder):
+    tokenizer = load_processor(model_folder).tokenizer
+    for answer in ("0", "47", "1234", "9999"):
+        assert tokenizer.convert_ids_to_tokens(tokenizer(answer).input_ids) == list(answer)
+
+
+def test_questions_are_about_a_token_a_word(model_folder):
+    tokenizer = load_processor(model_folder).tokenizer
+    for question in QUESTIONS:
+        assert len(tokenizer(question).input_ids) <= len(question.split()) + 3

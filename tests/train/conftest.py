@@ -7,8 +7,7 @@ import pytest
 import torch
 import yaml
 
-from headway.synthetic.digits import write_digits
-from headway.synthetic.reader import write_reader
+from headway.synthetic.digits import write_digits, write_reader
 from headway.train.config import parse_config
 from helpers.traced_once import ledgers  # noqa: F401 - a fixture of all tests here
 

@@ -12,8 +12,7 @@ import webdataset
 from PIL import Image
 
 from headway.errors import TrainingError
-from headway.synthetic.digits import write_digits
-from headway.synthetic.reader import write_reader
+from headway.synthetic.digits import write_digits, write_reader
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import parse_config
 from headway.train.loop import train

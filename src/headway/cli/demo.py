@@ -50,8 +50,7 @@ def demo(
         config = load_config(recipe, (*overrides, *(settings or ())))
 
     with needs_extra("training"):
-        from headway.synthetic.digits import write_digits
-        from headway.synthetic.reader import write_reader
+        from headway.synthetic.digits import write_digits, write_reader
         from headway.train.loop import train
         from headway.train.run_folder import refuse_existing_run
 

@@ -47,9 +47,6 @@ def index(
     workers: Annotated[
         int | None, typer.Option(metavar="N", help="Worker processes; 0 for none, one per usable core if not given.")
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="URL", help="Measure on a Dask cluster, such as tcp://scheduler:8786.")
-    ] = None,
     cache: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder of all indices; `index` in $HEADWAY_CACHE if not given."),
@@ -68,15 +65,12 @@ def index(
     Example: headway index chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct
     """
     with needs_extra("indexing"):
+        from headway.data.bad_rows import BadSamples, SampleCounts
         from headway.data.encode import Encoder
         from headway.data.index import build_index
         from headway.data.media.placeholders import MAX_CHARACTERS
-        from headway.data.policy import BadSamples, SampleCounts
         from headway.data.sources import open_source
         from headway.models import load_processor
-    if cluster is not None:
-        with needs_extra("--cluster", extra="cluster"):
-            import distributed  # noqa: F401  # told before anything is opened
     if on_bad not in ("error", "skip"):
         raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
 
@@ -93,7 +87,6 @@ def index(
                 encoder,
                 cache,
                 workers=workers,
-                cluster=cluster,
                 progress=progress,
                 policy=policy,
                 counts=counts,

@@ -172,10 +172,10 @@ def _indices(data: list[str], model: str | None, max_characters: int | None) -> 
         raise UsageError("DATA needs --model, whose tokenizer and processor measure its samples: a folder or a Hub id.")
     with needs_extra("indexing"):
         from headway.cli.index import progress_bar
+        from headway.data.bad_rows import BadSamples
         from headway.data.encode import Encoder
         from headway.data.index import build_index
         from headway.data.media.placeholders import MAX_CHARACTERS
-        from headway.data.policy import BadSamples
         from headway.data.sources import open_source
         from headway.models import load_processor
     found = [open_source(path) for path in data]

@@ -1,8 +1,8 @@
 """Data: samples read from files of many formats, encoded by the model's own processor, packed, collated and fed.
 
-`sources` read samples, `Encoder` turns them into tensors, `index` measures them, `plan` decides over lengths alone
-which make a pack and which packs a step, and `feed` makes the packs ahead of the training loop and resumes to the exact
-next one. Importing this package or `plan` loads neither torch nor transformers.
+`sources` read samples, `Encoder` turns them into tensors, `index` measures them, `headway.packing` plans packs over
+these lengths alone, and `feed` makes the packs ahead of the training loop and resumes to the exact next one.
+Importing this package loads neither torch nor transformers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,25 +25,12 @@ if TYPE_CHECKING:
     from headway.data.sources import read_samples
     from headway.packing import Budget, Size
 
-_HOME = {
-    "AudioPart": "headway.data.samples",
-    "Batch": "headway.data.collate",
-    "Budget": "headway.packing",
-    "Chat": "headway.data.samples",
-    "Collator": "headway.data.collate",
-    "Document": "headway.data.samples",
-    "EncodedSample": "headway.data.encoded",
-    "Encoder": "headway.data.encode",
-    "ImagePart": "headway.data.samples",
-    "Media": "headway.data.samples",
-    "Message": "headway.data.samples",
-    "Origin": "headway.data.samples",
-    "Sample": "headway.data.samples",
-    "Size": "headway.packing",
-    "TextPart": "headway.data.samples",
-    "VideoPart": "headway.data.samples",
-    "read_samples": "headway.data.sources",
-}
+_HOMES = {
+    "headway.data.collate": ("Batch", "Collator"),
+    "headway.data.encode": ("EncodedSample", "Encoder"),
+    "headway.data.sources": ("read_samples",),
+    "headway.packing": ("Budget", "Size"),
+}  # all others are in samples
 
 __all__ = [
     "AudioPart",
@@ -68,11 +55,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its home on first use, so that planning over lengths need not load torch."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'headway.data' has no attribute {name!r}; it offers {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    home = next((home for home, names in _HOMES.items() if name in names), "headway.data.samples")
+    return getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -85,7 +85,7 @@ class ChatTemplate:
         return text, spans
 
     def _opening(self, whole: str, chat: _Turns, sample: Chat) -> str:
-        """What the template puts before an assistant turn that begins the chat: all up to its generation prompt."""
+        """The template's text before an assistant turn that begins the chat: all up to its generation prompt."""
         header = self._render(chat[:1], sample, opened=True)[len(whole) :]
         return whole[: whole.find(header) + len(header)] if header and header in whole else ""
 
@@ -99,7 +99,7 @@ class ChatTemplate:
                 rendered: Any = render_jinja_template(
                     [chat], tools=tools, chat_template=source, **self._special_tokens, **options
                 )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # what templates raise is theirs to choose
+        except (TemplateError, TypeError, ValueError, KeyError) as error:  # templates raise whatever they like
             raise DataError(
                 f"{sample.where}: the model's chat template refuses this chat: {error}. Check the order of the "
                 "roles, and whether the model takes system messages and tools."
@@ -117,7 +117,6 @@ class ChatTemplate:
         return self.sources[name]
 
     def _turns(self, messages: Sequence[Message]) -> _Turns:
-        """Messages in the form that templates read."""
         turns: _Turns = []
         for message in messages:
             content: Any = [_part(part) for part in message.parts] if self._as_parts else message.text

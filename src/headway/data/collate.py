@@ -12,9 +12,10 @@ import torch
 from torch.nn.functional import pad
 
 from headway.count import Workload
-from headway.data.encoded import IGNORED, EncodedSample
+from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
+from headway.models.losses import IGNORED
 from headway.models.pixel_patches import normalised
 from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders
@@ -40,10 +41,10 @@ class Batch:
         audio_mask_AF: which of their frames are real; None without audio.
         token_types_1T: 1 on image and 2 on video placeholders; None for models without images.
         pixel_scale_2D: factor and summand that turn uint8 patches into the model's; None where they are so already.
-        vision: what the vision tower derives from the grids, as keyword arguments of the model.
+        vision: tensors that the vision tower would derive from the grids, as keyword arguments of the model.
         placeholders: where those of images and videos are; None where the collator has no vision geometry.
         source_ids_N: number of each segment's source among the collator's; 0 for padding.
-        workload: what the step computes, for counting; stays on the CPU.
+        workload: lengths, grids and slots of the pack, for counting FLOPs; stays on the CPU.
         supervised: targets of each sample that the loss counts [tokens].
         origins: where each sample came from.
     """
@@ -305,20 +306,6 @@ class Collator:
         if self.geometry is None:
             return torch.zeros_like(ids_S, dtype=torch.int32)
         return (ids_S == self.geometry.image_token).int() + 2 * (ids_S == self.geometry.video_token).int()
-
-
-def collate(samples: Sequence[EncodedSample]) -> Batch:
-    """Lay samples end to end, in the order given, without any padding.
-
-    Args:
-        samples: at least one; all encoded by one `Encoder`.
-
-    Raises:
-        DataError: no samples, or a mixture of one-row and M-RoPE positions.
-    """
-    if not samples:
-        raise DataError("A pack needs at least one sample, got none. Skip empty packs before collating.")
-    return Collator()(samples)
 
 
 class _Patches(NamedTuple):

@@ -1,13 +1,18 @@
-"""What is learnt from: chats and documents, typed, and where each came from."""
+"""Samples as types: chats and documents, their media, where each came from, and how long it is once encoded."""
 
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import fsspec
 
 from headway.errors import DataError
+from headway.packing.budget import Size
 from headway.report import printable
+
+Grid = tuple[int, int, int]
+"""(t, h, w) of an image or video [patches]."""
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -47,20 +52,27 @@ class Media:
     def __str__(self) -> str:
         return self.path if self.path is not None else f"{len(self.data or b'')} bytes within the sample"
 
+    def open(self) -> BinaryIO:
+        """Open the encoded bytes as a seekable stream, so that a header is read without the rest.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        if self.data is not None:
+            return BytesIO(self.data)
+        assert self.path is not None
+        if "://" in self.path:
+            return cast(BinaryIO, fsspec.open(self.path, "rb").open())
+        return Path(self.path).open("rb")
+
     def read(self) -> bytes:
         """The encoded bytes.
 
         Raises:
             OSError: the file cannot be read.
         """
-        if self.data is not None:
-            return self.data
-        assert self.path is not None
-        if "://" not in self.path:
-            return Path(self.path).read_bytes()
-        with fsspec.open(self.path, "rb") as file:
-            content: bytes = file.read()
-        return content
+        with self.open() as file:
+            return file.read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +196,39 @@ class Document:
 Sample = Chat | Document
 
 
+@dataclass(frozen=True, slots=True)
+class SampleLengths:
+    """Lengths of one encoded sample, which media headers tell without decoding a pixel.
+
+    Attributes:
+        tokens: length, placeholders of images, videos and sounds included [tokens].
+        supervised: targets that the loss counts [tokens].
+        first_target: place of the first supervised token that another one predicts, so at least 1 [tokens].
+        media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
+        image_grids: (t, h, w) of each image [patches].
+        video_grids: (t, h, w) of each video [patches].
+        audio_lengths: feature frames of each sound [frames].
+    """
+
+    tokens: int
+    supervised: int
+    first_target: int
+    media_end: int = 0
+    image_grids: tuple[Grid, ...] = ()
+    video_grids: tuple[Grid, ...] = ()
+    audio_lengths: tuple[int, ...] = ()
+
+    @property
+    def patches(self) -> int:
+        """Vision patches of images and videos, before merging [patches]."""
+        return sum(t * h * w for t, h, w in self.image_grids + self.video_grids)
+
+    @property
+    def size(self) -> Size:
+        """Tokens and patches that the sample takes of a pack."""
+        return Size(self.tokens, self.patches)
+
+
 class SampleError(DataError):
     """A row that cannot be used.
 
@@ -198,3 +243,30 @@ class SampleError(DataError):
 
     def __str__(self) -> str:
         return printable(f"{self.origin}: {self.reason}")
+
+
+def media_error(media: Media, where: str, kind: str, reason: BaseException | str) -> DataError:
+    """An error that names the sample, the file, its size and what to do.
+
+    Args:
+        media: the file or its bytes.
+        where: the sample's place.
+        kind: "image", "video" or "sound".
+        reason: what was found.
+    """
+    if isinstance(reason, str):
+        return DataError(f"{where}: the {kind} {media} cannot be used: {reason}.")
+    return DataError(
+        f"{where}: the {kind} {media} ({_kept(media, reason)}) cannot be read: {reason}. It may be cut short or of an "
+        f"unknown format; copy it again, convert it, or delete the sample."
+    )
+
+
+def _kept(media: Media, reason: BaseException) -> str:
+    if isinstance(reason, FileNotFoundError):
+        return "missing"
+    try:
+        with media.open() as file:
+            return f"{file.seek(0, 2)} bytes"
+    except OSError as error:
+        return str(error)

@@ -4,11 +4,11 @@
 streams that have no index. Numpy only: neither torch nor transformers is loaded.
 """
 
-from headway.packing.budget import Budget, Size, over_budget
+from headway.packing.budget import Budget, Size, over_budget, segment_costs
 from headway.packing.items import Items, Overlong, OverlongCounts
 from headway.packing.measure import PlanReport, measure
 from headway.packing.online import OnlinePacker
-from headway.packing.order import Order, Play, Stage
+from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan, PlannedStep
 from headway.packing.steps import deal
 from headway.packing.strategies import STRATEGIES, Strategy
@@ -24,11 +24,12 @@ __all__ = [
     "Plan",
     "PlanReport",
     "PlannedStep",
-    "Play",
     "Size",
     "Stage",
+    "StageSource",
     "Strategy",
     "deal",
     "measure",
     "over_budget",
+    "segment_costs",
 ]

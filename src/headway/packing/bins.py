@@ -1,9 +1,10 @@
-"""First fit and best fit: samples one after the other into packs that are still open.
+"""First fit and best fit, the textbook heuristics of bin packing: samples one after the other into open packs.
 
-Both are the textbook strategies, not next fit: every open pack is a candidate. They look a pack up in a tree, so a
-hundred thousand samples take seconds.
+First fit takes the oldest pack with room, best fit the one that is left with the least. Every open pack is a candidate
+(next fit would look at the last alone), found in a search tree, so a hundred thousand samples take seconds. Given
+samples in descending order they are first-fit decreasing and best-fit decreasing.
 
-Which open pack has room: the look-up trees behind the packing strategies.
+Source: Johnson 1973, "Near-optimal bin packing algorithms".
 """
 
 from bisect import bisect_left, insort
@@ -23,7 +24,7 @@ class Packer:
     """Assigns samples, one after the other, to packs that are still open.
 
     Args:
-        budget: what a pack holds.
+        budget: limits of a pack.
         strategy: "first_fit" takes the oldest open pack with room; "best_fit" the one that is left with the least token
             room, and among equals the least patch room.
 
@@ -35,21 +36,19 @@ class Packer:
         if strategy not in FITS:
             raise ConfigError(f"Unknown packing strategy {strategy!r}. Allowed: {', '.join(FITS)}.")
         self.budget = budget
-        self._rooms: FirstFitRooms | BestFitRooms = (
-            FirstFitRooms() if strategy == "first_fit" else BestFitRooms(budget.tokens)
-        )
+        self._trees = FirstFit() if strategy == "first_fit" else BestFit(budget.tokens)
         self._left: dict[int, Size] = {}
         self._counts: dict[int, int] = {}
         self._opened = 0
 
     @property
     def open_packs(self) -> dict[int, Size]:
-        """Room left in each open pack, oldest first."""
+        """Tokens and patches left in each open pack, oldest first."""
         return self._left
 
     def find(self, size: Size) -> int | None:
         """The open pack that the strategy would choose, or None if it fits in none."""
-        return self._rooms.find(size if self.budget.patches is not None else Size(size.tokens))
+        return self._trees.find(size if self.budget.patches is not None else Size(size.tokens))
 
     def place(self, size: Size) -> int:
         """Put a sample into an open pack, or into a new one if it fits in none.
@@ -66,7 +65,7 @@ class Packer:
         if number is None:
             return self.open(size)
         left = self._left[number]
-        self._rooms.remove(number, left)  # it had room, so it was offered
+        self._trees.remove(number, left)  # it had room, so it was offered
         self._fill(number, left, size)
         return number
 
@@ -82,7 +81,7 @@ class Packer:
         self._left[number] = Size(left.tokens - size.tokens, left.patches - patches)
         self._counts[number] = self._counts.get(number, 0) + 1
         if self._takes_more(number):
-            self._rooms.add(number, self._left[number])
+            self._trees.add(number, self._left[number])
 
     def _takes_more(self, number: int) -> bool:
         return self.budget.items is None or self._counts[number] < self.budget.items
@@ -91,7 +90,7 @@ class Packer:
         """Take a pack out of the choice."""
         left = self._left.pop(number)
         if self._takes_more(number):
-            self._rooms.remove(number, left)
+            self._trees.remove(number, left)
         del self._counts[number]
 
 
@@ -100,7 +99,7 @@ def pack(sizes: Sequence[Size], budget: Budget, strategy: Fit = "best_fit") -> l
 
     Args:
         sizes: tokens and patches of each sample.
-        budget: what a pack holds.
+        budget: limits of a pack.
         strategy: "best_fit" or "first_fit".
 
     Returns:
@@ -125,58 +124,59 @@ def pack(sizes: Sequence[Size], budget: Budget, strategy: Fit = "best_fit") -> l
     return packs
 
 
-class Tree:
-    """Maximum tree over a growing row of numbers; places that were never set hold -1."""
+class MaxTree:
+    """A row of numbers that tells its leftmost large one in logarithmic time; places that were never set hold -1.
+
+    It is a binary tree in an array: node n has the children 2 n and 2 n + 1 and holds the larger of both, and the
+    numbers themselves are the leaves, from node `width` on.
+    """
 
     def __init__(self, places: int = 1) -> None:
         self.width = 1 << max(0, places - 1).bit_length()
-        self.top = [-1] * (2 * self.width)
+        self.nodes = [-1] * (2 * self.width)
 
     def set(self, place: int, value: int) -> None:
         """Write a number; the row grows to hold its place."""
         while place >= self.width:
             self._double()
         node = place + self.width
-        self.top[node] = value
-        node >>= 1
-        while node:
-            best = max(self.top[2 * node], self.top[2 * node + 1])
-            if self.top[node] == best:
+        self.nodes[node] = value
+        while node := node >> 1:
+            best = max(self.nodes[2 * node], self.nodes[2 * node + 1])
+            if self.nodes[node] == best:
                 break
-            self.top[node] = best
-            node >>= 1
+            self.nodes[node] = best
 
     def find(self, start: int, need: int) -> int | None:
         """The leftmost place from `start` on whose number is at least `need`."""
         if start >= self.width:
             return None
+        # Climb from the first leaf, and to the right where nothing below is large enough; then descend to the left.
         node = start + self.width
-        while self.top[node] < need:
+        while self.nodes[node] < need:
             while node & 1:  # a right child: what follows lies to the right of its parent
                 node >>= 1
             if node == 0:
                 return None
             node += 1
         while node < self.width:
-            node = 2 * node if self.top[2 * node] >= need else 2 * node + 1
+            node = 2 * node if self.nodes[2 * node] >= need else 2 * node + 1
         return node - self.width
 
     def _double(self) -> None:
-        leaves = self.top[self.width :]
+        leaves = self.nodes[self.width :]
         self.width *= 2
-        self.top = [-1] * self.width + leaves + [-1] * (self.width - len(leaves))
+        self.nodes = [-1] * self.width + leaves + [-1] * (self.width - len(leaves))
         for node in range(self.width - 1, 0, -1):
-            self.top[node] = max(self.top[2 * node], self.top[2 * node + 1])
+            self.nodes[node] = max(self.nodes[2 * node], self.nodes[2 * node + 1])
 
 
-class FirstFitRooms:
-    """Open packs by number: a tree finds the oldest with enough tokens; the search goes on from there in strides."""
-
-    _STRIDE = 4096  # packs compared in one vector operation
+class FirstFit:
+    """Open packs by number, with the tokens left in each as a tree; patches are then compared one after the other."""
 
     def __init__(self) -> None:
-        self.tree = Tree()
-        self.left = np.full((self._STRIDE, 2), -1, dtype=np.int64)  # tokens, patches
+        self.tree = MaxTree()
+        self.left = np.full((1, 2), -1, dtype=np.int64)  # tokens, patches
 
     def add(self, number: int, left: Size) -> None:
         """Offer a pack with this much room."""
@@ -185,7 +185,7 @@ class FirstFitRooms:
         self.left[number] = left
         self.tree.set(number, left.tokens)
 
-    def remove(self, number: int, left: Size) -> None:  # noqa: ARG002  # the other strategy needs what is left
+    def remove(self, number: int, left: Size) -> None:  # noqa: ARG002  # the other heuristic needs what is left
         """Take a pack out of the choice."""
         self.add(number, Size(-1, -1))
 
@@ -194,20 +194,15 @@ class FirstFitRooms:
         first = self.tree.find(0, size.tokens)
         if first is None or size.patches == 0:
             return first
-        for start in range(first, len(self.left), self._STRIDE):
-            stride = self.left[start : start + self._STRIDE]
-            fits = (stride[:, 0] >= size.tokens) & (stride[:, 1] >= size.patches)
-            place = int(fits.argmax())
-            if fits[place]:
-                return start + place
-        return None
+        fits = np.flatnonzero(np.all(self.left[first:] >= size, axis=1))
+        return first + int(fits[0]) if len(fits) else None
 
 
-class BestFitRooms:
-    """Open packs by token room: for each room the packs sorted by patch room, and a tree of the largest patch room."""
+class BestFit:
+    """Open packs by the tokens left in them: those with equally many sorted by patches left, the most as a tree."""
 
     def __init__(self, tokens: int) -> None:
-        self.tree = Tree(tokens + 1)
+        self.tree = MaxTree(tokens + 1)
         self.packs: dict[int, list[tuple[int, int]]] = {}
 
     def add(self, number: int, left: Size) -> None:
@@ -223,9 +218,9 @@ class BestFitRooms:
         self.tree.set(left.tokens, entries[-1][0] if entries else -1)
 
     def find(self, size: Size) -> int | None:
-        """The pack with the least room that still takes a sample."""
-        room = self.tree.find(size.tokens, size.patches)
-        if room is None:
+        """The pack that a sample leaves the least room in."""
+        tokens_left = self.tree.find(size.tokens, size.patches)
+        if tokens_left is None:
             return None
-        entries = self.packs[room]
+        entries = self.packs[tokens_left]
         return entries[bisect_left(entries, (size.patches, -1))][1]

@@ -1,19 +1,16 @@
-"""What is planned over: the samples of all sources, numbered through, after the policy for over-long ones."""
+"""Items of a plan: the samples of all sources, numbered through, over-long ones dropped, truncated or split."""
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.count import CostModel
 from headway.errors import ConfigError, DataError
-from headway.packing.budget import Budget, Size, over_budget
-from headway.packing.costs import segment_costs
-
-if TYPE_CHECKING:
-    from headway.count import CostModel
+from headway.packing.budget import Budget, Size, over_budget, segment_costs
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 OVERLONG: tuple[Overlong, ...] = ("error", "drop", "truncate", "split")
@@ -29,7 +26,7 @@ class Lengths(Protocol):
 
     @property
     def first_target(self) -> Numbers:
-        """Origins of the first target [tokens], shape (N,)."""
+        """Place of the first target [tokens], shape (N,)."""
 
     @property
     def media_end(self) -> Numbers:
@@ -43,12 +40,12 @@ class Lengths(Protocol):
     def ok(self) -> Numbers:
         """Whether each row can be used, shape (N,)."""
 
-    def costs(self, cost_model: "CostModel") -> Numbers:
+    def costs(self, cost_model: CostModel) -> Numbers:
         """FLOPs of training on each row, shape (N,)."""
 
 
 class Origins(NamedTuple):
-    """Where items come from, one entry each.
+    """Source, row and tokens of items, one entry each.
 
     Attributes:
         source: number of the source, in the order of `Items.names`.
@@ -65,7 +62,7 @@ class Origins(NamedTuple):
 
 @dataclass(slots=True)
 class OverlongCounts:
-    """What became of a source's samples.
+    """How many of a source's rows were used, dropped, truncated or split.
 
     Attributes:
         read: rows looked at.
@@ -145,17 +142,17 @@ class Items:
         sources: Mapping[str, Lengths],
         budget: Budget,
         overlong: Overlong = "error",
-        cost_model: "CostModel | None" = None,
+        cost_model: CostModel | None = None,
     ) -> tuple["Items", dict[str, OverlongCounts]]:
         """Number the samples of all sources, by the policy for those that exceed a pack.
 
         Args:
             sources: lengths of each source's rows, by name.
-            budget: what a pack holds.
+            budget: limits of a pack.
             overlong: "error" stops; "drop" leaves such samples out; "truncate" keeps their beginning, or leaves them
                 out if that would cut media, their patches exceed the budget or no target would be left; "split" makes
                 several items of those without media, one for each pack's worth, and leaves the others out.
-            cost_model: of the model that is trained; None plans by tokens.
+            cost_model: the trained model's costs; None plans by tokens.
 
         Returns:
             The items, and what became of the samples of each source.
@@ -184,7 +181,7 @@ class Items:
         return items, counts
 
     def locate(self, items: Numbers) -> Origins:
-        """Say which tokens of which row of which source each item is."""
+        """Look up source, row and tokens of items."""
         source = np.searchsorted(self.offsets, items, side="right") - 1
         row = items - self.offsets[source] if self.rows is None else self.rows[items]
         start = np.zeros(len(items), dtype=np.int64)
@@ -212,8 +209,7 @@ class _Part(NamedTuple):
     counts: OverlongCounts
 
 
-def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: "CostModel | None") -> _Part:
-    """Apply the policy to one source."""
+def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: CostModel | None) -> _Part:
     tokens, patches, ok = np.asarray(lengths.tokens), np.asarray(lengths.patches), np.asarray(lengths.ok)
     costs = tokens.astype(np.float64) if cost_model is None else np.asarray(lengths.costs(cost_model))
     too_wide = ok & (patches > budget.patches) if budget.patches is not None else np.zeros(len(tokens), dtype=bool)
@@ -259,7 +255,7 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
     return part
 
 
-def _text_costs(lengths: Numbers, cost_model: "CostModel | None") -> Numbers:
+def _text_costs(lengths: Numbers, cost_model: CostModel | None) -> Numbers:
     return lengths.astype(np.float64) if cost_model is None else segment_costs(cost_model, lengths)
 
 

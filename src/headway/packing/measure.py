@@ -1,4 +1,4 @@
-"""What a plan is worth: how full packs are, how equal ranks, how well mixed steps, and what planning costs."""
+"""Quality of a plan: how full packs are, how equal ranks, how well mixed steps, and how long planning takes."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,39 +9,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import ConfigError
+from headway.packing.balanced import sums_of
 from headway.packing.budget import Budget
 from headway.packing.items import Items
-from headway.packing.lpt import sums_of
-from headway.packing.order import Order
-from headway.packing.permute import key_of, shuffled
+from headway.packing.order import Order, key_of, shuffled
 from headway.packing.plan import Plan, PlannedStep
 from headway.packing.steps import rank_costs
 
 Floats = NDArray[np.float64]
 
 _RANDOM_PACKINGS = 8  # over which the spread of random packing is averaged
-_COUNTERPART = 0x4D  # tells the shuffles that mixing is relative to from the plan's own
+_BASELINE = 0x4D  # makes the shuffles of random packing other ones than the plan's own
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan in numbers. An order that ends leaves a last step of what is left; it counts in `packs` and `steps` alone.
+    """Statistics of a plan: of its packs, its steps and the ranks that share them.
+
+    The last step of one pass is rarely full, so `fill`, `balance`, `mixing`, `step_flops` and `straggler_loss` are
+    taken over all steps but that one; `last_step_fill` tells how full it is.
 
     Attributes:
-        strategy: by which packs were made.
+        strategy: name of the packing strategy.
         samples: items that were planned.
-        tokens: in those items [tokens].
+        tokens: tokens in all packs [tokens].
         packs: packs made.
         steps: optimizer steps.
-        fill: tokens over the token budget of the packs, a fraction.
+        fill: tokens in packs over their token budget, a fraction.
         balance: mean over steps of mean / max FLOPs over ranks, a fraction.
-        mixing: spread over steps of the token-weighted mean segment length, relative to random packing; 1 is as random.
+        mixing: standard deviation over steps of the token-weighted mean segment length, over that of random packing; 1
+            is as random, more means that some steps hold only long samples and others only short ones.
         us_per_sample: processor time of planning, which runs on one thread [us].
         step_flops: mean useful FLOPs of a step over all ranks [FLOP].
         straggler_loss: share of the ranks' time spent waiting for the one with the most FLOPs, a fraction.
         padding_loss: share of slots that would be padding if each pack were a padded batch instead, every sample as
             long as the pack's longest, a fraction.
-        last_step_fill: of the last step of an order that ends, a fraction; None where it was planned alone.
+        last_step_fill: fill of the last step, a fraction; None where it is the only one.
     """
 
     strategy: str
@@ -60,7 +63,7 @@ class PlanReport:
 
     @property
     def waste(self) -> float:
-        """Share of the packs' token budget that holds nothing, a fraction; flat packs do not compute it."""
+        """Share of the packs' token budget that stays empty, a fraction; it costs memory alone, as packs are flat."""
         return 1 - self.fill
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,10 +72,10 @@ class PlanReport:
 
 
 def measure(plan: Plan, ranks: int) -> tuple[PlanReport, Floats]:
-    """Play a plan whose order ends, and measure it.
+    """Run through a plan whose order ends, and report on its steps.
 
     Args:
-        plan: what to measure.
+        plan: the plan.
         ranks: data-parallel ranks; the packs of a step are dealt to them.
 
     Returns:
@@ -101,16 +104,16 @@ def report_on(
     strategy: str,
     cpu_s: float,
 ) -> tuple[PlanReport, Floats]:
-    """Put steps of packs, whoever made them, in numbers.
+    """Report on steps of packs, made by a `Plan` or by another packer.
 
     Args:
         planned: all steps of one pass.
-        items: what they hold.
-        order: that was packed; it ends.
-        budget: what a pack holds.
+        items: the items that the packs' numbers stand for.
+        order: the order that was packed; it ends.
+        budget: limits of a pack.
         ranks: data-parallel ranks; the packs of a step are dealt to them.
-        strategy: name of who made them.
-        cpu_s: processor time that it took [s].
+        strategy: name of the packer.
+        cpu_s: processor time of packing [s].
 
     Returns:
         As for `measure`.
@@ -169,7 +172,7 @@ def _mixing(mean_segments: Floats, order: Order, tokens: NDArray[Any]) -> float:
 
 def _random_spreads(lengths: Floats, num_steps: int, seed: int) -> Iterator[float]:
     for number in range(_RANDOM_PACKINGS):
-        shuffle = lengths[shuffled(len(lengths), key_of(seed, _COUNTERPART, number))]
+        shuffle = lengths[shuffled(len(lengths), key_of(seed, _BASELINE, number))]
         reached = np.cumsum(shuffle)
         step_of = np.minimum((reached - shuffle) * num_steps // reached[-1], num_steps - 1).astype(np.int64)
         tokens = np.bincount(step_of, shuffle, num_steps)

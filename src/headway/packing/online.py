@@ -6,7 +6,7 @@ import numpy as np
 
 from headway.errors import ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget
-from headway.packing.permute import key_of
+from headway.packing.order import key_of
 from headway.packing.strategies import STRATEGIES, Candidates, Strategy, cost_shift, pack_window, whole_costs
 
 T = TypeVar("T")
@@ -15,15 +15,15 @@ T = TypeVar("T")
 class OnlinePacker(Generic[T]):
     """Packs samples as they come, without an index and without an end.
 
-    Samples wait until they fill `packs` packs; then the strategy makes these of them, and hands all out at once. What
-    it leaves over waits on, so little more than `packs` packs are held.
+    Samples are buffered until they fill `packs` packs; then the strategy makes these packs, and all are handed out at
+    once. Samples that it leaves over stay in the buffer, so little more than `packs` packs are held.
 
     Args:
-        budget: what a pack holds.
+        budget: limits of a pack.
         strategy: one of `STRATEGIES`; "balanced" makes the packs that are handed out together alike in cost.
         packs: packs that are open together; more fill better and balance better.
         packs_per_step: packs of a step, which "balanced" makes alike; all that are open when None.
-        seed: of the order of packs.
+        seed: of the order in which packs are handed out.
 
     Raises:
         ConfigError: an unknown strategy, or open packs that are no whole number of steps.

@@ -2,6 +2,10 @@
 
 An order is a function from place to item, not a list: `draw(start, count)` costs time and memory for `count` items,
 wherever it starts. It depends on the sources' sizes, the stages and the seed, never on ranks or workers.
+
+What makes that possible is `permute`, a keyed pseudo-random permutation evaluated place by place. Nothing is
+materialised, so a billion places cost no memory, and the same key gives the same permutation on every machine and with
+every version of numpy: whole-number arithmetic modulo 2**64 has no rounding.
 """
 
 import math
@@ -14,26 +18,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import ConfigError
-from headway.packing.permute import Unsigned, key_of, permute
+
+Unsigned = NDArray[np.uint64]
 
 _EXACT = 1 << 24  # whole weights are exact if they add up to no more than this
 _RESOLUTION = 1 << 20  # other weights are rounded to multiples of 1 / 2**20 of the mixture
 _LAST_PLACE = 1 << 62  # places times weights or counts must stay below 2**63
 _SUBSET = 0x5B  # tells the choice of a limited source's items from the shuffling of its epochs
 
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FEISTEL_ROUNDS = 6
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
 
 @dataclass(frozen=True, slots=True)
-class Play:
-    """How one source takes part in a stage; give `weight` or `epochs`.
+class StageSource:
+    """One source of a stage's mixture; give `weight` or `epochs`.
 
     Attributes:
-        source: the source's name.
+        name: name of the source.
         weight: share of the stage's draws, relative to the other sources' weights.
-        epochs: how often each of the source's items plays; a fraction plays part of them once more.
+        epochs: how often each of the source's items is drawn; a fraction draws part of them once more.
         limit: use only this many of the source's items, chosen by the seed; None for all.
     """
 
-    source: str
+    name: str
     weight: float | None = None
     epochs: float | None = None
     limit: int | None = None
@@ -41,14 +51,14 @@ class Play:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a curriculum: sources that play together.
+    """A part of a curriculum: a mixture of sources.
 
     Attributes:
-        plays: the sources, all with weights or all with epochs.
+        sources: the mixture, all with weights or all with epochs.
         samples: draws of the stage where sources have weights; None for endlessly, which only the last stage may be.
     """
 
-    plays: tuple[Play, ...]
+    sources: tuple[StageSource, ...]
     samples: int | None = None
 
 
@@ -66,21 +76,22 @@ class _Part:
 class Order:
     """A sequence of items over sources and stages.
 
-    Inside a stage every source plays its own epochs: each of its items once, in an order of their own, before any plays
-    again. Sources alternate as evenly as their shares allow: of the first n draws each has its share of n, within 1 for
-    each source. With epochs the counts at the end of the stage are exact.
+    Inside a stage every source has epochs of its own: each of its items is drawn once, in a shuffled order, before any
+    is drawn again. Sources alternate as evenly as their shares allow: of the first n draws each has its share of n,
+    within 1 for each source. With epochs the counts at the end of the stage are exact.
 
     Args:
         sizes: items of each source by name, in the order in which items are numbered.
-        stages: what plays, in order; every source in proportion to its size, endlessly, when None.
-        seed: of the shuffling.
+        stages: the curriculum; every source in proportion to its size, endlessly, when None.
+        seed: seed of the shuffling.
         shuffle: whether to shuffle inside sources.
 
     Raises:
         ConfigError: an unknown or empty source, a weight or number of epochs that is not positive, or an endless stage
             before the last.
 
-    >>> order = Order({"chat": 4, "images": 2}, [Stage((Play("chat", epochs=1), Play("images", epochs=2)))])
+    >>> mixture = StageSource("chat", epochs=1), StageSource("images", epochs=2)
+    >>> order = Order({"chat": 4, "images": 2}, [Stage(mixture)])
     >>> order.length, sorted(order.draw(0, 100).tolist())
     (8, [0, 1, 2, 3, 4, 4, 5, 5])
     """
@@ -96,7 +107,7 @@ class Order:
         if not any(sizes.values()):
             raise ConfigError("There is nothing to order: the sources hold no samples. Give at least one that does.")
         if stages is None:
-            stages = [Stage(tuple(Play(name, weight=size) for name, size in sizes.items() if size))]
+            stages = [Stage(tuple(StageSource(name, weight=size) for name, size in sizes.items() if size))]
         firsts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         numbers = {name: number for number, name in enumerate(sizes)}
         self.seed, self.shuffle = seed, shuffle
@@ -106,8 +117,8 @@ class Order:
             parts, length = _parts(stage, number, sizes, firsts, numbers)
             if length is None and number < len(stages) - 1:
                 raise ConfigError(
-                    f"Stage {number} of the data never ends, so what follows it would never play. Give it a number of "
-                    "samples, or epochs instead of weights."
+                    f"Stage {number} of the data never ends, so what follows it would never be used. Give it a "
+                    "number of samples, or epochs instead of weights."
                 )
             self._stages.append(parts)
             start = self._ends[-1] if self._ends else 0
@@ -116,7 +127,7 @@ class Order:
     @classmethod
     def epochs(cls, sizes: Mapping[str, int], epochs: float, *, seed: int = 0, shuffle: bool = True) -> "Order":
         """Every source the same number of epochs."""
-        stage = Stage(tuple(Play(name, epochs=epochs) for name, size in sizes.items() if size))
+        stage = Stage(tuple(StageSource(name, epochs=epochs) for name, size in sizes.items() if size))
         return cls(sizes, [stage], seed=seed, shuffle=shuffle)
 
     @property
@@ -144,22 +155,24 @@ class Order:
         return np.concatenate(drawn) if drawn else np.zeros(0, dtype=np.int64)
 
     def _draw_stage(self, stage: int, start: int, stop: int) -> NDArray[np.int64]:
+        # One source after the other takes its places, as evenly spread as its share of the places still free allows:
+        # of n places the first floor(n * share / rest), so a source takes place n where that floor grows.
         items = np.empty(stop - start, dtype=np.int64)
         at = np.arange(len(items))  # where in `items` the places are that no source has taken yet
-        places = np.arange(start, stop + 1)  # counted among what the remaining sources play, one more than `at`
+        places = np.arange(start, stop + 1)  # their numbers among the free places of the stage, and one past the last
         rest = sum(part.share for part in self._stages[stage])
         for part in self._stages[stage]:
             before = places * part.share // rest  # draws of this source before each place; grows by 0 or 1
             taken = before[1:] > before[:-1]
-            items[at[taken]] = self._play(part, stage, before[:-1][taken])
+            items[at[taken]] = self._items_of_draws(part, stage, before[:-1][taken])
             at = at[~taken]
             left = places - before
             places = np.append(left[:-1][~taken], left[-1])
             rest -= part.share
         return items
 
-    def _play(self, part: _Part, stage: int, draws: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The items of a source's draws, numbered from 0 over all its epochs."""
+    def _items_of_draws(self, part: _Part, stage: int, draws: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Look up the items that a source's draws give; draws are numbered from 0 over all its epochs."""
         if not draws.size:
             return draws
         epochs, places = np.divmod(draws, part.used)
@@ -171,6 +184,7 @@ class Order:
                 different, which = np.unique(epochs, return_inverse=True)
                 each = [key_of(self.seed, part.source, stage, epoch) for epoch in different.tolist()]
                 keys = np.array(each, dtype=np.uint64)[which]
+            # Shuffle within the items used; of a limited source these are chosen once, by a key without the epoch.
             places = permute(places, part.used, keys)
             if part.used < part.size:
                 places = permute(places, part.size, key_of(self.seed, part.source, _SUBSET))
@@ -180,28 +194,28 @@ class Order:
 def _parts(
     stage: Stage, number: int, sizes: Mapping[str, int], firsts: Mapping[str, int], numbers: Mapping[str, int]
 ) -> tuple[list[_Part], int | None]:
-    """Check a stage and turn shares into whole numbers; also its length."""
+    """Check a stage, and return its sources with whole numbers as shares, and its length (None for an endless one)."""
     where = f"Stage {number} of the data"
-    if not stage.plays:
-        raise ConfigError(f"{where} plays no source. Name at least one of {', '.join(sizes)}.")
-    by_epochs = stage.plays[0].epochs is not None
+    if not stage.sources:
+        raise ConfigError(f"{where} names no source. Name at least one of {', '.join(sizes)}.")
+    by_epochs = stage.sources[0].epochs is not None
     used = []
-    for play in stage.plays:
-        if not sizes.get(play.source):
+    for source in stage.sources:
+        if not sizes.get(source.name):
             known = ", ".join(name for name, size in sizes.items() if size)
-            raise ConfigError(f"{where} plays {play.source!r}, which holds no samples. Sources with samples: {known}.")
-        share = play.epochs if by_epochs else play.weight
-        if share is None or (play.epochs is not None and play.weight is not None):
+            raise ConfigError(f"{where} names {source.name!r}, which holds no samples. Sources with samples: {known}.")
+        share = source.epochs if by_epochs else source.weight
+        if share is None or (source.epochs is not None and source.weight is not None):
             raise ConfigError(
-                f"{where} gives {play.source!r} weight {play.weight} and epochs {play.epochs}. Give weights to all "
+                f"{where} gives {source.name!r} weight {source.weight} and epochs {source.epochs}. Give weights to all "
                 "sources of a stage, or epochs to all."
             )
-        if not (math.isfinite(share) and share > 0) or (play.limit is not None and play.limit < 1):
+        if not (math.isfinite(share) and share > 0) or (source.limit is not None and source.limit < 1):
             raise ConfigError(
-                f"{where} gives {play.source!r} a weight or epochs of {share} and a limit of {play.limit}; weights and "
-                "epochs are above 0, a limit is at least 1 sample."
+                f"{where} gives {source.name!r} a weight or epochs of {share} and a limit of {source.limit}; weights "
+                "and epochs are above 0, a limit is at least 1 sample."
             )
-        used.append(min(sizes[play.source], play.limit or sizes[play.source]))
+        used.append(min(sizes[source.name], source.limit or sizes[source.name]))
     if by_epochs and stage.samples is not None:
         raise ConfigError(f"{where} has epochs and {stage.samples} samples; the epochs say how long it is already.")
     if stage.samples is not None and stage.samples < 1:
@@ -211,20 +225,95 @@ def _parts(
     if (length or 0) * max(shares) >= _LAST_PLACE:
         raise ConfigError(f"{where} draws {length} samples, more than an order can number. Use more stages.")
     parts = [
-        _Part(numbers[play.source], firsts[play.source], sizes[play.source], one, share)
-        for play, one, share in zip(stage.plays, used, shares, strict=True)
+        _Part(numbers[source.name], firsts[source.name], sizes[source.name], one, share)
+        for source, one, share in zip(stage.sources, used, shares, strict=True)
         if share
     ]
     return parts, length
 
 
 def _epoch_counts(stage: Stage, used: Sequence[int]) -> list[int]:
-    return [round(Fraction(play.epochs or 0) * one) for play, one in zip(stage.plays, used, strict=True)]
+    return [round(Fraction(source.epochs or 0) * one) for source, one in zip(stage.sources, used, strict=True)]
 
 
 def _weights(stage: Stage) -> list[int]:
-    weights: list[Any] = [play.weight for play in stage.plays]
+    weights: list[Any] = [source.weight for source in stage.sources]
     if all(weight == int(weight) for weight in weights) and sum(weights) <= _EXACT:
         return [int(weight) for weight in weights]
     total = sum(weights)
     return [max(1, round(weight / total * _RESOLUTION)) for weight in weights]
+
+
+def key_of(*parts: int) -> int:
+    """Fold whole numbers into one key of 64 bits; their order matters.
+
+    >>> key_of(0, 1) == key_of(1, 0)
+    False
+    """
+    key = 0
+    for part in parts:
+        key = int(_mixed(np.array([(key ^ (part & _MASK)) + _GOLDEN & _MASK], dtype=np.uint64))[0])
+    return key
+
+
+def permute(places: NDArray[Any], size: int, key: int | Unsigned) -> NDArray[np.int64]:
+    """Look places up in a pseudo-random permutation.
+
+    Args:
+        places: whole numbers from 0 to size - 1, shape (N,).
+        size: how many numbers are permuted.
+        key: names the permutation; one for all places, or one each, shape (N,).
+
+    Returns:
+        Where each place goes, shape (N,); a permutation of 0 .. size - 1 for each key.
+
+    Source: a Feistel network (Luby and Rackoff 1988) on the next power of two, walked along its cycle until the result
+    lies below `size` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"); its round function is the
+    finaliser of splitmix64 (Steele, Lea and Flood 2014).
+
+    >>> sorted(permute(np.arange(5), 5, key=7).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    values = np.asarray(places).astype(np.uint64)
+    keys = np.asarray(key, dtype=np.uint64)
+    values = _network(values, size, keys)
+    # The network permutes up to the next power of two; what lands beyond `size` is sent through it again.
+    outside = np.flatnonzero(values >= size)
+    while outside.size:
+        values[outside] = _network(values[outside], size, keys[outside] if keys.ndim else keys)
+        outside = outside[values[outside] >= size]
+    return values.astype(np.int64)
+
+
+def shuffled(size: int, key: int) -> NDArray[np.int64]:
+    """Shuffle 0 .. size - 1 as a whole."""
+    mixed = _mixed(np.arange(size, dtype=np.uint64) + np.uint64(key))
+    # A radix sort by the highest 32 bits, 16 at a time, since numpy sorts so few in linear time.
+    order = np.argsort((mixed >> np.uint64(32)).astype(np.uint16), kind="stable")
+    return order[np.argsort((mixed >> np.uint64(48)).astype(np.uint16)[order], kind="stable")]
+
+
+def _network(values: Unsigned, size: int, keys: Unsigned) -> Unsigned:
+    # A Feistel network: each half in turn is changed by a hash of the other, which can be undone whatever the hash.
+    bits = max(2, (size - 1).bit_length())
+    low = bits // 2
+    widths = np.uint64(64 - (bits - low)), np.uint64(64 - low)
+    left, right = values >> np.uint64(low), values & np.uint64((1 << low) - 1)
+    for number in range(_FEISTEL_ROUNDS):
+        if number % 2 == 0:
+            left = left ^ (_mixed(right + _round_key(keys, number)) >> widths[0])
+        else:
+            right = right ^ (_mixed(left + _round_key(keys, number)) >> widths[1])
+    return (left << np.uint64(low)) | right
+
+
+def _round_key(keys: Unsigned, number: int) -> Unsigned:
+    with np.errstate(over="ignore"):
+        return keys + np.uint64(number * _GOLDEN & _MASK)
+
+
+def _mixed(values: Unsigned) -> Unsigned:
+    """Scramble 64 bits; the high ones come out best mixed."""
+    values = (values ^ (values >> np.uint64(30))) * _FIRST
+    values = (values ^ (values >> np.uint64(27))) * _SECOND
+    return values ^ (values >> np.uint64(31))

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import CheckpointError, ConfigError, DataError
+from headway.packing.balanced import smallest_first, sums_of
 from headway.packing.budget import Budget, Size, over_budget
 from headway.packing.items import Items
-from headway.packing.lpt import by_number, sums_of
-from headway.packing.order import Order
-from headway.packing.permute import key_of
+from headway.packing.order import Order, key_of
 from headway.packing.steps import BALANCE
 from headway.packing.strategies import STRATEGIES, Candidates, Strategy, cost_shift, pack_window, whole_costs
 
@@ -44,7 +43,7 @@ class PlannedStep:
 
 
 class _Start(NamedTuple):
-    """Where a window starts, and what it is packed for."""
+    """Where a window starts: its place in the order, the items carried into it, and how its steps are cut."""
 
     position: int
     carried: tuple[int, ...]
@@ -53,7 +52,7 @@ class _Start(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """A window's packs in the order in which they are trained on, and what follows."""
+    """The packs of a window in the order in which they are trained on, and where the next window starts."""
 
     items: Ints
     bounds: Ints
@@ -72,15 +71,15 @@ class Plan:
     steps, and steps of a window are shuffled.
 
     Args:
-        items: what is planned over.
-        order: in which order.
-        budget: what a pack holds.
+        items: the samples to plan.
+        order: the order in which they are trained on.
+        budget: limits of a pack.
         packs_per_step: packs of an optimizer step over all ranks, data-parallel ranks times accumulation.
         strategy: "balanced", or one of the textbook ones for comparison.
         seed: of everything that the plan chooses at random.
         window: samples packed together; when None 131,072, at most an epoch, and at least 16 steps' worth.
-        accumulation: packs of a step that one rank sums up, as far as the plan cares: with more, heavy and light packs
-            may pair up, so that less is sorted.
+        accumulation: packs of a step that one rank accumulates gradients over; with more, heavy and light packs pair
+            up on a rank, so that less is sorted.
         balance: mean / max FLOPs over ranks, mean over steps, that "balanced" sorts packs for where they differ, a
             fraction. Less leaves steps better mixed.
 
@@ -125,7 +124,7 @@ class Plan:
         self._shift = cost_shift(float(items.costs.max(initial=0.0)))
 
     def settings(self) -> dict[str, Any]:
-        """What decides the plan besides items and order, as plain JSON values; ranks are free to change."""
+        """Settings that decide the plan besides items and order, as plain JSON values; ranks are free to change."""
         return {
             "budget": [self.budget.tokens, self.budget.patches, self.budget.items],
             "strategy": self.strategy,
@@ -235,11 +234,11 @@ class Plan:
 
 
 def _packed(items: Ints, pack_of: Ints, num_packs: int, position: int, num_carried: int) -> _Packed:
-    """Sort a window's items by pack; what lies behind the last one used is drawn again by the next window."""
+    """Sort a window's items by pack; items behind the last one used are drawn again by the next window."""
     used = np.flatnonzero(pack_of >= 0)
     seen = max(num_carried, int(used[-1]) + 1 if len(used) else 0)
     left = items[:seen][pack_of[:seen] < 0]
-    by_pack = used[by_number(pack_of[used])]
+    by_pack = used[smallest_first(pack_of[used])]
     bounds = np.concatenate([[0], np.cumsum(np.bincount(pack_of[used], minlength=num_packs))])
     return _Packed(items[by_pack], bounds, position + seen - num_carried, tuple(left.tolist()))
 

@@ -1,4 +1,4 @@
-"""Packs to steps, and a step's packs to ranks: equal FLOPs for every rank, with as little sorting as that takes."""
+"""Group packs into steps, and deal a step's packs to ranks: equal FLOPs for every rank, and little sorted."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import ConfigError
-from headway.packing.permute import key_of, shuffled
+from headway.packing.order import key_of, shuffled
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 BALANCE = 0.986
-"""Mean over a window's steps of mean / max FLOPs over ranks that sorting may be bought for."""
+"""Balance that packs are sorted for where they need it: mean over steps of mean / max FLOPs over ranks, a fraction."""
 
-_HALVINGS = 12  # of the range of band limits that is searched
+_HALVINGS = 12  # of the bisection for the width of bands
 
 
 def deal(costs: Sequence[float] | Floats, ranks: int, accumulation: int = 1) -> list[list[int]]:
@@ -26,7 +26,7 @@ def deal(costs: Sequence[float] | Floats, ranks: int, accumulation: int = 1) -> 
     and light packs pair up and ranks meet packs of like cost at the same time.
 
     Args:
-        costs: of the step's packs, shape (ranks * accumulation,).
+        costs: cost of each of the step's packs, shape (ranks * accumulation,).
         ranks: data-parallel ranks.
         accumulation: packs of each rank.
 
@@ -45,15 +45,15 @@ def deal(costs: Sequence[float] | Floats, ranks: int, accumulation: int = 1) -> 
             f"A step of {len(array)} packs cannot be dealt to {ranks} ranks with an accumulation of {accumulation}: "
             "ranks times accumulation must be the packs of a step."
         )
-    hands: list[list[int]] = _dealt(array[None], ranks)[0].tolist()
-    return hands
+    packs_of_ranks: list[list[int]] = _deal_steps(array[None], ranks)[0].tolist()
+    return packs_of_ranks
 
 
 def rank_costs(costs_SP: Floats, ranks: int) -> Floats:
     """FLOPs of each rank in each of several steps, shape (S, ranks)."""
     if costs_SP.shape[1] == ranks:
         return costs_SP
-    summed: Floats = np.take_along_axis(costs_SP[:, None], _dealt(costs_SP, ranks), axis=2).sum(axis=2)
+    summed: Floats = np.take_along_axis(costs_SP[:, None], _deal_steps(costs_SP, ranks), axis=2).sum(axis=2)
     return summed
 
 
@@ -64,28 +64,29 @@ def balance_of(costs_SP: Floats, ranks: int) -> Floats:
     return np.where(heaviest > 0, per_rank.sum(axis=1) / (ranks * np.maximum(heaviest, 1)), 1.0)
 
 
-def group(costs: Floats, packs_per_step: int, accumulation: int, key: int, balance: float = BALANCE) -> Ints:
+def group_into_steps(costs: Floats, packs_per_step: int, accumulation: int, key: int, balance: float = BALANCE) -> Ints:
     """Group packs into steps: at random if that leaves ranks equal, else at random within bands of like cost.
 
     Args:
-        costs: of the packs, whole numbers in any unit, shape (S * packs_per_step,).
+        costs: cost of each pack, whole numbers in any unit, shape (S * packs_per_step,).
         packs_per_step: packs of a step over all ranks.
-        accumulation: packs of a step that one rank sums up.
-        key: of the shuffling.
+        accumulation: packs of a step that one rank accumulates gradients over.
+        key: seed of the shuffling.
         balance: the bands are as wide as this mean / max FLOPs over ranks allows, mean over steps, a fraction.
 
     Returns:
         The packs in the order in which they are trained on, shape (S, packs_per_step).
     """
+    # Sort packs by cost; row s would be step s if everything were sorted.
     order = np.argsort(-costs, kind="stable").reshape(-1, packs_per_step)
     heaviest = costs[order[:, 0]].tolist()
     sums = [0.0, *np.cumsum(costs[order].sum(axis=1)).tolist()]
     ranks = packs_per_step // accumulation
 
-    def dealt(band: float) -> Ints:
+    def shuffled_in_bands(least_share: float) -> Ints:
         places = np.empty(order.size, dtype=np.int64)
         start = 0
-        for number, stop in enumerate(_cuts(sums, heaviest, packs_per_step, band)):
+        for number, stop in enumerate(_band_ends(sums, heaviest, packs_per_step, least_share)):
             size = (stop - start) * packs_per_step
             first = start * packs_per_step
             places[first : first + size] = first + shuffled(size, key_of(key, number))
@@ -93,45 +94,47 @@ def group(costs: Floats, packs_per_step: int, accumulation: int, key: int, balan
         steps: Ints = order.reshape(-1)[places].reshape(order.shape)
         return steps
 
-    def good(band: float) -> bool:
-        steps = balance_of(costs[dealt(band)], ranks)
+    def is_balanced(least_share: float) -> bool:
+        steps = balance_of(costs[shuffled_in_bands(least_share)], ranks)
         return float(np.cumsum(steps)[-1]) >= balance * len(steps)
 
-    # Packs are sorted by cost and cut where a band's mean falls below this share of its heaviest pack. 0 sorts nothing,
-    # 1 everything; between them the widest bands that reach the balance.
-    loose, tight = 0.0, 0.0 if good(0.0) else 1.0
+    # A band ends where its mean would fall below `least_share` of its heaviest pack: 0 makes one band of all packs,
+    # which is no sorting, and 1 a band of each step. Bisect for the widest bands that reach the balance.
+    loose, tight = 0.0, 0.0 if is_balanced(0.0) else 1.0
     for _ in range(_HALVINGS if tight else 0):
         middle = (loose + tight) / 2
-        loose, tight = (loose, middle) if good(middle) else (middle, tight)
-    return dealt(tight)[shuffled(len(order), key_of(key, -1))]
+        loose, tight = (loose, middle) if is_balanced(middle) else (middle, tight)
+    # Shuffle the steps, or the heaviest band would be trained on first.
+    return shuffled_in_bands(tight)[shuffled(len(order), key_of(key, -1))]
 
 
-def _cuts(sums: list[float], heaviest: list[float], width: int, band: float) -> list[int]:
-    """Where bands end: each as long as its mean is at least `band` of its heaviest pack."""
-    num_steps, start, cuts = len(heaviest), 0, []
+def _band_ends(sums: list[float], heaviest: list[float], width: int, least_share: float) -> list[int]:
+    """Where bands end [steps]: each as long as its mean is at least `least_share` of its heaviest pack."""
+    num_steps, start, ends = len(heaviest), 0, []
     while start < num_steps:
-        least = band * heaviest[start] * width
+        least = least_share * heaviest[start] * width
 
         def too_light(stop: int, start: int = start, least: float = least) -> bool:
             return sums[stop] - sums[start] < least * (stop - start)
 
         start = max(start + 1, bisect_left(range(num_steps + 1), True, lo=start + 1, key=too_light) - 1)
-        cuts.append(start)
-    return cuts
+        ends.append(start)
+    return ends
 
 
-def _dealt(costs_SP: Floats, ranks: int) -> NDArray[Any]:
+def _deal_steps(costs_SP: Floats, ranks: int) -> NDArray[Any]:
     """Pack numbers of each rank in each step, shape (S, ranks, accumulation)."""
     num_steps, width = costs_SP.shape
     if width == ranks:
         return np.broadcast_to(np.arange(width)[:, None], (num_steps, width, 1))
+    # LPT in rounds, all steps at once: of the next heaviest packs the least loaded rank takes the heaviest.
     order = np.argsort(-costs_SP, axis=1, kind="stable")
     loads = np.zeros((num_steps, ranks))
-    hands = np.empty((num_steps, ranks, width // ranks), dtype=np.int64)
+    dealt = np.empty((num_steps, ranks, width // ranks), dtype=np.int64)
     rows = np.arange(num_steps)[:, None]
     for turn in range(width // ranks):
         packs = order[:, turn * ranks : (turn + 1) * ranks]
         lightest = np.argsort(loads, axis=1, kind="stable")
-        hands[rows, lightest, turn] = packs
+        dealt[rows, lightest, turn] = packs
         loads[rows, lightest] += costs_SP[rows, packs]
-    return hands
+    return dealt

@@ -1,7 +1,7 @@
-"""Packing strategies by name: a window of samples to packs.
+"""Packing strategies by name: each assigns the samples of a window to packs that make whole steps.
 
-Every strategy assigns each sample of a window to a pack, or leaves it to the next window, in such a way that the packs
-make whole steps. The textbook ones take the samples as they come and hand packs out as they were opened.
+`balanced` (see the module of that name) makes packs of equal cost. The textbook ones, for comparison, take samples as
+they come and keep packs in the order in which they were opened. What makes no whole step is left to the next window.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.packing.balanced import assign_lpt, fix_overflow, largest_first, overflow, sums_of
 from headway.packing.bins import Packer
 from headway.packing.budget import Budget, Size
-from headway.packing.lpt import largest_first, spread, sums_of
-from headway.packing.overflow import excess, repair
-from headway.packing.steps import BALANCE, group
+from headway.packing.steps import BALANCE, group_into_steps
 
 Strategy = Literal["balanced", "best_fit", "first_fit", "next_fit", "none"]
 STRATEGIES: tuple[Strategy, ...] = ("balanced", "best_fit", "first_fit", "next_fit", "none")
@@ -26,11 +25,11 @@ FILL = 0.9912
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_COST_BITS = 31  # costs are planned with as whole numbers up to 2**31, so that sums of millions are exact
+_COST_BITS = 31  # plans use costs as whole numbers up to 2**31, so that sums of millions are exact
 
 
 def cost_shift(heaviest: float) -> int:
-    """The power of two that makes whole numbers of costs up to this one, without losing what matters."""
+    """The power of two to scale costs by, so that this one, the largest, is just below 2**31."""
     return _COST_BITS - int(np.frexp(heaviest)[1])
 
 
@@ -45,13 +44,13 @@ class Candidates:
     """Samples to pack.
 
     Attributes:
-        tokens: of each sample [tokens], shape (N,).
-        patches: of each sample [patches], shape (N,).
-        costs: of each sample, whole numbers in any unit, held in float64, shape (N,).
-        budget: what a pack holds.
+        tokens: length of each sample [tokens], shape (N,).
+        patches: vision patches of each sample [patches], shape (N,).
+        costs: cost of each sample, whole numbers in any unit, held in float64, shape (N,).
+        budget: limits of a pack.
         packs_per_step: packs of a step over all ranks.
-        accumulation: packs of a step that one rank sums up.
-        key: of everything that is chosen at random.
+        accumulation: packs of a step that one rank accumulates gradients over.
+        key: seed of everything that is chosen at random.
         balance: mean / max FLOPs over ranks that packs are sorted for, a fraction.
     """
 
@@ -66,7 +65,7 @@ class Candidates:
 
     @property
     def needs(self) -> Ints:
-        """What each sample takes of each budget that is set, tokens first, shape (R, N)."""
+        """Tokens, patches and count (1) of each sample, for the budgets that are set, shape (R, N)."""
         ones = np.ones_like(self.tokens) if self.budget.items is not None else None
         patches = self.patches if self.budget.patches is not None else None
         return np.stack([column for column in (self.tokens, patches, ones) if column is not None])
@@ -115,6 +114,7 @@ def pack_window(window: Candidates, strategy: Strategy, last: bool) -> tuple[Int
 
 
 def _balanced(window: Candidates, at_least: int = 0) -> tuple[Ints, int]:
+    # Cut the window where its samples fill whole steps; what lies behind stays in the order.
     needed = window.packs_needed()
     num_steps = int(needed[-1]) // window.packs_per_step
     if num_steps:
@@ -124,28 +124,36 @@ def _balanced(window: Candidates, at_least: int = 0) -> tuple[Ints, int]:
     pack_of = np.full(len(needed), -1)
     if not num_steps:
         return pack_of, 0
+
+    # Packs of like cost and length.
     samples = np.arange(taken)
-    pack_of[samples], num_packs = _alike(window.part(samples), num_steps * window.packs_per_step)
+    num_packs = num_steps * window.packs_per_step
+    pack_of[samples] = _alike(window.part(samples), num_packs)
+
+    # Samples so large that few fit together leave many over: whole steps of these, too.
     rest = np.flatnonzero(pack_of[:taken] < 0)
-    if len(rest) * 8 > taken:  # samples so large that few fit together: whole steps of those left over, too
+    if len(rest) * 8 > taken:
         more, num_more = _best_fit_decreasing(window.part(rest))
         pack_of[rest] = np.where(more >= 0, more + num_packs, -1)
         num_packs += num_more
+
+    # Group packs into steps, and number them in the order in which they are trained on.
     placed = pack_of >= 0
     costs = sums_of(pack_of[placed], window.costs[placed], num_packs)
-    order = group(costs, window.packs_per_step, window.accumulation, window.key, window.balance).reshape(-1)
+    steps = group_into_steps(costs, window.packs_per_step, window.accumulation, window.key, window.balance)
     number = np.empty(num_packs, dtype=np.int64)
-    number[order] = np.arange(num_packs)
+    number[steps.reshape(-1)] = np.arange(num_packs)
     pack_of[placed] = number[pack_of[placed]]
     return pack_of, num_packs
 
 
-def _alike(window: Candidates, num_packs: int) -> tuple[Ints, int]:
-    """Make packs of like cost and length, and leave out what does not fit."""
+def _alike(window: Candidates, num_packs: int) -> Ints:
+    """Make packs of like cost and length; samples that fit nowhere get -1."""
     needs, caps = window.needs, window.caps
-    pack_of = spread(window.tokens, window.costs, num_packs, window.budget.tokens, window.budget.items)
-    pack_of = repair(pack_of, needs, caps, window.costs, num_packs, window.key)
-    over = excess(pack_of, needs, caps, num_packs)
+    pack_of = assign_lpt(window.tokens, window.costs, num_packs, window.budget.tokens, window.budget.items)
+    pack_of = fix_overflow(pack_of, needs, caps, window.costs, num_packs, window.key)
+    # Out of packs that are overfull still, take the shortest samples that help, until the budgets hold.
+    over = overflow(pack_of, needs, caps, num_packs)
     for pack in np.flatnonzero((over > 0).any(axis=0)).tolist():
         left = over[:, pack]
         members = np.flatnonzero(pack_of == pack)
@@ -153,7 +161,7 @@ def _alike(window: Candidates, num_packs: int) -> tuple[Ints, int]:
             if (left > 0).any() and (needs[:, sample] > 0)[left > 0].any():
                 pack_of[sample] = -1
                 left = left - needs[:, sample]
-    return pack_of, num_packs
+    return pack_of
 
 
 def _best_fit_decreasing(window: Candidates) -> tuple[Ints, int]:
@@ -171,6 +179,7 @@ def _in_order(window: Candidates, strategy: Literal["best_fit", "first_fit"]) ->
 
 
 def _next_fit(window: Candidates) -> tuple[Ints, int]:
+    # Each pack ends where the running sum of some budget would pass its cap.
     reached, caps = np.cumsum(window.needs, axis=1), window.caps
     pack_of = np.empty(reached.shape[1], dtype=np.int64)
     start = pack = 0
@@ -191,7 +200,7 @@ def _none(window: Candidates) -> tuple[Ints, int]:
 
 
 def _whole_steps(pack_of: Ints, window: Candidates, all_open: bool) -> tuple[Ints, int]:
-    """Leave to the next window the emptiest packs, or the last ones, so that the others make whole steps."""
+    """Leave the packs that make no whole step to the next window: the emptiest where all are open, else the last."""
     num_packs = int(pack_of.max(initial=-1)) + 1
     num_kept = num_packs // window.packs_per_step * window.packs_per_step
     if not all_open:

@@ -1,1 +1,1 @@
-"""The demonstration: scikit-learn's handwritten digits as chat samples, a small model folder, and its recipe."""
+"""Made-up data and small models: `digits` with its recipe is the demo; the others serve scaled-down recipes."""

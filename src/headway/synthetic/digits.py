@@ -1,4 +1,6 @@
-"""Write scikit-learn's handwritten digits as a chat dataset: 1 to 4 digits per sample, each an image file of its own.
+"""The demo: scikit-learn's handwritten digits as a chat dataset, and a small model that learns to read them.
+
+A sample shows 1 to 4 digits, each an image file of its own.
 
 The 1,797 scans of 8 x 8 pixels are split into training and held-out scans first and composed afterwards, so no scan of
 the evaluation is ever trained on. Each scan is rendered a few times: tilted, stretched and placed in frames of varied
@@ -6,6 +8,7 @@ size and aspect, so grids differ from image to image as they do in the wild.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,14 @@ QUESTIONS = (
     "Write down what you see, from left to right.",
 )
 MAX_DIGITS = 4
+PATCH_SIZE = 8  # [pixels]; the smallest images then are one token of 2 x 2 patches
 MAX_TILT_DEG = 6.0
 MAX_SHEAR = 0.1
 
 
 @dataclass(frozen=True)
 class DigitsData:
-    """Where the dataset lies and how much of it there is."""
+    """Files and sizes of the dataset."""
 
     one_digit: Path
     train: Path
@@ -65,7 +69,7 @@ def write_digits(
         num_eval: held-out samples of 1 to 4 digits [samples].
         held_out: fraction of the scans that only the evaluation sees.
         renderings: image files per training scan; held-out scans have one [images].
-        seed: of the split, the renderings and the composition.
+        seed: seed of the split, the renderings and the composition.
 
     Raises:
         DataError: scikit-learn is not installed, or the folder cannot be written.
@@ -168,3 +172,69 @@ def _write_samples(path: Path, samples: list[list[_Image]], rng: np.random.Gener
             answer = "".join(str(image.digit) for image in images)
             messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def write_reader(folder: Path, texts: Iterable[str] = (*QUESTIONS, "user\n", "assistant\n")) -> Path:
+    """Write a Qwen3-VL of about a million parameters, without weights: configuration, tokenizer and image processor.
+
+    Weights are drawn when training starts. They are drawn wider than a large model's 0.02: in a hidden size of 128 that
+    would leave every layer's output small beside its input, and learning starts several times later.
+
+    Args:
+        folder: created where needed.
+        texts: what the vocabulary is learned from: their words become single tokens.
+
+    Returns:
+        The folder; `headway train` and transformers open it like any other.
+    """
+    from transformers import Qwen3VLConfig
+
+    from headway.models.load import load_processor
+    from headway.synthetic.processor import write_processor
+
+    # Of the digits, answers stay digit by digit, as no number is among their questions.
+    write_processor(folder, texts, PATCH_SIZE, temporal_patch_size=1)
+    tokenizer = load_processor(folder).tokenizer
+    token = tokenizer.convert_tokens_to_ids
+    hidden_size, num_heads, spread = 128, 4, 0.06
+    head_dim = hidden_size // num_heads
+    third = head_dim // 6
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size,
+            "num_hidden_layers": 2,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": 1024,
+            "initializer_range": spread,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [head_dim // 2 - 2 * third, third, third],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size,
+            "num_heads": num_heads,
+            "patch_size": PATCH_SIZE,
+            "temporal_patch_size": 1,
+            "out_hidden_size": hidden_size,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": spread,
+        },
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+        tie_word_embeddings=True,
+        architectures=["Qwen3VLForConditionalGeneration"],
+    )
+    config.save_pretrained(folder)
+    return folder

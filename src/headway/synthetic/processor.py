@@ -75,7 +75,7 @@ def write_processor(
 
     Args:
         folder: where to write; made if missing.
-        texts: what the vocabulary is learned from; any other text still encodes, byte by byte.
+        texts: texts that the vocabulary is learned from; any other text still encodes, byte by byte.
         patch_size: side of a vision patch [pixels].
         merge_size: patches per side that one token stands for [patches].
         temporal_patch_size: frames per patch; a still image is repeated this often.
@@ -114,7 +114,7 @@ def write_tokenizer(folder: str | Path, texts: Iterable[str], *, vocab_size: int
 
     Args:
         folder: where to write; made if missing.
-        texts: what the vocabulary is learned from; any other text still encodes, byte by byte.
+        texts: texts that the vocabulary is learned from; any other text still encodes, byte by byte.
         vocab_size: upper bound on vocabulary entries, the special tokens and the 256 bytes included.
 
     Returns:

@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from headway.errors import DataError
-from headway.packing.costs import square_grid
-from headway.packing.length_mixes import Mix
+from headway.packing.budget import square_grid
+from headway.packing.lengths import Mix
 
 # One token each for a tokenizer that learned from them, and a space.
 WORDS = tuple(f"{first}{rest}" for first in "bdfgklmnprst" for rest in ("al", "en", "ir", "om", "ut"))
@@ -26,7 +26,7 @@ VIDEO_FPS = 2  # as many as the model reads of a second
 
 
 def vocabulary_texts() -> list[str]:
-    """What a small tokenizer is to learn: the words, with their spaces, the turns of a chat and times in a video."""
+    """Texts for a small tokenizer to learn from: words with their spaces, the turns of a chat and times in a video."""
     return [
         *(f" {word}" for word in WORDS for _ in range(8)),
         *["user\n", "assistant\n", "<0.5 seconds>", "<12.5 seconds>"] * 8,
@@ -41,7 +41,7 @@ def write_small_data(
 
     Args:
         folder: created where needed; gets `samples.jsonl` and the media.
-        mix: what the samples are like.
+        mix: distribution of the samples' lengths.
         scale: of every length; the small pack's tokens over the real one's.
         num_samples: how many [samples].
         longest: no sample is longer [tokens].

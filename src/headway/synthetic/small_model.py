@@ -38,8 +38,8 @@ def write_small_model(folder: Path, config: PreTrainedConfig, texts: Iterable[st
 
     Args:
         folder: created where needed.
-        config: of the model that is shrunk.
-        texts: what the vocabulary is learned from.
+        config: configuration of the large model.
+        texts: texts that the vocabulary is learned from.
         max_pixels: larger images and videos are shrunk to this area [pixels].
 
     Raises:
@@ -80,7 +80,7 @@ def small_config(config: PreTrainedConfig, vocabulary: int) -> PreTrainedConfig:
     """Shrink a configuration.
 
     Args:
-        config: of a causal or image-text model.
+        config: configuration of a causal or image-text model.
         vocabulary: entries of the small tokenizer [tokens].
 
     Raises:

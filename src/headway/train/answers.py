@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
-from headway.data.encoded import IGNORED, EncodedSample
+from headway.data.encode import EncodedSample
 from headway.data.samples import Chat
 from headway.errors import ConfigError
+from headway.models.losses import IGNORED
 from headway.models.parallel.sequence import local_slots
 from headway.packing.bins import pack
 from headway.packing.budget import Size

@@ -6,17 +6,17 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from headway.count import CostModel
+from headway.data.bad_rows import BadSamples
 from headway.data.collate import Collator
 from headway.data.encode import Encoder
 from headway.data.feed import Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import LengthIndex, build_index
-from headway.data.policy import BadSamples
 from headway.data.sources import Source, open_source
 from headway.errors import ConfigError
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
 from headway.packing.items import Items
-from headway.packing.order import Order, Play, Stage
+from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
 from headway.train.config import TrainConfig
 from headway.train.config.data import DataConfig, MixPart, SourceConfig
@@ -143,7 +143,7 @@ def open_stages(data: DataConfig) -> tuple[tuple[Source, ...], tuple[Stage, ...]
             weight = part.weight if isinstance(part, MixPart) else None
             if weight is None and part.epochs is None:  # alone in an endless stage
                 weight = 1.0
-            plays.append(Play(source.name, weight, part.epochs, part.limit))
+            plays.append(StageSource(source.name, weight, part.epochs, part.limit))
         stages.append(Stage(tuple(plays), stage.samples))
     return tuple(source for _, source in opened.values()), tuple(stages)
 

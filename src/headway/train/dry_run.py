@@ -18,9 +18,8 @@ from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
 from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
-from headway.packing.costs import square_grid
-from headway.packing.length_mixes import MIXES
-from headway.packing.lengths import LengthTable, read_lengths
+from headway.packing.budget import square_grid
+from headway.packing.lengths import MIXES, LengthTable, read_lengths
 from headway.packing.measure import report_on
 from headway.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Sharing, State, plan_memory
 from headway.plan.mesh import MeshShape

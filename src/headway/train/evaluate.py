@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from headway.data import Batch, Budget, Encoder, Sample
-from headway.data.blank import Modalities, with_blanks
+from headway.data.blank_media import Modalities, with_blanks
 from headway.data.collate import Collator
 from headway.errors import DataError
 from headway.models.head import ModelWithLoss

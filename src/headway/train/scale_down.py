@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from headway.count.models import shipped_name
 from headway.models.load import load_config
-from headway.packing.length_mixes import MIXES
+from headway.packing.lengths import MIXES
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import EXPERTS, write_small_model
 from headway.tracing.build import preset_config

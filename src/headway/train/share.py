@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from headway.count import Workload
 from headway.data import Batch
-from headway.data.blank import Modalities
+from headway.data.blank_media import Modalities
 from headway.data.feed import Feed
 from headway.train.ranks import Ranks
 

@@ -14,7 +14,7 @@ from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.models.kernels import use_kernels
 from headway.models.load import load_config
-from headway.packing.costs import square_grid
+from headway.packing.budget import square_grid
 from headway.plan.recompute import block_bytes, least_recomputed
 from headway.tracing.block_activations import saved_by_block, saved_of_config
 from headway.train.config import SpeedConfig, TrainConfig

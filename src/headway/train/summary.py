@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.data.bad_rows import OUTCOMES
 from headway.data.feed import FeedReport
-from headway.data.policy import OUTCOMES
 from headway.meter import Window
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_share, render_pairs
 from headway.train.evaluate import Evaluation

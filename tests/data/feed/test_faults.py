@@ -12,13 +12,13 @@ import pytest
 from PIL import Image
 
 from headway.data import Encoder
-from headway.data.policy import BadSamples
+from headway.data.bad_rows import BadSamples
 from headway.data.sources import open_source
 from headway.errors import DataError
-from headway.packing.order import Play, Stage
+from headway.packing.order import Stage, StageSource
 from helpers.fed_data import Data, chat, samples_of, write_shards
 
-ONCE = (Stage((Play("pictures", epochs=1),)),)
+ONCE = (Stage((StageSource("pictures", epochs=1),)),)
 KINDS = ("indexed", "stream")
 
 

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 
 from headway.data import Encoder
-from headway.data.index import build_index, index_folder
-from headway.data.index.units import units_of
+from headway.data.index import build, build_index, index_folder
+from headway.data.index.build import units_of
 from headway.data.sources import open_source
 from headway.errors import ConfigError, DataError
 from headway.models import load_processor
 from headway.synthetic.processor import write_processor
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    """Units of 32 rows, so that a few hundred rows are many."""
+    monkeypatch.setattr(build, "_LEAST_ROWS", 32)
 
 
 def parts_of(folder):
@@ -32,20 +38,20 @@ def test_units_cover_every_row_once(rows):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_index_holds_what_encoding_gives(chats, encoder, tmp_path, workers):
-    source = chats(600)
+    source = chats(300)
 
     index = build_index(source, encoder, tmp_path / "indices", workers=workers)
 
-    for row in range(600):
+    for row in range(300):
         encoded = encoder.encode(source[row])
         assert (index.tokens[row], index.supervised[row]) == (encoded.tokens, encoded.num_supervised)
     assert index.ok.all()
-    assert index.description["rows"] == 600
+    assert index.description["rows"] == 300
     assert not (index.path.parent / "parts").exists()
 
 
 def test_a_second_run_reads_what_the_first_wrote(chats, encoder, tmp_path):
-    source = chats(300)
+    source = chats(50)
     first = build_index(source, encoder, tmp_path, workers=0)
     written = first.path.stat().st_mtime_ns
     told = []
@@ -58,14 +64,14 @@ def test_a_second_run_reads_what_the_first_wrote(chats, encoder, tmp_path):
     assert not told
 
 
-def test_a_refresh_measures_anew(chats, encoder, tmp_path):
-    source = chats(300)
+def test_a_refresh_measures_anew(chats, encoder, tmp_path, small_units):
+    source = chats(40)
     build_index(source, encoder, tmp_path, workers=0)
     told = []
 
     build_index(source, encoder, tmp_path, workers=0, refresh=True, progress=lambda *seen: told.append(seen))
 
-    assert told == [(0, 300, 0), (256, 300, 0), (300, 300, 0)]
+    assert told == [(0, 40, 0), (32, 40, 0), (40, 40, 0)]
 
 
 def test_other_content_or_settings_are_another_index(chats, tmp_path):
@@ -86,8 +92,8 @@ def test_other_content_or_settings_are_another_index(chats, tmp_path):
     assert index_folder(open_source(source.shards[0].name), Encoder(same), tmp_path) == folders[0]
 
 
-def test_a_run_goes_on_from_finished_parts(chats, encoder, tmp_path):
-    source = chats(1000)
+def test_a_run_goes_on_from_finished_parts(chats, encoder, tmp_path, small_units):
+    source = chats(100)
     whole = build_index(source, encoder, tmp_path / "whole", workers=0)
     folder = index_folder(source, encoder, tmp_path / "stopped")
 
@@ -95,7 +101,7 @@ def test_a_run_goes_on_from_finished_parts(chats, encoder, tmp_path):
         pass
 
     def stop(measured, rows, bad):
-        if measured >= 512:
+        if measured >= 64:
             raise StoppedError
 
     with pytest.raises(StoppedError):
@@ -109,16 +115,17 @@ def test_a_run_goes_on_from_finished_parts(chats, encoder, tmp_path):
         source, encoder, tmp_path / "stopped", workers=0, progress=lambda measured, *_: seen.append(measured)
     )
 
-    assert seen == [0, 256, 512, 768, 1000]
+    assert seen == [0, 32, 64, 96, 100]
     assert np.array_equal(index.tokens, whole.tokens)
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(chats, encoder, processor, tmp_path):
-    source = chats(8000)
+@pytest.mark.core
+def test_a_killed_run_goes_on(chats, encoder, processor, tmp_path, small_units):
+    source = chats(1600)
     processor.save_pretrained(tmp_path / "model")
     folder = index_folder(source, encoder, tmp_path / "indices")
-    program = _program(tmp_path, source, "build_index(source, encoder, cache, workers=2)")
+    program = _program(tmp_path, source, "build._LEAST_ROWS = 32; build_index(source, encoder, cache, workers=2)")
 
     running = subprocess.Popen([sys.executable, program])
     _wait_for(lambda: len(parts_of(folder)) >= 3, running)
@@ -129,12 +136,12 @@ def test_a_killed_run_goes_on(chats, encoder, processor, tmp_path):
     assert children
     _wait_for(lambda: not any(_lives(pid) for pid in children))  # workers end with the process that started them
     kept = {part: part.stat().st_mtime_ns for part in parts_of(folder)}
-    assert 3 <= len(kept) < len(units_of(8000))
+    assert 3 <= len(kept) < len(units_of(1600))
     again = []
     index = build_index(
         source, encoder, tmp_path / "indices", workers=0, progress=lambda measured, *_: again.append(measured)
     )
-    assert len(index) == 8000
+    assert len(index) == 1600
     assert index.summary().tokens == build_index(source, encoder, tmp_path / "whole", workers=0).summary().tokens
 
 
@@ -200,9 +207,8 @@ def test_a_cache_that_cannot_be_written_is_named(chats, encoder, tmp_path):
         build_index(chats(10), encoder, tmp_path / "file", workers=0)
 
 
-@pytest.mark.slow
-def test_a_killed_worker_is_replaced(chats, encoder, tmp_path):
-    source = chats(3000)
+def test_a_killed_worker_is_replaced(chats, encoder, tmp_path, small_units):
+    source = chats(600)
     killed = []
 
     def kill_one(measured, rows, bad):
@@ -210,7 +216,8 @@ def test_a_killed_worker_is_replaced(chats, encoder, tmp_path):
             killed.append(_children(os.getpid())[-1])
             os.kill(killed[0], signal.SIGKILL)
 
-    index = build_index(source, encoder, tmp_path, workers=2, progress=kill_one)
+    with pytest.warns(RuntimeWarning, match="worker was killed"):
+        index = build_index(source, encoder, tmp_path, workers=2, progress=kill_one)
 
     assert killed
     assert index.ok.all()
@@ -235,11 +242,13 @@ class DeadlySource:
         return self.source.fingerprint()
 
 
-@pytest.mark.slow
-def test_a_row_that_kills_its_worker_is_narrowed_down(chats, encoder, tmp_path):
-    source = DeadlySource(chats(1500), row=600)
+def test_a_row_that_kills_its_worker_is_narrowed_down(chats, encoder, tmp_path, small_units):
+    source = DeadlySource(chats(200), row=70)
 
-    with pytest.raises(DataError, match=r"Rows 512 to 767 of chats have ended their worker process 3 times"):
+    with (
+        pytest.warns(RuntimeWarning, match="worker was killed"),
+        pytest.raises(DataError, match=r"Rows 64 to 95 of chats have ended their worker process 3 times"),
+    ):
         build_index(source, encoder, tmp_path, workers=2)
 
     kept = parts_of(index_folder(source, encoder, tmp_path))
@@ -274,12 +283,9 @@ def test_a_file_that_disappears_is_no_bad_row(chats, encoder, tmp_path):
         build_index(source, encoder, tmp_path, workers=0, progress=remove)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"), [({"workers": -1}, "workers=-1"), ({"workers": 2, "cluster": "tcp://h:1"}, "not both")]
-)
-def test_settings_that_cannot_take_effect_are_refused(chats, encoder, tmp_path, options, said):
-    with pytest.raises(ConfigError, match=said):
-        build_index(chats(10), encoder, tmp_path, **options)
+def test_workers_below_zero_are_refused(chats, encoder, tmp_path):
+    with pytest.raises(ConfigError, match="workers=-1"):
+        build_index(chats(10), encoder, tmp_path, workers=-1)
 
 
 def _program(tmp_path, source, body):
@@ -289,7 +295,7 @@ def _program(tmp_path, source, body):
         f"""
 from pathlib import Path
 from headway.data import Encoder
-from headway.data.index import build_index
+from headway.data.index import build, build_index
 from headway.data.sources import open_source
 from headway.models import load_processor
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headway.data.bad_rows import BadSamples, SampleCounts
 from headway.data.index import build_index
-from headway.data.policy import BadSamples, SampleCounts
 from headway.data.sources import open_source
 from headway.errors import DataError
 

@@ -11,8 +11,7 @@ from headway.count import Workload, load_cost_model
 from headway.data.index import LengthIndex
 from headway.data.index.length_index import METADATA
 from headway.data.index.table import LAYOUT, join_tables, table_of, write_table
-from headway.data.media.lengths import SampleLengths
-from headway.data.samples import Origin, SampleError
+from headway.data.samples import Origin, SampleError, SampleLengths
 from headway.errors import DataError, WorkloadError
 from headway.packing import Budget, Items
 

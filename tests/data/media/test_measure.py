@@ -59,7 +59,7 @@ def mrope_encoder(processor):
 
 
 @given(sample=chats())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_sizes_from_headers_are_those_of_the_encoded_sample(mrope_encoder, sample):
     encoded = mrope_encoder.encode(sample)
     lengths = mrope_encoder.measure(sample)

@@ -1,15 +1,15 @@
 """Feeding: packs made ahead by worker processes, and the exact place to go on from.
 
 `IndexedFeed` makes the packs of a plan, `StreamFeed` packs what it reads as it comes; both iterate over optimizer
-steps. `pool` runs the workers, `make` says what one of them does, `device` how packs
-reach the GPU.
+steps. `make` is what a worker does for one pack; `headway.data.pool` runs the workers, `headway.data.transfer` brings
+packs from them to the device.
 """
 
-from headway.data.feed.device import on_device
 from headway.data.feed.feed import Feed, FeedReport, Share
 from headway.data.feed.indexed import IndexedFeed
 from headway.data.feed.lane import Streaming
 from headway.data.feed.make import PackMaker
 from headway.data.feed.stream import StreamFeed
+from headway.data.transfer import on_device
 
 __all__ = ["Feed", "FeedReport", "IndexedFeed", "PackMaker", "Share", "StreamFeed", "Streaming", "on_device"]

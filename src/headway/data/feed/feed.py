@@ -1,4 +1,4 @@
-"""What both feeds have in common: packs made ahead, counted where they are handed out, and a place to go on from."""
+"""The base of both feeds: packs made ahead by workers, samples counted as packs are handed out, state to resume."""
 
 import json
 import weakref
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from headway.data.blank import Modalities, with_blanks
+from headway.data.bad_rows import BadSamples, SampleCounts
+from headway.data.blank_media import Modalities, with_blanks
 from headway.data.collate import Batch
-from headway.data.feed.make import Made, PackMaker
-from headway.data.feed.pool import Pool
-from headway.data.policy import BadSamples, SampleCounts
+from headway.data.feed.make import FinishedPack, PackMaker
+from headway.data.pool import Pool
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.packing.budget import Budget
 
@@ -26,7 +26,7 @@ def estimated_bytes(tokens: int, patches: int) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """Which packs of every step are this process's, and how they are made.
+    """A rank's share of every step, and how its packs are made.
 
     Attributes:
         rank: this process among those that train together, from 0.
@@ -57,14 +57,15 @@ class Share:
 
 @dataclass(slots=True)
 class FeedReport:
-    """What became of the samples up to the last pack handed out.
+    """Counts of samples and packs up to the last pack handed out.
 
     Attributes:
         samples: by source, as they were read for packs.
         packs: packs handed out, those without a sample left out.
         tokens: in those packs [tokens].
         capacity: tokens that those packs could have held [tokens].
-        planned: what the plan made of each source's rows, those among them that it never reads; empty for a stream.
+        planned: `OverlongCounts` of each source when the plan was made, rows that are never read included; empty for a
+            stream.
     """
 
     samples: SampleCounts = field(default_factory=SampleCounts)
@@ -103,13 +104,13 @@ class Feed(ABC):
 
     Args:
         maker: makes packs; its sources give the names.
-        budget: of a pack.
+        budget: limits of a pack.
         share: which packs are made here, and how.
-        bad: what becomes of samples that cannot be used.
-        work: what the workers do.
+        bad: policy for samples that cannot be used.
+        work: function that the workers run.
         splits: whether over-long samples are split, so that pieces of them are not truncated ones.
-        keyed: as of the pool.
-        planned: as of the report.
+        keyed: whether tasks belong to one worker each, as for `Pool`.
+        planned: `OverlongCounts` of each source, for the report.
     """
 
     def __init__(
@@ -135,28 +136,28 @@ class Feed(ABC):
             keyed=keyed,
             pin_memory=share.pin_memory,
         )
-        self._steps: Iterator[list[Made]] | None = None
+        self._steps: Iterator[list[FinishedPack]] | None = None
         weakref.finalize(self, self._pool.close, wait=False)
 
     @abstractmethod
-    def _play(self) -> Iterator[list[Made]]:
-        """Yield this rank's packs of each step from the present place on, moving the place with each."""
+    def _finished_steps(self) -> Iterator[list[FinishedPack]]:
+        """Yield this rank's packs of each step from the current position on, moving it with each."""
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """What decides the packs' contents and order, as plain JSON values."""
+        """Settings that decide the packs' contents and order, as plain JSON values."""
 
     @abstractmethod
     def _position(self) -> dict[str, Any]:
-        """The place after the last step handed out, of this rank's part, as plain JSON values."""
+        """This rank's position after the last step handed out, as plain JSON values."""
 
     @abstractmethod
     def _merged_positions(self, positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The places of all ranks as one."""
+        """The positions of all ranks as one."""
 
     @abstractmethod
     def _go_to(self, position: dict[str, Any]) -> None:
-        """Go to a place that all ranks share."""
+        """Go to a position of all ranks."""
 
     def __iter__(self) -> Self:
         return self
@@ -168,7 +169,7 @@ class Feed(ABC):
             DataError: a sample cannot be used and is not to be skipped.
         """
         if self._steps is None:
-            self._steps = self._play()
+            self._steps = self._finished_steps()
         self._lost = dict.fromkeys(self.names, 0)
         try:
             made = next(self._steps)
@@ -203,18 +204,18 @@ class Feed(ABC):
         return tuple(self._lost.values())
 
     def report(self) -> FeedReport:
-        """What became of the samples up to the last step handed out; those of other ranks are left out."""
+        """Counts up to the last step handed out, of this rank alone."""
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's feed stands after the last step handed out, as plain JSON values; see `merged`."""
+        """This rank's state after the last step handed out, as plain JSON values; save what `merged` makes of all."""
         return {"settings": _plain(self._settings()), "position": self._position(), "report": self._report.to_dict()}
 
     def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Where all ranks together stand: the one state that any number of ranks goes on from.
+        """Merge the states of all ranks into the one that any number of ranks can resume from.
 
         Args:
-            states: of all ranks, in order.
+            states: `state_dict()` of each rank, in order.
         """
         return {
             "settings": states[0]["settings"],
@@ -223,7 +224,7 @@ class Feed(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place of all ranks; the first of them takes their counts over.
+        """Go to a saved, merged state; the first rank takes the counts over.
 
         Raises:
             CheckpointError: the state was saved with other data or settings, or is damaged.
@@ -250,7 +251,7 @@ class Feed(ABC):
             ) from error
         self._report = report if self.share.rank == 0 else FeedReport(planned=report.planned)
 
-    def _hand_out(self, made: Made) -> None:
+    def _hand_out(self, made: FinishedPack) -> None:
         """Count a pack.
 
         Raises:
@@ -283,6 +284,6 @@ class Feed(ABC):
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values as they come back from a file of JSON, tuples as lists."""
+    """Values as they come back from a JSON file: tuples as lists."""
     plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from headway.data.bad_rows import BadSamples
 from headway.data.feed.feed import Feed, Share, estimated_bytes
-from headway.data.feed.make import Made, PackMaker, Piece
-from headway.data.feed.pool import Job
-from headway.data.policy import BadSamples
+from headway.data.feed.make import FinishedPack, PackMaker, Piece
+from headway.data.pool import Job
 from headway.packing.items import OverlongCounts
 from headway.packing.plan import Plan
 from headway.packing.steps import deal
@@ -17,11 +17,11 @@ class IndexedFeed(Feed):
     """Makes the packs of a plan.
 
     Args:
-        plan: of the steps of all ranks.
+        plan: steps of all ranks.
         maker: loads, encodes and collates; its sources are the plan's, in the same order.
         share: which packs are made here, and how.
-        bad: what becomes of samples that cannot be used.
-        planned: what became of each source's rows when the plan's items were made, for the report.
+        bad: policy for samples that cannot be used.
+        planned: counts of each source from making the plan's items, for the report.
 
     Raises:
         DataError: while iterating, as `Feed`.
@@ -43,7 +43,7 @@ class IndexedFeed(Feed):
         self._place: dict[str, Any] | None = None
         self._items_key = plan.items.fingerprint()
 
-    def _play(self) -> Iterator[list[Made]]:
+    def _finished_steps(self) -> Iterator[list[FinishedPack]]:
         ahead: deque[tuple[int, dict[str, Any]]] = deque()  # packs of each step under way, and the place after it
         packs = self._pool.run(self._jobs(ahead))
         for first in packs:

@@ -1,6 +1,6 @@
-"""A lane of a stream: a part of the data, read in order, shuffled in a buffer and packed as it comes.
+"""A lane: one of the fixed partitions of a stream, read in order, shuffled in a buffer and packed online.
 
-A stream is cut into a fixed number of lanes, whatever the number of ranks and workers. What a lane hands out follows
+A stream is cut into lanes (logical shards) whose number does not depend on ranks or workers. The packs of a lane follow
 from its number, the data and the settings alone; ranks only share the lanes among them.
 """
 
@@ -12,35 +12,33 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from headway.count import CostModel, Workload
-from headway.data.feed.make import Dropped, Made, PackMaker, Piece, Skipped
-from headway.data.feed.track import Track, TrackPlace
-from headway.data.media.lengths import SampleLengths
-from headway.data.policy import sample_error
-from headway.data.samples import Sample, SampleError
+from headway.data.bad_rows import sample_error
+from headway.data.feed.lane_source import LaneSource, ReadPosition
+from headway.data.feed.make import Dropped, FinishedPack, PackMaker, Piece, Skipped
+from headway.data.samples import Sample, SampleError, SampleLengths
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget
 from headway.packing.items import Overlong
 from headway.packing.online import OnlinePacker
-from headway.packing.order import Stage
-from headway.packing.permute import key_of
+from headway.packing.order import Stage, key_of
 from headway.packing.strategies import Strategy
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """What all lanes of a stream share.
+    """Settings of a stream, the same for all of its lanes.
 
     Attributes:
         maker: encodes and collates; the stages name its sources.
-        stages: what plays, in order, as for a plan.
-        budget: of a pack.
-        strategy: of the online packer.
-        overlong: what becomes of a sample that exceeds a pack.
+        stages: the curriculum, as for a plan.
+        budget: limits of a pack.
+        strategy: strategy of the online packer.
+        overlong: policy for samples that exceed a pack.
         lanes: number of lanes.
         shuffle: samples that wait to be drawn at random, in each lane; 1 keeps the order of the files [samples].
         open_packs: packs that are open at a time, in each lane [packs].
-        seed: of the order of shards and of the draws.
-        cost_model: of the model that is trained, which "balanced" makes packs alike by; None balances tokens.
+        seed: seed of the order of shards and of the draws.
+        cost_model: the trained model's costs, which "balanced" makes equal; None balances tokens.
 
     Raises:
         ConfigError: a number below 1, or a stage that does not fit a stream.
@@ -64,10 +62,10 @@ class Streaming:
                 "be at least 1."
             )
         for stage in self.stages:
-            for play in stage.plays:
-                if play.epochs is not None and play.epochs != int(play.epochs):
+            for source in stage.sources:
+                if source.epochs is not None and source.epochs != int(source.epochs):
                     raise ConfigError(
-                        f"The source {play.source!r} plays {play.epochs} epochs, but a stream is read in whole ones. "
+                        f"The source {source.name!r} plays {source.epochs} epochs, but a stream is read in whole ones. "
                         "Give a whole number, or use an index."
                     )
 
@@ -81,19 +79,19 @@ class Streaming:
         return float(self.cost_model.count(workload).total)
 
 
-class Waiting(NamedTuple):
+class BufferedSample(NamedTuple):
     """A sample, or a part of one, that was read and is not handed out yet.
 
     Attributes:
-        place: where it was read.
+        position: where it was read.
         start: the part's first token in the sample [tokens].
         stop: one past its last; 0 where the sample has not been measured yet [tokens].
         patches: vision patches of the part [patches].
         cost: useful FLOPs of training on it.
-        sample: what was read.
+        sample: the sample itself.
     """
 
-    place: TrackPlace
+    position: ReadPosition
     start: int
     stop: int
     patches: int
@@ -102,25 +100,25 @@ class Waiting(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """What it takes of a pack."""
+        """Tokens and patches that it takes of a pack."""
         return Size(self.stop - self.start, self.patches)
 
     @property
     def key(self) -> list[Any]:
-        """What finds it again, as plain JSON values."""
-        return [list(self.place), self.start, self.stop, self.patches, self.cost]
+        """Position and cut, as plain JSON values; enough to read it again."""
+        return [list(self.position), self.start, self.stop, self.patches, self.cost]
 
 
 class LanePack(NamedTuple):
-    """What a lane hands out.
+    """A pack of a lane.
 
     Attributes:
-        made: the pack; once the lane has ended one of padding, with what was left out since the last.
-        has_ended: whether the lane has.
-        state: where it stands afterwards, as plain JSON values.
+        pack: the pack; once the lane has ended one of padding, with the samples left out since the last.
+        has_ended: whether the lane has ended.
+        state: state of the lane after this pack, as plain JSON values.
     """
 
-    made: Made
+    pack: FinishedPack
     has_ended: bool
     state: dict[str, Any]
 
@@ -129,9 +127,9 @@ class Lane:
     """One lane, from its beginning or from a state on.
 
     Args:
-        streaming: what it shares with the others.
-        number: of the lane, from 0.
-        state: where it stood; None for the beginning.
+        streaming: settings of the stream.
+        number: number of the lane, from 0.
+        state: a saved state; None for the beginning.
     """
 
     def __init__(self, streaming: Streaming, number: int, state: dict[str, Any] | None = None) -> None:
@@ -139,11 +137,11 @@ class Lane:
         self.turn = 0  # packs handed out
         self.has_ended = False
         self._draws = 0
-        self._buffer: list[Waiting] = []
-        self._packer: OnlinePacker[Waiting] = OnlinePacker(
+        self._buffer: list[BufferedSample] = []
+        self._packer: OnlinePacker[BufferedSample] = OnlinePacker(
             streaming.budget, streaming.strategy, packs=streaming.open_packs, seed=key_of(streaming.seed, number)
         )
-        self._ready: deque[list[Waiting]] = deque()  # packs to be handed out next
+        self._ready: deque[list[BufferedSample]] = deque()  # packs to be handed out next
         self._skipped: list[Skipped] = []
         self._dropped: list[Dropped] = []
         self._begin_stage(0)
@@ -160,19 +158,19 @@ class Lane:
         self.has_ended = members is None
         self.turn += not self.has_ended
         pieces = [(self._piece(one), partial(_sample, one)) for one in members or []]
-        made = self._streaming.maker.make(pieces)
-        made = made._replace(skipped=(*self._skipped, *made.skipped), dropped=tuple(self._dropped))
+        pack = self._streaming.maker.make(pieces)
+        pack = pack._replace(skipped=(*self._skipped, *pack.skipped), dropped=tuple(self._dropped))
         self._skipped, self._dropped = [], []
-        return LanePack(made, self.has_ended, self.state())
+        return LanePack(pack, self.has_ended, self.state())
 
     def state(self) -> dict[str, Any]:
-        """Where the lane stands, as plain JSON values."""
+        """The lane's state, as plain JSON values: positions and buffered samples' keys."""
         return {
             "turn": self.turn,
             "draws": self._draws,
             "stage": self._stage,
             "drawn": list(self._drawn),
-            "places": [None if place is None else list(place) for place in self._places],
+            "places": [None if position is None else list(position) for position in self._positions],
             "buffer": [one.key for one in self._buffer],
             "packing": [one.key for one in self._packer.waiting],
             "ready": [[one.key for one in members] for members in self._ready],
@@ -183,28 +181,27 @@ class Lane:
         self._begin_stage(state["stage"], state["drawn"], state["places"])
         samples = self._read_again([*state["buffer"], *state["packing"], *chain.from_iterable(state["ready"])])
 
-        def waiting(key: list[Any]) -> Waiting:
-            place, start, stop, patches, cost = key
-            return Waiting(TrackPlace(*place), start, stop, patches, cost, samples[TrackPlace(*place)])
+        def buffered(key: list[Any]) -> BufferedSample:
+            position, (start, stop, patches, cost) = ReadPosition(*key[0]), key[1:]
+            return BufferedSample(position, start, stop, patches, cost, samples[position])
 
-        self._buffer = [waiting(key) for key in state["buffer"]]
-        self._ready.extend([waiting(key) for key in keys] for keys in state["ready"])
+        self._buffer = [buffered(key) for key in state["buffer"]]
+        self._ready.extend([buffered(key) for key in keys] for keys in state["ready"])
         for key in state["packing"]:
-            self._pack(waiting(key))
+            self._pack(buffered(key))
 
-    def _read_again(self, keys: list[list[Any]]) -> dict[TrackPlace, Sample]:
-        """Samples that had been read before the state was saved, read once more from the first of them on."""
-        needed = sorted({TrackPlace(*key[0]) for key in keys})
-        samples: dict[TrackPlace, Sample] = {}
-        for (stage, play), group in groupby(needed, key=lambda place: place[:2]):
-            places = list(group)
-            track = self._track(stage, play)
-            for here, _, sample in track.rows(places[0]):
-                if here in places and not isinstance(sample, SampleError):
+    def _read_again(self, keys: list[list[Any]]) -> dict[ReadPosition, Sample]:
+        """Read the samples that were buffered when the state was saved; of each source from the first of them on."""
+        needed = sorted({ReadPosition(*key[0]) for key in keys})
+        samples: dict[ReadPosition, Sample] = {}
+        for (stage, entry), group in groupby(needed, key=lambda position: position[:2]):
+            positions = list(group)
+            for here, _, sample in self._lane_source(stage, entry).rows(positions[0]):
+                if here in positions and not isinstance(sample, SampleError):
                     samples[here] = sample
-                if here >= places[-1]:
+                if here >= positions[-1]:
                     break
-        missing = [place for place in needed if place not in samples]
+        missing = [position for position in needed if position not in samples]
         if missing:
             raise CheckpointError(
                 f"The stream no longer holds {len(missing)} of the samples that its saved state names. Resume with the "
@@ -212,7 +209,7 @@ class Lane:
             )
         return samples
 
-    def _next_members(self) -> list[Waiting] | None:
+    def _next_members(self) -> list[BufferedSample] | None:
         """The samples of the next pack; None once there are no more."""
         while not self._ready:
             drawn = self._draw()
@@ -224,11 +221,11 @@ class Lane:
                 return None
         return self._ready.popleft()
 
-    def _pack(self, one: Waiting) -> None:
+    def _pack(self, one: BufferedSample) -> None:
         self._ready.extend(self._packer.add(one, one.size, one.cost))
 
-    def _draw(self) -> Waiting | None:
-        """One of the samples in the buffer, chosen by the lane's key and the number of draws."""
+    def _draw(self) -> BufferedSample | None:
+        """Fill the buffer and take one of its samples, chosen by the seed, the lane and the number of draws."""
         while len(self._buffer) < self._streaming.shuffle and (read := self._read()) is not None:
             self._buffer.append(read)
         if not self._buffer:
@@ -238,87 +235,88 @@ class Lane:
         self._buffer[chosen], self._buffer[-1] = self._buffer[-1], self._buffer[chosen]
         return self._buffer.pop()
 
-    def _read(self) -> Waiting | None:
-        """The next sample of the source whose turn it is; None once all stages have ended."""
+    def _read(self) -> BufferedSample | None:
+        """The next sample of the source that is furthest behind its weight; None once all stages have ended."""
         while True:
-            alive = [number for number, place in enumerate(self._places) if place is not None]
+            alive = [number for number, position in enumerate(self._positions) if position is not None]
             if not alive or (self._most is not None and sum(self._drawn) >= self._most):
                 if self._stage + 1 == len(self._streaming.stages):
                     return None
                 self._begin_stage(self._stage + 1)
                 continue
-            number = min(alive, key=lambda at: ((self._drawn[at] + 1) / self._tracks[at].weight, at))
-            here, self._places[number], sample = next(self._rows[number], (None, None, None))
+            number = min(alive, key=lambda at: ((self._drawn[at] + 1) / self._lane_sources[at].weight, at))
+            here, self._positions[number], sample = next(self._rows[number], (None, None, None))
             if here is None or sample is None:
                 continue
             self._drawn[number] += 1
             if not isinstance(sample, SampleError):
-                return Waiting(here, 0, 0, 0, 0.0, sample)
+                return BufferedSample(here, 0, 0, 0, 0.0, sample)
             self._skip(sample)
 
-    def _measure(self, waiting: Waiting) -> None:
-        """Size a sample, and make parts of it by the policy for those that exceed a pack."""
+    def _measure(self, buffered: BufferedSample) -> None:
+        """Measure a sample and hand it to the packer; one that exceeds a pack by the policy for those."""
         streaming, budget = self._streaming, self._streaming.budget
         try:
-            lengths = streaming.maker.encoder.measure(waiting.sample)
+            lengths = streaming.maker.encoder.measure(buffered.sample)
         except DataError as error:
-            self._skip(sample_error(error, waiting.sample.origin))
+            self._skip(sample_error(error, buffered.sample.origin))
             return
         most, fits = budget.tokens, budget.holds(Size(1, lengths.patches))
         if budget.holds(lengths.size):
             spans = [(0, lengths.tokens)]
         elif streaming.overlong == "error":
-            raise DataError(over_budget(f"{waiting.sample.where}: the sample", lengths.size, budget))
+            raise DataError(over_budget(f"{buffered.sample.where}: the sample", lengths.size, budget))
         elif streaming.overlong == "truncate" and fits and lengths.media_end <= most and lengths.first_target < most:
             spans = [(0, most)]
         elif streaming.overlong == "split" and lengths.media_end == 0:
             spans = [(start, min(start + most, lengths.tokens)) for start in range(0, lengths.tokens, most)]
         else:
-            self._dropped.append(Dropped(waiting.sample.origin.source, lengths.tokens))
+            self._dropped.append(Dropped(buffered.sample.origin.source, lengths.tokens))
             return
         for start, stop in spans:
             cost = streaming.cost_of(lengths, stop - start)
-            self._pack(waiting._replace(start=start, stop=stop, patches=lengths.patches, cost=cost))
+            self._pack(buffered._replace(start=start, stop=stop, patches=lengths.patches, cost=cost))
 
     def _skip(self, error: SampleError) -> None:
         if not self._streaming.maker.skips:
             raise error
         self._skipped.append(Skipped(error, 0))
 
-    def _piece(self, one: Waiting) -> Piece:
-        return Piece(self._source(one.place.stage, one.place.play), one.place.row, one.start, one.stop)
+    def _piece(self, one: BufferedSample) -> Piece:
+        position = one.position
+        return Piece(self._source(position.stage, position.entry), position.row, one.start, one.stop)
 
-    def _begin_stage(self, stage: int, drawn: Sequence[int] = (), places: Sequence[Any] = ()) -> None:
-        plays = self._streaming.stages[stage].plays
+    def _begin_stage(self, stage: int, drawn: Sequence[int] = (), positions: Sequence[Any] = ()) -> None:
+        num_sources = len(self._streaming.stages[stage].sources)
         self._stage = stage
-        self._tracks = [self._track(stage, number) for number in range(len(plays))]
-        self._drawn = list(drawn) or [0] * len(plays)
-        self._places: list[TrackPlace | None] = [
-            None if place is None else TrackPlace(*place) for place in places or [track.start for track in self._tracks]
+        self._lane_sources = [self._lane_source(stage, entry) for entry in range(num_sources)]
+        self._drawn = list(drawn) or [0] * num_sources
+        self._positions: list[ReadPosition | None] = [
+            None if position is None else ReadPosition(*position)
+            for position in positions or [source.start for source in self._lane_sources]
         ]
         self._rows = [
-            iter(()) if place is None else track.rows(place)
-            for track, place in zip(self._tracks, self._places, strict=True)
+            iter(()) if position is None else source.rows(position)
+            for source, position in zip(self._lane_sources, self._positions, strict=True)
         ]
         samples = self._streaming.stages[stage].samples
         self._most = None if samples is None else len(range(self._number, samples, self._streaming.lanes))
 
-    def _source(self, stage: int, play: int) -> int:
+    def _source(self, stage: int, entry: int) -> int:
         names = [source.name for source in self._streaming.maker.sources]
-        return names.index(self._streaming.stages[stage].plays[play].source)
+        return names.index(self._streaming.stages[stage].sources[entry].name)
 
-    def _track(self, stage: int, play: int) -> Track:
-        streaming, source = self._streaming, self._source(stage, play)
-        return Track(
+    def _lane_source(self, stage: int, entry: int) -> LaneSource:
+        streaming, source = self._streaming, self._source(stage, entry)
+        return LaneSource(
             streaming.maker.sources[source],
-            streaming.stages[stage].plays[play],
-            stage=stage,
-            number=play,
+            streaming.stages[stage].sources[entry],
+            ReadPosition(stage, entry),
             lane=self._number,
             lanes=streaming.lanes,
             key=key_of(streaming.seed, source, stage, self._number) if streaming.shuffle > 1 else None,
         )
 
 
-def _sample(waiting: Waiting) -> Sample:
-    return waiting.sample
+def _sample(buffered: BufferedSample) -> Sample:
+    return buffered.sample

@@ -1,4 +1,4 @@
-"""One pack, from the rows it holds to its batch: what a worker process does."""
+"""Making a pack in a worker process: read its rows, encode and cut them, collate."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
-from headway.data.encode import Encoder
-from headway.data.encoded import EncodedSample
-from headway.data.policy import sample_error
+from headway.data.encode import EncodedSample, Encoder
 from headway.data.samples import Origin, Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import DataError
@@ -37,7 +36,7 @@ class Skipped(NamedTuple):
 
     Attributes:
         error: which, and why.
-        tokens: what it was to bring [tokens]; 0 where that was not known.
+        tokens: its planned length [tokens]; 0 where that was not known.
     """
 
     error: SampleError
@@ -56,15 +55,15 @@ class Dropped(NamedTuple):
     tokens: int
 
 
-class Made(NamedTuple):
-    """A finished pack.
+class FinishedPack(NamedTuple):
+    """A pack with the samples that were left out of it.
 
     Attributes:
         batch: its tensors.
-        pieces: what each of its samples was cut to.
-        whole_tokens: length of each of its samples before that [tokens].
-        skipped: samples that were to be in it.
-        dropped: samples that were read for it.
+        pieces: its samples, and what each was cut to.
+        whole_tokens: length of each of its samples before cutting [tokens].
+        skipped: samples planned for it that could not be used.
+        dropped: samples read for it that exceed a pack.
     """
 
     batch: Batch
@@ -79,7 +78,7 @@ class PackMaker:
     """Loads, encodes, cuts and collates the samples of a pack.
 
     Attributes:
-        sources: what the pieces' source numbers mean.
+        sources: datasets, by the pieces' source numbers.
         encoder: turns samples into tensors.
         collator: lays them end to end.
         skips: whether a sample that cannot be used is left out and named, instead of ending the run.
@@ -90,7 +89,7 @@ class PackMaker:
     collator: Collator
     skips: bool
 
-    def __call__(self, pieces: Sequence[Piece]) -> Made:
+    def __call__(self, pieces: Sequence[Piece]) -> FinishedPack:
         """Make a pack; one of which nothing is left is a pack of padding.
 
         Raises:
@@ -98,7 +97,7 @@ class PackMaker:
         """
         return self.make((piece, partial(self._load, piece)) for piece in pieces)
 
-    def make(self, pieces: Iterable[tuple[Piece, Callable[[], Sample]]]) -> Made:
+    def make(self, pieces: Iterable[tuple[Piece, Callable[[], Sample]]]) -> FinishedPack:
         """Make a pack of samples that are read in another way than by their row.
 
         Raises:
@@ -117,7 +116,7 @@ class PackMaker:
             encoded.append(part)
             whole_tokens.append(whole.tokens)
             used.append(piece)
-        return Made(self.collator(encoded), tuple(used), tuple(whole_tokens), tuple(skipped))
+        return FinishedPack(self.collator(encoded), tuple(used), tuple(whole_tokens), tuple(skipped))
 
     def _load(self, piece: Piece) -> Sample:
         source = self.sources[piece.source]

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from headway.data.bad_rows import BadSamples
 from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.lane import Lane, LanePack, Streaming
-from headway.data.feed.make import Made
-from headway.data.feed.pool import Job
-from headway.data.policy import BadSamples
+from headway.data.feed.make import FinishedPack
+from headway.data.pool import Job
 from headway.errors import ConfigError
+from headway.packing.order import Stage
 
 
 class _Turn(NamedTuple):
@@ -28,7 +29,7 @@ class _Turn(NamedTuple):
 
 @dataclass
 class _LaneWork:
-    """Keeps lanes between their turns, in the process that plays them."""
+    """Runs lanes in a worker process and keeps them between their turns."""
 
     streaming: Streaming
     lanes: dict[int, Lane] = field(default_factory=dict)
@@ -37,21 +38,21 @@ class _LaneWork:
         lane = self.lanes.get(task.lane)
         if lane is None or (lane.turn != task.turn and not lane.has_ended):
             lane = self.lanes[task.lane] = Lane(self.streaming, task.lane, task.state)
-        # In the place of a killed process: up to where that one was.
+        # After a killed process: repeat what that one had handed out.
         while lane.turn < task.turn and not lane.has_ended:
             lane.next_pack()
         return task.lane, lane.next_pack()
 
 
 class StreamFeed(Feed):
-    """Plays lanes in turn: rank r those numbered r, r + ranks, and so on.
+    """Takes packs from lanes in turn: rank r from those numbered r, r + ranks, and so on.
 
     Lanes that have ended are passed over. A rank whose lanes have all ended ends, while others may go on.
 
     Args:
         streaming: the data and how they are cut into lanes.
-        share: which lanes are played here, and how.
-        bad: what becomes of samples that cannot be used.
+        share: which lanes are this rank's, and how their packs are made.
+        bad: policy for samples that cannot be used.
 
     Raises:
         ConfigError: the lanes cannot be shared evenly among the ranks.
@@ -77,16 +78,16 @@ class StreamFeed(Feed):
         self._states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(share.rank, streaming.lanes, share.ranks))
         self._ended: set[int] = set()
 
-    def _play(self) -> Iterator[list[Made]]:
-        step: list[Made] = []
+    def _finished_steps(self) -> Iterator[list[FinishedPack]]:
+        step: list[FinishedPack] = []
         states: dict[int, dict[str, Any]] = {}
         for lane, pack in self._pool.run(self._jobs()):
             states[lane] = pack.state
             if pack.has_ended:
                 self._ended.add(lane)
             else:
-                step.append(pack.made)
-            self._hand_out(pack.made)
+                step.append(pack.pack)
+            self._hand_out(pack.pack)
             if len(step) == self.share.accumulation:
                 self._states |= states
                 yield step
@@ -113,7 +114,7 @@ class StreamFeed(Feed):
         return {
             "sources": [source.fingerprint() for source in streaming.maker.sources],
             "encoder": streaming.maker.encoder.fingerprint(),
-            "stages": [asdict(stage) for stage in streaming.stages],
+            "stages": [_plain_stage(stage) for stage in streaming.stages],
             "budget": asdict(streaming.budget),
             **{name: getattr(streaming, name) for name in ("strategy", "overlong", "lanes", "shuffle", "open_packs")},
             "seed": streaming.seed,
@@ -134,3 +135,12 @@ class StreamFeed(Feed):
     def _go_to(self, position: dict[str, Any]) -> None:
         self._states = {lane: position["lanes"][str(lane)] for lane in self._states}
         self._ended = {lane for lane in position["ended"] if lane in self._states}
+
+
+def _plain_stage(stage: Stage) -> dict[str, Any]:
+    """A stage under the names that checkpoints have for its parts."""
+    plays = [
+        {"source": entry.name, "weight": entry.weight, "epochs": entry.epochs, "limit": entry.limit}
+        for entry in stage.sources
+    ]
+    return {"plays": plays, "samples": stage.samples}

@@ -1,4 +1,7 @@
-"""Making a length index: in parallel, going on where it was stopped, and at once if it is there already."""
+"""Making a length index: in parallel, going on where it was stopped, and at once if it is there already.
+
+The work is cut into units, ranges of rows that are measured apart; each finished unit is a file of its own.
+"""
 
 import errno
 import hashlib
@@ -6,27 +9,27 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from headway.cache import CACHE_VARIABLE, cache_root
+from headway.data.bad_rows import BadSamples, SampleCounts, sample_error
+from headway.data.encode import Encoder
 from headway.data.index.length_index import METADATA, LengthIndex
-from headway.data.index.pool import measure_here, measure_in_processes
-from headway.data.index.table import LAYOUT, join_tables
-from headway.data.index.units import IndexJob, units_of
-from headway.data.policy import BadSamples, SampleCounts
+from headway.data.index.table import BAD, LAYOUT, bad_rows, join_tables, table_of, write_table
+from headway.data.pool import Job, Pool
+from headway.data.samples import SampleError, SampleLengths
+from headway.data.sources import Source
 from headway.errors import ConfigError, DataError
 from headway.report import format_bytes
 from headway.version import __version__
-
-if TYPE_CHECKING:
-    from headway.data.encode import Encoder
-    from headway.data.sources import Source
 
 Progress = Callable[[int, int, int], None]
 """Told the rows measured, all rows, and the bad ones among those measured."""
@@ -34,9 +37,57 @@ Progress = Callable[[int, int, int], None]
 STOP = BadSamples("error")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LEAST_ROWS = 256  # of a unit
+_MOST_ROWS = 2000
+_PROGRESS_STEPS = 64
+_MOST_UNITS = 4096
 
 
-def index_folder(source: "Source", encoder: "Encoder", cache: Path | None = None) -> Path:
+@dataclass(frozen=True)
+class IndexJob:
+    """A source, its encoder and the folder of results; every worker gets one.
+
+    Attributes:
+        source: the rows.
+        encoder: measures them.
+        folder: of this index in the cache.
+    """
+
+    source: Source
+    encoder: Encoder
+    folder: Path
+
+    @property
+    def index_file(self) -> Path:
+        """The finished index."""
+        return self.folder / "index.parquet"
+
+    @property
+    def parts_folder(self) -> Path:
+        """Folder of finished units, until all are."""
+        return self.folder / "parts"
+
+    def part(self, unit: range) -> Path:
+        """The file of one unit."""
+        return self.parts_folder / f"{unit.start:012d}-{unit.stop:012d}.parquet"
+
+    def has(self, unit: range) -> bool:
+        """Whether a unit is finished; a file that is damaged does not count, and is measured again."""
+        try:
+            return int(pq.read_metadata(self.part(unit)).num_rows) == len(unit)
+        except (FileNotFoundError, NotADirectoryError, pa.ArrowInvalid):
+            return False
+
+    def bad_rows(self, unit: range) -> list[SampleError]:
+        """Why rows of a finished unit cannot be used.
+
+        Raises:
+            FileNotFoundError: the unit is not finished, or another process has joined the parts already.
+        """
+        return list(bad_rows(pq.read_table(self.part(unit), columns=[BAD])[BAD], self.source.name).values())
+
+
+def index_folder(source: Source, encoder: Encoder, cache: Path | None = None) -> Path:
     """Name the folder of an index, whether it exists or not.
 
     Its name is a key of all that the lengths depend on: the columns' layout, the source's content, the tokenizer, the
@@ -53,12 +104,11 @@ def index_folder(source: "Source", encoder: "Encoder", cache: Path | None = None
 
 
 def build_index(
-    source: "Source",
-    encoder: "Encoder",
+    source: Source,
+    encoder: Encoder,
     cache: Path | None = None,
     *,
     workers: int | None = None,
-    cluster: str | None = None,
     progress: Progress | None = None,
     policy: BadSamples = STOP,
     counts: SampleCounts | None = None,
@@ -74,10 +124,9 @@ def build_index(
         encoder: measures them, without decoding pixels.
         cache: folder of all indices; `index` in Headway's cache if None.
         workers: processes; 0 measures in this one; one for each usable core if None, and none for a few rows.
-        cluster: address of a Dask scheduler whose workers measure instead.
         progress: told how far it is.
-        policy: what happens to rows that cannot be used.
-        counts: of all sources; this one's rows are counted there as read and skipped.
+        policy: policy for rows that cannot be used.
+        counts: counts of all sources; this one's rows are added as read and skipped.
         refresh: measure anew, as where images were replaced under the same names.
 
     Returns:
@@ -86,21 +135,17 @@ def build_index(
     Raises:
         DataError: no rows; rows that cannot be used, by the policy; a full disk; a unit that kills its workers;
             files that are gone or were changed since the source was opened.
-        ConfigError: a negative number of workers, or workers beside a cluster.
-        UsageError: no scheduler at that address.
+        ConfigError: a negative number of workers.
     """
-    if workers is not None and (workers < 0 or cluster is not None):
-        raise ConfigError(
-            f"Indexing got workers={workers} and cluster={cluster!r}. Give a number of processes of 0 or more, or a "
-            "cluster, not both."
-        )
+    if workers is not None and workers < 0:
+        raise ConfigError(f"Indexing got workers={workers}. Give a number of processes of 0 or more.")
     if not len(source):
         raise DataError(f"The dataset {source.name} holds no rows, so there is nothing to index. Check its path.")
     job = IndexJob(source, encoder, index_folder(source, encoder, cache))
     if refresh:
         shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time
     if not job.index_file.exists():
-        _make(job, workers, cluster, progress or _silent, policy)
+        _make(job, workers, progress or (lambda *_: None), policy)
     index = LengthIndex.load(job.index_file, source=source.name)
     counts = SampleCounts() if counts is None else counts
     counts.count(source.name, "read", len(index), int(index.tokens.sum(dtype=np.int64)))
@@ -109,7 +154,7 @@ def build_index(
     return index
 
 
-def _make(job: IndexJob, workers: int | None, cluster: str | None, progress: Progress, policy: BadSamples) -> None:
+def _make(job: IndexJob, workers: int | None, progress: Progress, policy: BadSamples) -> None:
     """Measure what is not measured yet and join all parts to the index."""
     rows = len(job.source)
     units = units_of(rows)
@@ -119,7 +164,7 @@ def _make(job: IndexJob, workers: int | None, cluster: str | None, progress: Pro
     try:
         measured = bad = 0
         progress(0, rows, 0)
-        for unit in _finish(job, units, workers, cluster):
+        for unit in _finish(job, units, workers):
             found = job.bad_rows(unit)
             measured, bad = measured + len(unit), bad + len(found)
             for error in found:
@@ -132,7 +177,7 @@ def _make(job: IndexJob, workers: int | None, cluster: str | None, progress: Pro
     shutil.rmtree(job.parts_folder, ignore_errors=True)  # another process may do the same, or still write a part
 
 
-def _finish(job: IndexJob, units: Sequence[range], workers: int | None, cluster: str | None) -> Iterator[range]:
+def _finish(job: IndexJob, units: Sequence[range], workers: int | None) -> Iterator[range]:
     """Yield every unit as it is finished: first those of an earlier run."""
     missing = []
     for unit in units:
@@ -140,14 +185,69 @@ def _finish(job: IndexJob, units: Sequence[range], workers: int | None, cluster:
             yield unit
         else:
             missing.append(unit)
-    if cluster is not None:
-        from headway.data.index.cluster import measure_on_cluster
-
-        yield from measure_on_cluster(job, missing, cluster)
-        return
     if workers is None:
         workers = min(_usable_cores(), len(missing)) if len(missing) > 1 else 0
-    yield from measure_in_processes(job, missing, workers) if workers else measure_here(job, missing)
+    if not workers:
+        for unit in missing:
+            measure_unit(job, unit)
+            yield unit
+        return
+    pool: Pool[range, None] = Pool(
+        partial(measure_unit, job), workers=workers, prefetch_bytes=0, explain=partial(_deadly_unit, job)
+    )
+    try:
+        for unit, _ in zip(missing, pool.run(Job(unit, size_bytes=0) for unit in missing), strict=True):
+            yield unit
+    finally:
+        pool.close()
+
+
+def _deadly_unit(job: IndexJob, unit: range, times: int) -> str:
+    return (
+        f"Rows {unit.start} to {unit.stop - 1} of {job.source.name} have ended their worker process {times} times, "
+        "each time alone. One of them needs more memory than the machine has, or crashes a decoder. Look into the "
+        "system's log, then leave those rows out; finished rows are kept."
+    )
+
+
+def units_of(rows: int) -> Sequence[range]:
+    """Cut rows into units; by their number alone, so that another number of workers finds the same ones.
+
+    >>> units_of(600)
+    [range(0, 256), range(256, 512), range(512, 600)]
+    """
+    size = max(_LEAST_ROWS, min(_MOST_ROWS, -(-rows // _PROGRESS_STEPS)), -(-rows // _MOST_UNITS))
+    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def measure_unit(job: IndexJob, unit: range) -> None:
+    """Measure the rows of a unit and write its part, unless another process has done so meanwhile.
+
+    Args:
+        job: the source and its encoder.
+        unit: rows of the source.
+
+    Raises:
+        OSError: the part cannot be written.
+        DataError: a file of the source is gone or was changed, or this process does not see it.
+    """
+    if job.index_file.exists() or job.has(unit):
+        return
+    write_table(job.part(unit), table_of(list(_measured(job, unit))))
+
+
+def _measured(job: IndexJob, unit: range) -> Iterator[SampleLengths | SampleError]:
+    """SampleLengths of each row, or why it cannot be used; a file that is gone or was changed is an error."""
+    for row in unit:
+        try:
+            sample = job.source[row]
+        except SampleError as error:
+            yield error
+            continue
+        try:
+            yield job.encoder.measure(sample)
+        except DataError as error:
+            yield sample_error(error, sample.origin)
 
 
 def _usable_cores() -> int:
@@ -155,7 +255,6 @@ def _usable_cores() -> int:
 
 
 def _description(job: IndexJob, bad: int) -> bytes:
-    """What the index says of itself, as JSON."""
     return json.dumps(
         {
             "layout": LAYOUT,
@@ -172,7 +271,6 @@ def _description(job: IndexJob, bad: int) -> bytes:
 
 
 def _cannot_write(job: IndexJob, units: Sequence[range], error: OSError) -> DataError:
-    """Say what is kept, and how to go on."""
     kept = sum(len(unit) for unit in units if job.has(unit))
     rest = (
         f"{kept:,} of {len(job.source):,} rows are kept there, and the same command goes on from them; or name another "
@@ -186,11 +284,7 @@ def _cannot_write(job: IndexJob, units: Sequence[range], error: OSError) -> Data
         )
     if isinstance(error, FileNotFoundError):
         return DataError(
-            f"A measured part of the length index is not to be found: {error}. On a cluster the cache must be a folder "
-            f"that this process and all workers share. {rest}"
+            f"A measured part of the length index is not to be found: {error}. Another process may have cleared it "
+            f"away. {rest}"
         )
     return DataError(f"The length index cannot be written to {job.folder}: {error}. {rest}")
-
-
-def _silent(measured: int, rows: int, bad: int) -> None:
-    """Show nothing."""

@@ -1,24 +1,21 @@
-"""The length index: what every row of a source takes of a pack and of a device, in a few bytes a row."""
+"""The length index: tokens, patches and grids of every row of a source, in a few bytes a row."""
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headway.count import Workload
+from headway.count import CostModel, Workload
 from headway.data.index.table import BAD, CLIPS, GRIDS, LAYOUT, NUMBERS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
-from headway.packing.costs import grid_costs, segment_costs
-
-if TYPE_CHECKING:
-    from headway.count import CostModel
+from headway.packing.budget import grid_costs, segment_costs
 
 Ints = np.ndarray[Any, np.dtype[Any]]
 
@@ -86,7 +83,7 @@ class LengthIndex:
         video_grids: (t, h, w) of each row's videos [patches].
         audio_lengths: lengths of each row's clips [feature frames].
         bad: why rows cannot be used, by row.
-        description: what the index was made of: source, fingerprints, versions.
+        description: source, fingerprints and versions that the index was made from.
         path: the Parquet file that it was read from; None for one made by hand.
     """
 
@@ -135,13 +132,13 @@ class LengthIndex:
             ) from error
         return cls(**columns, description=description, path=path)
 
-    def costs(self, cost_model: "CostModel") -> Ints:
+    def costs(self, cost_model: CostModel) -> Ints:
         """Count the useful FLOPs of training on each row, forward and backward.
 
         Costs add up over segments, images, videos and clips, so each distinct length and grid is counted once.
 
         Args:
-            cost_model: of the model that is trained.
+            cost_model: the trained model's costs.
 
         Returns:
             FLOPs of each row, float64, shape (N,); 0 in rows that cannot be used.
@@ -149,7 +146,18 @@ class LengthIndex:
         Raises:
             WorkloadError: the model has no tower for what the rows hold.
         """
-        return _row_costs(self, cost_model)
+        rows = np.zeros(len(self))
+        rows[self.ok] = segment_costs(cost_model, self.tokens[self.ok])
+        parts: list[tuple[Literal["images", "videos", "audio"], Ragged]] = [
+            ("images", self.image_grids),
+            ("videos", self.video_grids),
+            ("audio", self.audio_lengths),
+        ]
+        for kind, ragged in parts:
+            if len(ragged.values):
+                rows += np.bincount(ragged.rows, grid_costs(cost_model, ragged.values, kind), minlength=len(self))
+        _check_additive(self, rows, cost_model)
+        return rows
 
     def summary(self) -> "IndexSummary":
         """Sum the index up."""
@@ -175,7 +183,7 @@ class IndexSummary:
     Attributes:
         samples: rows of the source.
         bad: rows that cannot be used.
-        tokens: of all usable rows [tokens].
+        tokens: tokens of all usable rows [tokens].
         supervised: targets that the loss counts [tokens].
         patches: vision patches [patches].
         images: pictures.
@@ -207,7 +215,6 @@ def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
 
 
 def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, Any]:
-    """Take numpy columns out of tables that follow each other."""
     numbers = {name: np.empty(rows, np.int32) for name in NUMBERS}
     ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, CLIPS)}
     bad: dict[int, SampleError] = {}
@@ -223,7 +230,6 @@ def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, An
 
 
 def _ragged(chunk: pa.ListArray) -> Ragged:
-    """Take offsets and values out of Arrow's lists."""
     flat = chunk.flatten()
     if pa.types.is_struct(flat.type):
         values = np.stack([side.to_numpy() for side in flat.flatten()], axis=1)
@@ -234,23 +240,8 @@ def _ragged(chunk: pa.ListArray) -> Ragged:
     return Ragged(np.concatenate([[0], np.cumsum(chunk.value_lengths().to_numpy())]), values)
 
 
-def _row_costs(index: LengthIndex, cost_model: "CostModel") -> Ints:
-    rows = np.zeros(len(index))
-    rows[index.ok] = segment_costs(cost_model, index.tokens[index.ok])
-    parts: list[tuple[Literal["images", "videos", "audio"], Ragged]] = [
-        ("images", index.image_grids),
-        ("videos", index.video_grids),
-        ("audio", index.audio_lengths),
-    ]
-    for kind, ragged in parts:
-        if len(ragged.values):
-            rows += np.bincount(ragged.rows, grid_costs(cost_model, ragged.values, kind), minlength=len(index))
-    _check_additive(index, rows, cost_model)
-    return rows
-
-
-def _check_additive(index: LengthIndex, rows: Ints, cost_model: "CostModel") -> None:
-    """Count the row with the most patches as a whole, too: what text reads of media elsewhere would not add up."""
+def _check_additive(index: LengthIndex, rows: Ints, cost_model: CostModel) -> None:
+    """Count the row with the most patches as a whole, too: attention of text to media would not add up."""
     if not index.patches.any():
         return
     row = int(index.patches.argmax())

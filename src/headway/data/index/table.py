@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.cache import write_whole
-from headway.data.samples import Origin, SampleError
-
-if TYPE_CHECKING:
-    from headway.data.media.lengths import SampleLengths
+from headway.data.samples import Origin, SampleError, SampleLengths
 
 LAYOUT = 1
 """Version of the columns' names and meaning; part of every index's key."""
@@ -39,7 +36,7 @@ SCHEMA = pa.schema(
 )
 
 
-def table_of(rows: "Sequence[SampleLengths | SampleError]") -> pa.Table:
+def table_of(rows: Sequence[SampleLengths | SampleError]) -> pa.Table:
     """Lay measured rows out in columns.
 
     Args:
@@ -65,7 +62,7 @@ def bad_rows(column: pa.ChunkedArray, source: str) -> dict[int, SampleError]:
     """Take why rows cannot be used from the column `bad`, by row.
 
     Args:
-        column: of the table.
+        column: the table's column `bad`.
         source: name of the source in the run.
     """
     if column.null_count == len(column):
@@ -93,7 +90,7 @@ def join_tables(parts: Sequence[Path], path: Path, metadata: dict[bytes, bytes],
     Args:
         parts: files of `write_table`, in the order of their rows.
         path: the file to write.
-        metadata: what the file says of itself.
+        metadata: entries of the file's footer.
         group_rows: rows that Parquet keeps together, at least.
 
     Raises:

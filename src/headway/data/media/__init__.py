@@ -1,5 +1,5 @@
-"""Images, videos and sound: sizes from their headers, and what a model reads of them.
+"""Images, videos and sound: lengths from their headers, and tensors that a model reads.
 
-`lengths` says what a sample will occupy; `images`, `videos` and `audio` open and decode; `patches` and `video_patches`
-lay pixels out as vision patches; `placeholders` turns text with placeholders into tokens.
+`images`, `videos` and `audio` open and decode, each for one kind of media; `image_patches` lays pictures out as vision
+patches; `opened` opens all media of a chat; `placeholders` turns text with placeholders into tokens.
 """

@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from headway.data.media.files import media_error
 from headway.data.media.videos import DAMAGE, av_container, first_stream
-from headway.data.samples import Media
+from headway.data.samples import Media, media_error
 from headway.errors import DataError
 
 
@@ -129,7 +128,7 @@ class SoundFeatures:
         return -(-sound.num_samples // hop)
 
     def written(self, sounds: Sequence[Sound]) -> list[str]:
-        """What the processor writes in place of each sound's placeholder."""
+        """Text that the processor writes in place of each sound's placeholder."""
         silence = [np.broadcast_to(np.float32(0), (sound.num_samples,)) for sound in sounds]
         replacements: list[str] = self._writer._process_audio(silence, **self._options)[1]
         return replacements

@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from headway.data.media.images import Picture, decode_all
-from headway.data.media.lengths import Grid
+from headway.data.samples import Grid
 from headway.errors import ConfigError
 from headway.models.pixel_patches import Scale, lay_out, normalised, pixel_scale
 

@@ -11,8 +11,7 @@ import numpy as np
 from PIL import ExifTags, ImageOps, UnidentifiedImageError
 from PIL import Image as Pillow
 
-from headway.data.media.files import media_error, open_media
-from headway.data.samples import Media
+from headway.data.samples import Media, media_error
 from headway.errors import ConfigError
 
 MAX_IMAGE_PIXELS = 89_478_485
@@ -70,7 +69,7 @@ class Picture:
         self._media, self._where = media, where
         self._file: BinaryIO | None = None
         try:
-            self._file = open_media(media)
+            self._file = media.open()
             self._image = _opened(self._file)
             width, height = self._image.size
             if width * height > max_pixels:

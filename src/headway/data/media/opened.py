@@ -12,16 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from headway.data.media.audio import Sound, SoundFeatures
 from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture
-from headway.data.media.lengths import Grid
 from headway.data.media.videos import Clip, SampledClip, VideoPatches
-from headway.data.samples import Chat, Media
+from headway.data.samples import Chat, Grid, Media
 from headway.errors import DataError
 from headway.models.video import VideoProcessor, metadata_of
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedMedia:
-    """What the headers of a chat's media say.
+    """A chat's media, opened: sizes from their headers.
 
     Attributes:
         pictures: its images.

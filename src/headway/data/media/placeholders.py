@@ -76,7 +76,7 @@ class Tokeniser:
 
         Args:
             text: the chat as its template renders it.
-            spans: what the assistant wrote of it [characters].
+            spans: parts of the text that the assistant wrote [characters].
             written: for each kind, what the processor writes in place of each of its placeholders.
             where: the sample's place, for messages.
 

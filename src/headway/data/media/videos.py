@@ -14,9 +14,7 @@ import torch
 from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
-from headway.data.media.files import media_error, open_media
-from headway.data.media.lengths import Grid
-from headway.data.samples import Media
+from headway.data.samples import Grid, Media, media_error
 from headway.errors import DataError
 from headway.models.pixel_patches import Scale, pixel_scale
 from headway.models.video import VideoProcessor
@@ -34,7 +32,7 @@ def av_container(media: Media) -> Iterator[Any]:
     Raises:
         OSError, av.error.FFmpegError: it cannot be opened.
     """
-    with open_media(media) as file, av.open(file, options=_OPTIONS) as container:
+    with media.open() as file, av.open(file, options=_OPTIONS) as container:
         yield container
 
 
@@ -165,7 +163,7 @@ class VideoPatches:
 
     Args:
         rules: how the model reads videos.
-        image_scale: (scale_D, shift_D) of image patches; patches of videos are bytes where theirs is the same.
+        image_scale: (scale_D, shift_D) of image patches; patches of videos are bytes where their scale is the same.
     """
 
     def __init__(self, rules: VideoProcessor, image_scale: Scale | None) -> None:

@@ -23,7 +23,7 @@ from headway.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DAMAGE = (OSError, EOFError, zlib.error, tarfile.TarError, pa.ArrowException)
-"""What reading raises when a file is missing, unreachable, cut short or damaged."""
+"""Exceptions of reading a file that is missing, unreachable, cut short or damaged."""
 
 _OPEN_FILES = 64  # kept open for random access, per process; well below the usual limit of 1024
 

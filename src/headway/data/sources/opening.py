@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.data.samples import Sample
+from headway.data.sources.documents import SampleBy, Text, TokenFile
 from headway.data.sources.files import COMPRESSIONS, File, find_files
 from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
@@ -14,8 +15,6 @@ from headway.data.sources.schemas import Normaliser
 from headway.data.sources.source import Shard, Source
 from headway.data.sources.tables import Arrow, Parquet
 from headway.data.sources.tar import Tar
-from headway.data.sources.text import SampleBy, Text
-from headway.data.sources.tokens import TokenFile
 from headway.errors import ConfigError, DataError
 
 FORMATS: dict[str, type[Reader]] = {
@@ -73,8 +72,8 @@ def open_source(
         text_column: the column that holds the words of documents and captions.
         root: the folder or URL that rows' media paths start from and stay below; by default each file's own.
         allow_remote: whether rows may name media on the web or in object stores.
-        sample_by: what is a document of plain text: "paragraph" (the default), "line" or "document", the whole file.
-        token_dtype: of files of bare token ids, one of `tokens.DTYPES`.
+        sample_by: unit of plain text that is a document: "paragraph" (the default), "line" or "document" (the file).
+        token_dtype: of files of bare token ids, one of `documents.DTYPES`.
         end_token: the id that ends a document in files of token ids.
         storage_options: passed to fsspec's file system, such as credentials.
 

@@ -1,4 +1,4 @@
-"""What every format has in common: rows in order without a table, and any row by its number."""
+"""Base class of all formats: rows in order without a table, and any row by its number."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ class Raw(NamedTuple):
     Attributes:
         row: place in the file, from 0.
         place: the place as people say it, such as "line 3".
-        content: what the format's `parse` takes; a DataError where the file cannot be read further.
+        content: argument of the format's `parse`; a DataError where the file cannot be read further.
     """
 
     row: int
@@ -47,7 +47,7 @@ class Reader(ABC):
     Pickling keeps the settings; open files and tables, in attributes that begin with an underscore, are made again.
 
     Args:
-        file: what is read.
+        file: the file to read.
     """
 
     def __init__(self, file: File) -> None:

@@ -52,7 +52,7 @@ class RowMedia:
     Args:
         fields: the row's columns; those named image(s), video(s) and audio(s) wait for the messages' markers.
         members: media stored with the row; they wait too, unless the row names them.
-        folder: of the row's file.
+        folder: folder of the row's file.
         rules: which media may be named.
 
     Raises:
@@ -84,7 +84,7 @@ class RowMedia:
         return KINDS[kind](self._waiting[kind].pop(0))
 
     def named(self, kind: str, value: Any) -> Part:
-        """What a message names itself.
+        """Media that a message names itself.
 
         Raises:
             DataError: it is no such thing, leaves the root, or is remote.
@@ -130,7 +130,7 @@ class RowMedia:
         return Media(below(self._root, kind, value))
 
     def _member(self, kind: str, name: str) -> Media:
-        """What is stored under a name, with or without the sample's key before it."""
+        """Look up a stored member by its name, with or without the sample's key before it."""
         for stored, media in self._members.items():
             if name in (stored, stored.rpartition("/")[2], stored.rpartition("/")[2].partition(".")[2]):
                 return media

@@ -29,7 +29,7 @@ class Normaliser:
     Attributes:
         schema: one of `SCHEMAS`; "auto" decides for each row by its columns.
         text_column: the column that holds a document's or caption's words.
-        folder: of the row's file; where paths start unless the rules have a root.
+        folder: folder of the row's file, where paths start unless the rules have a root.
         rules: which media rows may name.
 
     Raises:
@@ -107,7 +107,6 @@ def _all_waiting(media: RowMedia, kind: str) -> list[Part]:
 
 
 def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[Message, ...]:
-    """Prompt and answer, each a string or a list of messages."""
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else json_value(prompt, "prompt")
     said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     if not isinstance(asked, list) or not isinstance(said, list):
@@ -125,7 +124,6 @@ def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[M
 
 
 def _token_ids(fields: dict[str, Any]) -> tuple[int, ...]:
-    """A tokenised document, every token of which is learnt."""
     ids = fields["input_ids"]
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
         raise DataError(f'"input_ids" is {shortened(ids)}, but it must be a list of token ids, none of them negative.')

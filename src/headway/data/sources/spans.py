@@ -81,7 +81,7 @@ class SpanReader(Reader):
         return self.file.is_local and self.file.compression is None
 
     def _purpose(self) -> str:
-        """What the cache's files depend on, besides the file."""
+        """Settings that the cached table depends on, besides the file."""
         return type(self).__name__
 
     def _table_file(self) -> Path:

@@ -177,5 +177,4 @@ def _lies_in(source: pa.MemoryMappedFile, batch: pa.RecordBatch) -> bool:
 
 
 def _raw(first: int, batch: pa.RecordBatch, place: int) -> Raw:
-    """A row of the batch that begins at row `first`."""
     return Raw(first + place, f"row {first + place}", batch.slice(place, 1))

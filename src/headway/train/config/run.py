@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from headway.errors import ConfigError
 from headway.log.sinks import check_spec
-from headway.packing.length_mixes import MIXES
+from headway.packing.lengths import MIXES
 from headway.train.config.sections import Positive, Section, changed
 
 

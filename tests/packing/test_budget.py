@@ -3,7 +3,7 @@ import pytest
 
 from headway.count import Workload, load_cost_model
 from headway.errors import WorkloadError
-from headway.packing.costs import grid_costs, patch_costs, segment_costs, square_grid
+from headway.packing.budget import grid_costs, patch_costs, segment_costs, square_grid
 
 
 def test_samples_cost_together_what_the_model_counts_for_the_pack():

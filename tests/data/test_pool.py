@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.data.feed import parcel
-from headway.data.feed.parcel import unwrap, wrap
-from headway.data.feed.pool import Job, Pool
+from headway.data import transfer
+from headway.data.pool import Job, Pool
 from headway.errors import ConfigError, DataError
 
 
@@ -39,28 +38,6 @@ class Square:
 
 def tasks(numbers, size_bytes=1):
     return (Job(number, size_bytes) for number in numbers)
-
-
-def test_a_parcel_holds_tensors_of_every_kind_and_what_is_around_them():
-    value = {
-        "bytes": torch.arange(7, dtype=torch.uint8),
-        "words": [torch.randn(3, 5), torch.zeros(0, 3, dtype=torch.long)],
-        "strided": torch.arange(12).view(3, 4).T,
-        "scalar": torch.tensor(2.5, dtype=torch.float64),
-        "text": "line 3" * 5000,
-    }
-    parcel = wrap(value)
-    back = unwrap(parcel)
-    assert parcel.block.is_shared()
-    assert back["text"] == value["text"]
-    for ours, theirs in zip(
-        [back["bytes"], *back["words"], back["strided"], back["scalar"]],
-        [value["bytes"], *value["words"], value["strided"], value["scalar"]],
-        strict=True,
-    ):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
-        assert theirs.numel() == 0 or ours.untyped_storage().data_ptr() == parcel.block.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -123,11 +100,27 @@ def test_jobs_of_one_key_are_done_by_one_process_and_only_that_one_is_replaced(t
 
 
 def test_a_worker_that_is_always_killed_is_one_clear_error(tmp_path):
-    pool = Pool(Square(tmp_path, kill_at=2, always=True), workers=2, prefetch_bytes=1, restarts=1)
+    pool = Pool(Square(tmp_path, kill_at=2, always=True), workers=2, prefetch_bytes=1, attempts=2)
     results = pool.run(tasks(range(5)))
     assert [next(results)["number"], next(results)["number"]] == [0, 1]
-    with pytest.raises(DataError, match="killed 2 times in a row"), pytest.warns(RuntimeWarning):
+    with (
+        pytest.raises(DataError, match="killed 2 times in a row while"),
+        pytest.warns(RuntimeWarning),
+    ):
         next(results)
+
+
+def test_a_task_that_kills_is_told_from_those_beside_it(tmp_path):
+    pool = Pool(
+        Square(tmp_path, kill_at=5, always=True),
+        workers=3,
+        prefetch_bytes=6,
+        explain=lambda number, times: f"number {number} has killed {times}",
+    )
+    numbers = []
+    with pytest.raises(DataError, match="number 5 has killed 3"), pytest.warns(RuntimeWarning, match="killed"):
+        numbers.extend(result["number"] for result in pool.run(tasks(range(9))))
+    assert numbers == [0, 1, 2, 3, 4]
 
 
 def test_closing_ends_the_processes(tmp_path):
@@ -146,7 +139,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs th
 sys.path.insert(0, {folder!r})
 from pathlib import Path
 from test_pool import Square, tasks
-from headway.data.feed.pool import Pool
+from headway.data import pool as module
+from headway.data.pool import Pool
+
+module.PRELOAD = ("headway.data.pool",)  # no transformers, which these tasks do not need
 
 if __name__ == "__main__":
     pool = Pool(Square(Path({notes!r})), workers=2, prefetch_bytes=4)
@@ -177,7 +173,13 @@ def _workers_gone(notes, within_s=120.0):
     return True
 
 
-@pytest.mark.parametrize("end_by", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "end_by",
+    [
+        pytest.param(signal.SIGKILL, marks=[pytest.mark.slow, pytest.mark.core]),
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_workers_go_when_the_trainer_is_killed_or_interrupted(tmp_path, end_by):
     trainer = _run_trainer(tmp_path, "import time; time.sleep(600)")
     trainer.send_signal(end_by)
@@ -185,6 +187,7 @@ def test_workers_go_when_the_trainer_is_killed_or_interrupted(tmp_path, end_by):
     assert _workers_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_workers_go_when_the_trainer_fails(tmp_path):
     trainer = _run_trainer(tmp_path, "raise RuntimeError('the trainer failed')")
     _, said = trainer.communicate(timeout=300)
@@ -211,7 +214,7 @@ def pinned(monkeypatch):
         blocks.append((torch.zeros(num_bytes, dtype=torch.uint8), threading.current_thread().name))
         return blocks[-1][0]
 
-    monkeypatch.setattr(parcel, "pinned_block", new_block)
+    monkeypatch.setattr(transfer, "pinned_block", new_block)
     return blocks
 
 

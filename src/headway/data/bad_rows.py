@@ -1,4 +1,4 @@
-"""What becomes of samples that cannot be used, and what became of all: nothing is left out without being counted."""
+"""Bad rows: the policy for samples that cannot be used, and counts of all, so that none is left out unseen."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from headway.report import printable
 BadPolicy = Literal["error", "skip"]
 
 Outcome = Literal["read", "used", "skipped", "dropped", "truncated", "split"]
-"""What can become of a sample.
+"""Outcomes of a sample.
 
 Every sample read is used, skipped (it could not be used) or dropped (it was longer than a pack, or nothing of it would
 have been learnt). Of those used, some were truncated or split; the tokens of truncated samples are those cut off.
@@ -27,11 +27,11 @@ _ENOUGH_TO_JUDGE = 100  # of fewer samples read, a share says little
 
 
 class RowTally(NamedTuple):
-    """How many, and how much.
+    """Samples with one outcome.
 
     Attributes:
-        samples: samples with one outcome.
-        tokens: theirs [tokens]; 0 for samples whose tokens could not be counted.
+        samples: how many.
+        tokens: tokens of these samples [tokens]; 0 for samples whose tokens could not be counted.
     """
 
     samples: int = 0
@@ -56,16 +56,16 @@ class SampleCounts:
 
         Args:
             source: its name.
-            outcome: what became of them.
+            outcome: their outcome.
             samples: how many.
-            tokens: theirs, together [tokens].
+            tokens: their tokens, together [tokens].
         """
         tallies = self._tallies.setdefault(source, dict.fromkeys(OUTCOMES, RowTally()))
         before = tallies[outcome]
         tallies[outcome] = RowTally(before.samples + samples, before.tokens + tokens)
 
     def add(self, other: "SampleCounts") -> None:
-        """Count what others counted, as of another rank."""
+        """Add the counts of another rank."""
         for source in other.sources:
             for outcome, tally in other[source].items():
                 self.count(source, outcome, tally.samples, tally.tokens)
@@ -101,7 +101,7 @@ class SampleCounts:
 
     @classmethod
     def from_dict(cls, content: Any) -> Self:
-        """Take up what `to_dict` gave.
+        """Read what `to_dict` gave.
 
         Raises:
             CheckpointError: it is something else.
@@ -120,7 +120,7 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class BadSamples:
-    """What to do with samples that cannot be used.
+    """Policy for samples that cannot be used.
 
     Attributes:
         policy: "error" stops at the first; "skip" leaves them out, counts them, and stops beyond a limit.
@@ -165,7 +165,7 @@ class BadSamples:
         Args:
             error: what is wrong with it.
             counts: where it is counted as skipped; samples read must be counted there already.
-            tokens: what it was to bring [tokens]; 0 where that is not known.
+            tokens: its planned length [tokens]; 0 where that is not known.
 
         Raises:
             SampleError: by the policy "error".

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from headway.data import transfer as module
 from headway.data.collate import Collator
-from headway.data.feed import device as module
-from headway.data.feed import on_device
+from headway.data.transfer import from_block, on_device, to_block
 
 CUDA = torch.device("cuda", 0)
 
@@ -195,3 +195,25 @@ def test_every_tensor_on_a_device_is_recorded(monkeypatch):
     assert {stream for _, stream in recorded} == {"a stream"}
     Collator()([]).record_stream("a stream")
     assert len(recorded) == 6
+
+
+def test_a_shared_block_holds_tensors_of_every_kind_and_what_is_around_them():
+    value = {
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "words": [torch.randn(3, 5), torch.zeros(0, 3, dtype=torch.long)],
+        "strided": torch.arange(12).view(3, 4).T,
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "text": "line 3" * 5000,
+    }
+    shared = to_block(value)
+    back = from_block(shared)
+    assert shared.block.is_shared()
+    assert back["text"] == value["text"]
+    for ours, theirs in zip(
+        [back["bytes"], *back["words"], back["strided"], back["scalar"]],
+        [value["bytes"], *value["words"], value["strided"], value["scalar"]],
+        strict=True,
+    ):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+        assert theirs.numel() == 0 or ours.untyped_storage().data_ptr() == shared.block.untyped_storage().data_ptr()

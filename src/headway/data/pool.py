@@ -1,11 +1,15 @@
-"""Tasks done ahead by worker processes, their results in order.
+"""Tasks done ahead by worker processes that may be killed, their results in order: for feeding and for indexing.
 
 The processes are the standard library's ProcessPoolExecutor on a fork server: each begins without the training
 process's CUDA context, threads and locks, and yet at once, as the server has imported torch and transformers already.
 How far they run ahead is bounded by bytes, not by a number of packs, for packs differ by orders of magnitude.
 """
 
+import multiprocessing
+import multiprocessing.connection
+import os
 import pickle
+import signal
 import threading
 import warnings
 from collections import deque
@@ -13,17 +17,21 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from headway.data.feed import parcel
-from headway.data.feed.parcel import Parcel, unwrap, wrap
-from headway.data.workers import prepare_worker, worker_context
+import torch
+
+from headway.data import transfer
+from headway.data.transfer import SharedBlock, from_block, to_block
 from headway.errors import ConfigError, DataError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-_PRELOAD = ("headway.data.feed",)
+PRELOAD = ("headway.data.feed", "headway.data.index.build")
+"""Modules that the fork server imports once, so that workers begin at once; the first worker of a process decides."""
+
 _MOST_AHEAD = 128  # jobs; each finished one holds a file descriptor, of which a process often has 1024
 
 
@@ -31,7 +39,7 @@ class Job(NamedTuple, Generic[Task]):
     """A task for the pool.
 
     Attributes:
-        task: what is to be done.
+        task: argument of the pool's function.
         size_bytes: estimated size of the result [bytes].
         key: tasks of one key are done by one and the same process, in order; None leaves the choice to the pool.
     """
@@ -48,8 +56,20 @@ class _Pending(Generic[Task]):
     pinned: "Future[Any] | None" = None
 
 
+def _explain_pack(_: Any, times: int) -> str:
+    return (
+        f"A data worker was killed {times} times in a row while making the same pack. The system kills processes that "
+        "take too much memory: look for that in its log, then lower data.workers or data.prefetch_bytes, or shrink "
+        "what a pack holds."
+    )
+
+
 class Pool(Generic[Task, Result]):
     """Does tasks ahead of the one who asks for their results.
+
+    When a worker is killed (for its memory, or by a decoder's crash), the tasks that it may have died of are done one
+    at a time, each alone in a process, so that a task that kills is told from its neighbours; all others are done
+    again as before. Nothing is lost or repeated.
 
     Args:
         work: does one task; with workers it is pickled and runs in other processes, with one torch thread each.
@@ -58,7 +78,8 @@ class Pool(Generic[Task, Result]):
             allowed, so 0 makes each when it is asked for [bytes].
         keyed: whether every job has a key.
         pin_memory: whether the tensors of results lie in page-locked memory; a thread copies them there, ahead too.
-        restarts: how often in a row, without a result in between, processes may be replaced because one was killed.
+        attempts: how often a task may kill a process of its own before that is an error.
+        explain: says what such a task is and what to do, of the task and the number of attempts.
 
     Raises:
         ConfigError: a negative number, or work that cannot be sent to another process.
@@ -72,15 +93,15 @@ class Pool(Generic[Task, Result]):
         prefetch_bytes: int,
         keyed: bool = False,
         pin_memory: bool = False,
-        restarts: int = 3,
+        attempts: int = 3,
+        explain: Callable[[Task, int], str] = _explain_pack,
     ) -> None:
-        if workers < 0 or prefetch_bytes < 0 or restarts < 0:
+        if workers < 0 or prefetch_bytes < 0:
             raise ConfigError(
-                f"The feed got workers={workers}, prefetch_bytes={prefetch_bytes}, restarts={restarts}; none may be "
-                "below 0."
+                f"The worker pool got workers={workers}, prefetch_bytes={prefetch_bytes}; neither may be below 0."
             )
         self._work, self._workers = work, workers
-        self._prefetch_bytes, self._restarts = prefetch_bytes, restarts
+        self._prefetch_bytes, self._attempts, self._explain = prefetch_bytes, attempts, explain
         self._pickled = b""
         if workers:
             try:
@@ -94,14 +115,13 @@ class Pool(Generic[Task, Result]):
         self._groups: list[_Group | None] = [None] * (max(1, workers) if keyed else 1)
         self._pins = pin_memory
         self._pinner: ThreadPoolExecutor | None = None
-        self._failures = 0
         self.replaced = 0  # times that killed workers were replaced
 
     def run(self, jobs: Iterable[Job[Task]]) -> Iterator[Result]:
         """Yield the result of every job, in order; jobs are read no further than is prefetched.
 
         Raises:
-            DataError: a worker was killed again and again, or shared memory is full.
+            DataError: a task has killed several processes of its own, or shared memory is full.
         """
         pending: deque[_Pending[Task]] = deque()
         in_flight_bytes = 0
@@ -140,39 +160,45 @@ class Pool(Generic[Task, Result]):
         while True:
             try:
                 made = (pending[0].pinned or pending[0].future).result()
-            except BrokenProcessPool as error:
-                self._replace_workers(pending, error)
+            except BrokenProcessPool:
+                self._replace_workers(pending)
                 continue
-            self._failures = 0
-            result: Result = unwrap(made) if isinstance(made, Parcel) else made
+            result: Result = from_block(made) if isinstance(made, SharedBlock) else made
             return result
 
-    def _replace_workers(self, pending: "deque[_Pending[Task]]", error: BrokenProcessPool) -> None:
-        """Start new processes for the group that made the first job, and give them what the killed ones left undone."""
-        self._failures += 1
-        if self._failures > self._restarts:
-            self.close()
-            raise DataError(
-                f"A data worker was killed {self._failures} times in a row while making the same packs. The system "
-                "kills processes that take too much memory: look for that in its log, then lower data.workers or "
-                "data.prefetch_bytes, or shrink what a pack holds."
-            ) from error
-        self.replaced += 1
+    def _replace_workers(self, pending: "deque[_Pending[Task]]") -> None:
+        """End the group that was to do the first job, and do again what its killed processes left undone."""
+        place = self._place(pending[0].job)
+        self._end(place)
         warnings.warn(
-            f"A data worker was killed; its packs are made again by new ones ({self.replaced} times so far).",
+            f"A data worker was killed; what it left undone is done again ({self.replaced} times so far).",
             RuntimeWarning,
             stacklevel=2,
         )
-        place = self._place(pending[0].job)
+        lost = [item for item in pending if self._place(item.job) == place and _is_lost(item.future)]
+        # Tasks are begun in order: those under way, one of which is to blame, are among the first that are not done.
+        num_suspects = max(1, self._workers // len(self._groups))
+        for number, item in enumerate(lost):
+            item.future = self._done_alone(item.job) if number < num_suspects else self._submit(item.job)
+            self._begun(item)
+
+    def _done_alone(self, job: Job[Task]) -> "Future[Any]":
+        """Wait for a job that a group does alone, in its only process so far."""
+        for _ in range(self._attempts):
+            future = self._submit(job)
+            if not isinstance(future.exception(), BrokenProcessPool):
+                return future
+            self._end(self._place(job))
+        self.close()
+        raise DataError(self._explain(job.task, self._attempts)) from future.exception()
+
+    def _end(self, place: int) -> None:
+        """End a group of which a process was killed; the next job starts another."""
+        self.replaced += 1
         group = self._groups[place]
         if group is not None:
             group.executor.shutdown(wait=True, cancel_futures=True)
             self._groups[place] = None
-        for item in pending:
-            lost = not item.future.done() or item.future.cancelled() or item.future.exception() is not None
-            if lost and self._place(item.job) == place:
-                item.future = self._submit(item.job)
-                self._begun(item)
 
     def _begun(self, item: _Pending[Task]) -> _Pending[Task]:
         """Let the result of a job that was just submitted be pinned as soon as it is there, those before it first."""
@@ -202,7 +228,7 @@ class Pool(Generic[Task, Result]):
     def _start(self) -> "_Group":
         if not self._workers:
             return _Group(ThreadPoolExecutor(1, thread_name_prefix="headway-data"), threading.Event())
-        context = worker_context(_PRELOAD)
+        context = worker_context()
         stop, processes = context.Event(), self._workers // len(self._groups)
         executor = ProcessPoolExecutor(
             processes, mp_context=context, initializer=_begin, initargs=(self._pickled, stop)
@@ -210,14 +236,18 @@ class Pool(Generic[Task, Result]):
         return _Group(executor, stop)
 
 
+def _is_lost(future: "Future[Any]") -> bool:
+    return not future.done() or future.cancelled() or future.exception() is not None
+
+
 def _pinned(future: "Future[Any]") -> Any:
     """Wait for a result and copy its tensors, all at once, into page-locked memory."""
     made = future.result()
-    if not isinstance(made, Parcel):
-        return unwrap(wrap(made, parcel.pinned_block))
-    block = parcel.pinned_block(made.block.numel())
+    if not isinstance(made, SharedBlock):
+        return from_block(to_block(made, transfer.pinned_block))
+    block = transfer.pinned_block(made.block.numel())
     block.copy_(made.block)
-    return unwrap(Parcel(block, made.start))
+    return from_block(SharedBlock(block, made.start))
 
 
 class _Group(NamedTuple):
@@ -227,28 +257,51 @@ class _Group(NamedTuple):
     stop: Any
 
 
+def worker_context() -> BaseContext:
+    """Name how processes start: without this one's CUDA context, threads and locks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["headway.quiet", *PRELOAD])
+    return context
+
+
+def prepare_worker() -> None:
+    """Begin in a worker: one thread, Ctrl-C left to the process that started it, and an end when that one is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever: it holds the queue's writing end itself."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
 _pickled_work = b""
 _work: Callable[[Any], Any] | None = None
 _stop: Any = None
 
 
 def _begin(pickled: bytes, stop: Any) -> None:
-    """Prepare a worker process."""
     global _pickled_work, _stop
     _pickled_work, _stop = pickled, stop
     prepare_worker()
 
 
-def _do(task: Any) -> Parcel | None:
-    """Do a task in a worker process."""
+def _do(task: Any) -> SharedBlock | None:
     global _work  # noqa: PLW0603 - as in `_begin`
     if _stop.is_set():
         return None
     if _work is None:
-        _work = pickle.loads(_pickled_work)
+        _work = pickle.loads(_pickled_work)  # here, so that a failure is the task's own error
     result = _work(task)
     try:
-        return wrap(result)
+        return None if result is None else to_block(result)
     except RuntimeError as error:
         raise DataError(
             f"A finished pack cannot be handed over by a data worker: {error}. It lies in shared memory (/dev/shm), "

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.policy import OUTCOMES, BadSamples, RowTally, SampleCounts, sample_error
+from headway.data.bad_rows import OUTCOMES, BadSamples, RowTally, SampleCounts, sample_error
 from headway.data.samples import Origin, SampleError
 from headway.errors import CheckpointError, ConfigError, DataError
 

@@ -1,4 +1,4 @@
-"""Blank images and videos for packs that have none, so that a vision tower runs on every process or on none.
+"""Blank (dummy) images and videos for packs that have none, so that a vision tower runs on every rank or on none.
 
 Processes that share their weights gather them together, tower by tower: one whose pack has no image must not sit the
 tower out. A blank stands in the padding segment, which nothing attends to and which has no targets, so its gradients
@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from headway.count import Workload
 from headway.data.collate import PADDING_TOKEN, Batch, Collator
-from headway.data.encoded import IGNORED
+from headway.models.losses import IGNORED
 
 
 class Modalities(NamedTuple):
-    """Which towers a pack needs.
+    """Kinds of media in a pack, which tell the vision towers that it runs.
 
     Attributes:
         images: whether it has an image.
@@ -32,22 +32,22 @@ class Modalities(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> "Modalities":
-        """What a pack has, blanks included."""
+        """Kinds of media in one pack, blanks included."""
         return cls(batch.grids_M3 is not None, batch.video_grids_M3 is not None)
 
     @classmethod
     def union(cls, packs: Sequence["Modalities"]) -> "Modalities":
-        """What some pack has."""
+        """Kinds of media that at least one of several packs has."""
         return cls(any(pack.images for pack in packs), any(pack.videos for pack in packs))
 
 
 def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
-    """A pack with a blank image or video where others have one and it has none.
+    """Add a blank image or video to a pack that lacks one.
 
     Args:
-        batch: on the CPU.
-        wanted: what the others have.
-        collator: what made the pack; one without a vision geometry leaves it as it is.
+        batch: the pack, on the CPU.
+        wanted: kinds of media that it must have, those of all ranks' packs.
+        collator: the pack's collator; one without a vision geometry leaves the pack as it is.
     """
     geometry, has = collator.geometry, Modalities.of(batch)
     lacking = Modalities(wanted.images and not has.images, wanted.videos and not has.videos)
@@ -77,7 +77,8 @@ def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
 
 
 def _with_tokens(batch: Batch, tokens_S: torch.Tensor, collator: Collator) -> Batch:
-    """A pack with placeholders in its padding segment, which grows by whole buckets where they find no room."""
+    """Write placeholders into a pack's padding segment, which grows by whole buckets where they find no room."""
+    # The new tail: padding up to the next bucket, with the placeholders in its first free slots.
     start = int(batch.workload.tokens)
     tail_S = batch.input_ids_1T[0, start:]
     bucket = collator.bucket_tokens or 1
@@ -87,6 +88,7 @@ def _with_tokens(batch: Batch, tokens_S: torch.Tensor, collator: Collator) -> Ba
     tail_S[free] = tokens_S
     more = start + len(tail_S) - batch.slots
 
+    # All that describes the pack follows: labels, positions, segments, and slots that are no work.
     boundaries_N = [*batch.cu_seqlens_N.tolist()[: batch.num_segments + 1], start + len(tail_S)]
     positions_R1T = torch.arange(len(tail_S)).expand(batch.position_ids_R1T.shape[0], 1, -1)
     types_1T = batch.token_types_1T

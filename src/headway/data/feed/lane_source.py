@@ -1,4 +1,4 @@
-"""A lane's part of a source: which rows of which shards, and how they are read epoch after epoch."""
+"""A lane's part of one source: which rows of which shards it reads, epoch after epoch."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -6,65 +6,63 @@ from typing import NamedTuple
 from headway.data.samples import Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import ConfigError
-from headway.packing.order import Play
-from headway.packing.permute import key_of, shuffled
+from headway.packing.order import StageSource, key_of, shuffled
 
 
-class TrackPlace(NamedTuple):
-    """Where a sample stands in a lane.
+class ReadPosition(NamedTuple):
+    """Where a lane found a sample, and can find it again.
 
     Attributes:
-        stage: of the curriculum.
-        play: the source's place in the stage.
-        epoch: of that source in that stage.
+        stage: number of the stage in the curriculum.
+        entry: number of the source among the stage's sources.
+        epoch: number of the pass over that source in that stage.
         shard: place in the epoch's order of the lane's shards.
-        row: in the shard.
-        seen: how many of the lane's samples the epoch had before it.
+        row: row of the shard.
+        seen: samples of this lane that the epoch had before.
     """
 
     stage: int
-    play: int
+    entry: int
     epoch: int = 0
     shard: int = 0
     row: int = 0
     seen: int = 0
 
 
-class Track:
+class LaneSource:
     """A lane's part of one source in one stage.
 
     Every lane has shards of its own; lanes beyond the number of shards share one, row by row.
 
     Args:
-        source: what is read.
-        play: how often, and how much of it.
-        stage: number of the stage.
-        number: place of the source in the stage.
+        source: the dataset.
+        entry: how often it is read, and how much of it.
+        start: position of its first row: the stage, and the entry's number in it.
         lane: number of the lane.
         lanes: how many lanes there are.
-        key: of the order of shards; None keeps it.
+        key: seed of the order of shards; None keeps it.
     """
 
     def __init__(
-        self, source: Source, play: Play, *, stage: int, number: int, lane: int, lanes: int, key: int | None
+        self, source: Source, entry: StageSource, start: ReadPosition, *, lane: int, lanes: int, key: int | None
     ) -> None:
-        self.start = TrackPlace(stage, number)
-        self._epochs, self._key = play.epochs, key
-        self._name, self._lane, self._lanes = play.source, lane, lanes
+        self.start = start
+        self._epochs, self._key = entry.epochs, key
+        self._name, self._lane, self._lanes = entry.name, lane, lanes
         shards, num_shards = source.shards, len(source.shards)
         self._shards = shards[lane % num_shards :: lanes]
         self._first, self._stride = lane // num_shards, len(range(lane % num_shards, lanes, num_shards))
-        self._limit = None if play.limit is None else len(range(lane, play.limit, lanes))
+        self._limit = None if entry.limit is None else len(range(lane, entry.limit, lanes))
         # Sources alternate by weight; without weights by how much there is to read, so that they end about together.
-        self.weight = play.weight or sum(shard.reader.file.size or 1 for shard in shards) * (play.epochs or 1)
+        self.weight = entry.weight or sum(shard.reader.file.size or 1 for shard in shards) * (entry.epochs or 1)
 
-    def rows(self, start: TrackPlace) -> Iterator[tuple[TrackPlace, TrackPlace, Sample | SampleError]]:
-        """Samples from a place on, each with its own place and the one after it; endlessly where epochs are not given.
+    def rows(self, start: ReadPosition) -> Iterator[tuple[ReadPosition, ReadPosition, Sample | SampleError]]:
+        """Samples from a position on, each with its own position and the next; endlessly where epochs are not given.
 
         Raises:
-            ConfigError: the source is to play endlessly and has no sample for this lane.
+            ConfigError: the source is to be read endlessly and has no sample for this lane.
         """
-        stage, play, epoch, shard, row, seen = start
+        stage, entry, epoch, shard, row, seen = start
         while (self._epochs is None or epoch < self._epochs) and self._shards:
             order: Sequence[int] = range(len(self._shards))
             if self._key is not None:
@@ -75,7 +73,7 @@ class Track:
                         continue
                     if self._limit is not None and seen >= self._limit:
                         break
-                    here = TrackPlace(stage, play, epoch, at, number, seen)
+                    here = ReadPosition(stage, entry, epoch, at, number, seen)
                     seen += 1
                     yield here, here._replace(row=number + 1, seen=seen), sample
                 row = 0
@@ -83,8 +81,8 @@ class Track:
                 if self._epochs is not None:
                     return
                 raise ConfigError(
-                    f"The source {self._name!r} has no sample for lane {self._lane} of {self._lanes}, so it would play "
-                    "less often than asked for. Set data.stream.lanes to no more than the samples of the smallest "
+                    f"The source {self._name!r} has no sample for lane {self._lane} of {self._lanes}, so it would be "
+                    "read less often than asked for. Set data.stream.lanes to no more than the samples of the smallest "
                     "source (or its limit), give epochs, or use an index."
                 )
             epoch, shard, seen = epoch + 1, 0, 0
