@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from headway.errors import WorkloadError
-from headway.meter.batches import asked_gradients
+from headway.meter.batches import input_gradients_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,5 +79,5 @@ class ForwardCalls:
             given if self._workload is None else self._workload(given),
             forward_only=not torch.is_grad_enabled(),
             cost_model=self._cost_model() if callable(self._cost_model) else self._cost_model,
-            input_gradients=asked_gradients(given),
+            input_gradients=input_gradients_of(given),
         )

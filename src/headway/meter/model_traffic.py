@@ -17,7 +17,7 @@ from torch import nn
 from headway.count.drivers import tower
 from headway.count.recompute import run_again
 from headway.errors import UsageError
-from headway.meter.busy import sharded_groups
+from headway.meter.clock import sharded_groups
 from headway.meter.memory_traffic import ParameterBytes, Traffic
 from headway.tracing import trace, unwrap
 from headway.tracing.activations import saved_activations

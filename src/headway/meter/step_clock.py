@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.errors import UsageError
 from headway.meter import clock as meter_clock
-from headway.meter.busy import Span
+from headway.meter.clock import Span
 from headway.meter.energy import WindowEnergy
 from headway.meter.environment import Compilation
-from headway.meter.sums import NS
+from headway.meter.tally import NS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

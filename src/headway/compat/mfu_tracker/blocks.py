@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from headway.compat.mfu_tracker.watching import Watch
 from headway.count import CostModel, FlopCount, FlopRow, Workload
 from headway.errors import UsageError
-from headway.meter.async_copy import on_host
-from headway.meter.batches import needed, workload_of
+from headway.meter.batches import read_or_copy, workload_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -162,10 +161,7 @@ class ListedBlock(TrackedBlock):
         """Add a batch."""
         if self._meter is not None:
             self._given.append((batch, forward_only))
-        if not isinstance(batch, Workload):
-            copied, late = on_host(batch, needed(self._cost_model))
-            batch = copied if late else workload_of(copied, self._cost_model)
-        self._batches.append((batch, forward_only))
+        self._batches.append((read_or_copy(batch, self._cost_model), forward_only))
 
     def counted(self) -> Counted:
         """Count the batches.
@@ -177,7 +173,7 @@ class ListedBlock(TrackedBlock):
             raise UsageError("the block ended without a batch: call count(batch) on what `with track(...)` gives.")
         model, parts, workloads = self._cost_model, [], []
         for batch, forward_only in self._batches:
-            workload = batch if isinstance(batch, Workload) else workload_of(batch, model)
+            workload = workload_of(batch, model)
             recompute = "none" if forward_only else self._recompute
             parts.append(model.count(workload, recompute=recompute, forward_only=forward_only))
             workloads.append(workload)

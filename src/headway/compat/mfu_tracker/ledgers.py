@@ -14,8 +14,7 @@ from headway.compat.mfu_tracker.setups import Setup, SetupReader, param_bytes
 from headway.count import CostModel, FlopCount, Workload
 from headway.errors import HeadwayError, UsageError, WorkloadError
 from headway.meter import clock
-from headway.meter.async_copy import on_host
-from headway.meter.batches import asked_gradients, needed, workload_of
+from headway.meter.batches import input_gradients_of, read_or_copy, workload_of
 from headway.meter.environment import device_of
 from headway.tracing import trace
 from headway.tracing.unwrap import whole
@@ -144,9 +143,8 @@ class Ledger:
         try:
             _refuse_past(given)
             model = next(reversed(self._traces.values()))  # whoever watches has had it traced
-            asked = asked_gradients(given) if torch.is_grad_enabled() else ()
-            copied, late = on_host(given, needed(model))
-            return Call(self, copied if late else workload_of(copied, model), dtype, asked)
+            asked = input_gradients_of(given) if torch.is_grad_enabled() else ()
+            return Call(self, read_or_copy(given, model), dtype, asked)
         except HeadwayError as error:  # a loop is not broken by being watched
             return Call(self, error, dtype)
 
@@ -173,7 +171,7 @@ class Ledger:
         model = self.cost_model(call.given, setup).with_input_gradients(call.input_gradients)
         if not self.takes_tokens:
             return model.count(_ONE, recompute=again, forward_only=forward_only), Workload()
-        workload = call.given if isinstance(call.given, Workload) else workload_of(call.given, model)
+        workload = workload_of(call.given, model)
         return model.count(workload, recompute=again, forward_only=forward_only), workload
 
 
