@@ -1,5 +1,6 @@
 """The house keeps its shape: no circles, rooms in their order, one meaning for a name, files of a size to read."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -63,3 +64,10 @@ def test_the_files_that_the_page_names_are_there():
     named = {name for name in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", page) if "/your" not in name}
     assert len(named) > 20
     assert [name for name in named if not (ROOT / "src" / "headway" / name).exists()] == []
+
+
+@pytest.mark.parametrize("module", ["headway", "headway.integrations", "headway.compat.mfu_tracker"])
+def test_every_public_name_stands_in_a_page(module):
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    words = {word for page in pages for word in re.findall(r"\w+", page.read_text(encoding="utf-8"))}
+    assert [name for name in importlib.import_module(module).__all__ if name not in words] == []
