@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.cache import cache_root
+from headway.cache import cache_root, write_whole
 from headway.devices.measure import Measurement, TimeBudget, sweep_copy, sweep_matmul
 from headway.devices.peak import Peak
 from headway.devices.probe import report
@@ -193,7 +192,8 @@ def _cached(
             warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
     ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
     try:
-        _write(path, _to_record(ceiling, key))
+        record = json.dumps(_to_record(ceiling, key)).encode()
+        write_whole(path, lambda file: file.write(record))
     except OSError as error:
         warn(f"The ceiling cannot be kept in {path.parent} ({error}); the next call measures again.")
     return ceiling
@@ -225,11 +225,3 @@ def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
     if not found or not all(entry.durations_s and min(entry.durations_s) > 0 for entry in found):
         raise ValueError("it holds no time above zero")
     return Ceiling(key["name"], key["what"], found, datetime.fromisoformat(record["measured_at"]), is_cached=True)
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """Write a file so that a reader sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(record, file)
-    Path(file.name).replace(path)

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from headway.compat import mfu_tracker as compat
 from headway.compat.mfu_tracker import GPUSpec
-from headway.compat.mfu_tracker.hf_trainer import MFUCallback
+from headway.compat.mfu_tracker.integrations.hf_trainer import MFUCallback
 from headway.errors import UnknownDeviceError, UsageError, WorkloadError
 from helpers import checkpointing
 from helpers.tiny_gpt2 import batch_of, gpt2, recomputed_flops, step_flops
@@ -58,7 +58,7 @@ def test_results_have_the_attributes_that_the_page_reads(name):
 def test_the_modules_that_its_scripts_import_are_here():
     for module in ("flops", "integrations", "integrations.hf_trainer"):
         theirs = importlib.import_module(f"mfu_tracker.{module}")
-        ours = importlib.import_module(f"headway.{module}")
+        ours = importlib.import_module(f"headway.compat.mfu_tracker.{module}")
         names = [n for n, v in vars(theirs).items() if getattr(v, "__module__", "").startswith(theirs.__name__)]
         assert names
         assert all(hasattr(ours, name) for name in names if not name.startswith("_"))

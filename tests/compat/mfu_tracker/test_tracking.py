@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from headway import Meter, Peak, Workload, trace
 from headway.compat.mfu_tracker import param_bytes, profile_flops, track
-from headway.compat.mfu_tracker.watching import ledger_of
+from headway.compat.mfu_tracker.blocks import ledger_of
 from headway.errors import UnknownDeviceError, UsageError, WorkloadError
 from helpers import checkpointing
 from helpers.tiny_gpt2 import SPEC, batch_of, forward_flops, gpt2, recomputed_flops, step_flops

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from headway.compat.mfu_tracker.profiling import ProfiledFlops, profile_flops
+from headway.compat.mfu_tracker.blocks import ledger_of
+from headway.compat.mfu_tracker.flops import ProfiledFlops, profile_flops
 from headway.compat.mfu_tracker.tracking import check_backward_factor, track
-from headway.compat.mfu_tracker.watching import ledger_of
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
