@@ -116,17 +116,8 @@ def audit(
         )
         for row, duration in zip(log.rows, seconds, strict=True)
     )
-    reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
-    mean = _mean([row.mfu for row in rows], seconds)
     links = list(factors(fit.convention, model, step, trained)) if fit else []
-    own_peak = found.peak or (found.peak_flops_per_s.middle if found.peak_flops_per_s else None)
-    if reported and peak and own_peak and abs(peak / own_peak - 1) > _SAME_PEAK:
-        links.append(Factor("peak", peak / own_peak, f"divided by {own_peak / 1e12:.1f} TFLOP/s"))
-    ratio = reported / mean if reported and mean else (math.prod(link.ratio for link in links) if fit else None)
-    return Audit(
-        log, found, step, rows, peak, source, reported, mean, tuple(links), ratio,
-        findings.warnings(rows, found, device, links, ratio), findings.notes(log, seconds, length),
-    )  # fmt: skip
+    return _summed_up(log, found, step, rows, (peak, source), device, links, length)
 
 
 def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
@@ -152,18 +143,34 @@ def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
         rate = row.flops_per_s.value if row.flops_per_s else 0.0
         per_token = rate / row.tokens_per_s.value if row.tokens_per_s else 0.0
         rows.append(RestatedRow(row, per_token, rate / peak if peak else None, duration))
-    reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
-    mean = _mean([row.mfu for row in rows], seconds)
     recorded = said.peak_flops_per_s
     divided = None if recorded is None else Interval(recorded, recorded)
     found = Identified(None, (), (), None, divided, recorded)
-    links = []
-    if reported and mean and recorded and peak and abs(peak / recorded - 1) > _SAME_PEAK:
-        links.append(Factor("peak", peak / recorded, f"divided by {recorded / 1e12:.1f} TFLOP/s"))
-    ratio = reported / mean if reported and mean else None
+    return _summed_up(log, found, None, tuple(rows), (peak, source), device, [], 0)
+
+
+def _summed_up(
+    log: Log,
+    found: Identified,
+    step: Step | None,
+    rows: tuple[RestatedRow, ...],
+    peak_and_source: tuple[float | None, str],
+    device: Peak | None,
+    links: list[Factor],
+    length: int,
+) -> Audit:
+    """Take the means over time, add the factor between the log's own peak and ours, and say what is odd."""
+    peak, source = peak_and_source
+    seconds = [row.seconds for row in rows]
+    reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
+    mean = _mean([row.mfu for row in rows], seconds)
+    own_peak = found.peak or (found.peak_flops_per_s.middle if found.peak_flops_per_s else None)
+    if reported and peak and own_peak and abs(peak / own_peak - 1) > _SAME_PEAK:
+        links = [*links, Factor("peak", peak / own_peak, f"divided by {own_peak / 1e12:.1f} TFLOP/s")]
+    ratio = reported / mean if reported and mean else math.prod(link.ratio for link in links) if found.fits else None
     return Audit(
-        log, found, None, tuple(rows), peak, source, reported, mean, tuple(links), ratio,
-        findings.warnings(rows, found, device, links, ratio), findings.notes(log, seconds, 0),
+        log, found, step, rows, peak, source, reported, mean, tuple(links), ratio,
+        findings.warnings(rows, found, device, links, ratio), findings.notes(log, seconds, length),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.extras import needs_extra
+from headway.cli.output import needs_extra
 from headway.cli.resolve import resolve_config, resolve_cost_model
 from headway.report import (
     Column,
