@@ -171,6 +171,8 @@ def test_a_dry_run_of_a_shipped_model_needs_no_torch():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
     from headway.synthetic.reader import write_reader
 

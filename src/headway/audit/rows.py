@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """What one line reports; None where it does not.
+    """The numbers of one line of a log; None where it has none.
 
     Attributes:
         step: its number.
@@ -38,7 +38,7 @@ class LogRow:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What Headway's own records say of their numbers.
+    """Convention, peak and ranks of Headway's own records.
 
     Attributes:
         convention: that their FLOPs were counted by, such as "useful/1".

@@ -11,7 +11,7 @@ from headway.cli.output import needs_extra, print_json
 
 
 class Dtype(StrEnum):
-    """What weights can be exported as."""
+    """Dtypes of exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"

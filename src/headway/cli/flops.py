@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class By(StrEnum):
-    """What a row of the ledger stands for."""
+    """What a row of the table is: a component, or a module."""
 
     component = "component"
     module = "module"
@@ -111,7 +111,6 @@ def _of_reference(count: "FlopCount") -> "FlopCount":
 
 
 def _check_options(convention: "Convention", recompute: str, forward_only: bool, by: By, seq_len: int | None) -> None:
-    """Refuse options that contradict each other or cannot take effect."""
     if forward_only and recompute != "none":
         raise UsageError(
             f"--forward-only and --recompute {recompute} contradict each other: recomputation happens in the backward "

@@ -43,7 +43,7 @@ _SIZES = {"cpu": (64 * _MIB, 256 * _MIB), "cuda": (256 * _MIB, 1024 * _MIB), "mp
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What a device reached at best in one dtype, or in copying.
+    """The best rate that a device reached, in products of one dtype or in copying.
 
     Attributes:
         device: its name.
@@ -169,7 +169,6 @@ def cache_folder() -> Path:
 
 
 def _driver() -> str | None:
-    """Read the NVIDIA kernel driver's version, where Linux tells it."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"(\d+\.\d+(\.\d+)?)", path.read_text(encoding="utf-8")) if path.is_file() else None
     return found.group(1) if found else None

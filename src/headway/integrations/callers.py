@@ -1,4 +1,4 @@
-"""The trainer that calls: it hands what it calls no reference to itself."""
+"""Find the trainer that calls us, where it passes no reference to itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Count what a model is really run on: its own forward calls, as they happen in a loop that is not ours."""
+"""Count a model from the arguments of its forward calls, as they happen in another library's loop."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ class HeadwayCallback(TrainerCallback):
 
     @property
     def _training(self) -> Meter | None:
-        """The meter, while the Trainer trains."""
         return self.meter if self._calls is not None else None
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class References:
-    """Finds them among a trainer's attributes, traces them, and says when which of them runs.
+    """Find the other models that a trainer holds (DPO's reference, a teacher), trace them, and count their forwards.
 
-    A trainer that keeps a `ref_model` and has none of its own runs the trained model with its adapters switched off
-    instead; that is one of them too.
+    A trainer whose `ref_model` is None runs the trained model with its adapters switched off as the reference, which is
+    traced as a model of its own.
 
     Args:
         trainer: a `transformers.Trainer` or what is like one.
@@ -42,12 +42,12 @@ class References:
 
     @property
     def cost_models(self) -> list[CostModel]:
-        """What they cost, as `Meter` takes it for its `others`."""
+        """Cost models of the other models that a step runs, for `Meter(others=...)`."""
         bare = [self._bare] if self._bare is not None else []
         return [*(cost_model for _, cost_model in self._models), *bare]
 
     def calls(self, meter: Meter, workload: Callable[[Mapping[str, Any]], Workload] | None = None) -> ExitStack:
-        """Count the forwards of the trained model and of these until the stack is closed."""
+        """Count the forwards of the trained model and of the others until the stack is closed."""
         stack = ExitStack()
         own = ForwardCalls(self._trained, meter, cost_model=self._without_adapters, workload=workload)
         stack.enter_context(own)

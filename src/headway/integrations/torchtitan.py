@@ -105,7 +105,7 @@ class _CountedDataLoader:
 
 
 class _Hook:
-    """What stands between a Trainer and the builders of its spec; a Trainer calls them in this order."""
+    """Wraps the builders of a TrainSpec, in the order in which a Trainer calls them, to count and time steps."""
 
     meter: Meter
     trainer: Trainer
@@ -265,7 +265,6 @@ class _Hook:
 
 
 def _ends_segments(model_args: BaseModelArgs) -> bool:
-    """Say whether attention stays within documents."""
     of_masks = getattr(model_args, "attn_type", "sdpa") in ("flex", "varlen")
     return of_masks and getattr(model_args, "attn_mask_type", "causal") == "block_causal"
 

@@ -130,7 +130,6 @@ _GRIDS = {"images": "image_grid_thw", "videos": "video_grid_thw"}
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Find the rows and slots of a batch."""
     ids = next((batch[key] for key in _IDS if batch.get(key) is not None), None)
     if ids is None:
         raise WorkloadError(

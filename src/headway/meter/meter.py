@@ -258,7 +258,6 @@ class Meter(StepClock):
         return self._tell(window)
 
     def _take(self) -> list[int]:
-        """Take this rank's numbers since the last log."""
         self._left_out = []
         sums = self._pending.take()
         self._energy.add_to(sums)
@@ -304,7 +303,6 @@ class Meter(StepClock):
         return self._steps_before + self.num_steps - len(self._pending)
 
     def _tell(self, window: Window | None) -> Window | None:
-        """Hand a window to whoever asked for it."""
         if window is None:
             return None
         if self._sinks is not None:
@@ -346,7 +344,6 @@ class Meter(StepClock):
             self._let_go()
 
     def _let_go(self) -> None:
-        """End what was opened for the run."""
         if self._sinks is not None:
             self._sinks.close()
         if self._ranks is not None:
@@ -356,7 +353,6 @@ class Meter(StepClock):
         self._stop()
 
     def _warn(self, window: Window | None) -> None:
-        """Say once what cannot be right."""
         for warning in window.warnings if window is not None and not self._has_warned else ():
             self._has_warned = True
             warnings.warn(warning, stacklevel=3)

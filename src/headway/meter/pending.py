@@ -38,7 +38,7 @@ class Billing:
 
     @property
     def trains(self) -> bool:
-        """Whether it is a batch of training."""
+        """Whether the batch trains the model: its own forward, with a backward."""
         return not self.model and not self.forward_only
 
 
@@ -190,7 +190,6 @@ class PendingSteps:
         self._updates[1] += step.skipped
 
     def _count(self) -> None:
-        """Turn the workloads so far into FLOPs."""
         for billed, workloads in self._workloads.items():
             workload = Workload.total(workloads)
             recompute = self._recompute if billed.trains else "none"

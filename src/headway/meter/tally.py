@@ -37,7 +37,7 @@ _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 
 
 class Sums:
-    """What counted steps add up to, on one rank or on all of them, as whole numbers that can be exchanged exactly.
+    """Add up time, quantities and FLOPs of counted steps, on one rank or on all, as whole numbers to exchange exactly.
 
     Args:
         keys: component and driver of each row of FLOPs.
@@ -96,7 +96,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What steps are measured against.
+    """Peaks, and what else a window needs to turn sums into fractions.
 
     Attributes:
         peak: what one device can do.
@@ -184,7 +184,6 @@ class Tally:
         )
 
     def _describe(self, ranks: Sequence[Sums], step: int, extra: dict[str, Any]) -> Window | None:
-        """Describe what all ranks did together; None if no step was counted."""
         if not ranks or not ranks[0].totals["num_steps"]:
             return None
         whole, first, yardstick = sum(ranks[1:], ranks[0]), ranks[0].totals, self._yardstick

@@ -296,11 +296,10 @@ class Window(Utilisation):
         return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
 
     def _by_rank(self) -> dict[str, list[float | None]]:
-        """What tells a heavy pack from a slow device: each rank's FLOPs, and its FLOPs per busy second."""
+        """List the FLOPs of each rank, and its FLOPs per busy second, which tell a heavy pack from a slow device."""
         speeds = [None if math.isnan(speed) else speed for speed in self.rank_speeds]
         return {"rank_flops": [*self.rank_flops], "rank_flops_per_busy_s": speeds}
 
     def _shares(self) -> dict[str, float]:
-        """Share of each component in the useful FLOPs, fractions."""
         total = self.flops.total
         return {name: flops / total for name, flops in self.flops.by_component().items()} if total else {}

@@ -96,7 +96,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a block computed.
+    """The FLOPs of a block, its workload, and how often the weights were read.
 
     Attributes:
         flops: of the block.

@@ -161,7 +161,6 @@ class MFUOptimizerWrapper(Optimizer):
 
 
 def _method_of_inner(name: str) -> Any:
-    """Make a method that calls the inner optimizer's."""
 
     @functools.wraps(getattr(Optimizer, name))
     def method(self: MFUOptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +170,6 @@ def _method_of_inner(name: str) -> Any:
 
 
 def _attribute_of_inner(name: str) -> Any:
-    """Make a property that is the inner optimizer's attribute."""
     return property(
         lambda self: getattr(self.optimizer, name),
         lambda self, value: setattr(self.optimizer, name, value),
