@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.audit.intervals import Interval, common, hull
+from headway.audit.rows import Interval, common, hull
 from headway.conventions import conventions, get_convention
 from headway.conventions.tool_peaks import plausible_peaks
 from headway.errors import LogError

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headway.audit import Audit
-    from headway.audit.intervals import Interval, Printed
-    from headway.audit.rows import RestatedRow
+    from headway.audit.rows import Interval, Printed, RestatedRow
     from headway.conventions import Step
     from headway.count import CostModel
 

@@ -21,7 +21,7 @@ from torchtitan.train import Trainer
 
 from headway.count import CostModel, Workload
 from headway.errors import HeadwayError, TraceError, UsageError, WorkloadError
-from headway.integrations.callers import caller_of
+from headway.integrations.loops import caller_of
 from headway.meter import Meter
 from headway.meter.environment import peak_of
 from headway.tracing import trace
