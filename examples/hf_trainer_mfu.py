@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from headway.compat.mfu_tracker.hf_trainer import MFUCallback
+from headway.compat.mfu_tracker.integrations.hf_trainer import MFUCallback
 
 ON_CPU = torch.accelerator.current_accelerator(check_available=True) is None
 SEQ_LEN = 64 if ON_CPU else 512

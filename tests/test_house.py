@@ -1,6 +1,7 @@
 """The house keeps its shape: no circles, rooms in their order, one meaning for a name, files of a size to read."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -103,3 +104,10 @@ def test_the_tracer_knows_no_model_by_name_outside_inputs_and_families():
     engine = [f for f in FILES.values() if f.room == "tracing" and not re.search(r"\.(inputs|families)\b", f.name)]
     assert len(engine) > 20
     assert {f.name: found for f in engine if (found := model_types_in(f.text, model_types))} == {}
+
+
+@pytest.mark.parametrize("module", ["headway", "headway.integrations", "headway.compat.mfu_tracker"])
+def test_every_public_name_stands_in_a_page(module):
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    words = {word for page in pages for word in re.findall(r"\w+", page.read_text(encoding="utf-8"))}
+    assert [name for name in importlib.import_module(module).__all__ if name not in words] == []

@@ -103,6 +103,8 @@ def test_a_plot_is_drawn(headway, lengths, tmp_path, ending, start):
     assert path.stat().st_size > 5_000
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_data_are_measured_by_the_models_own_processor(headway, tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     model = write_reader(tmp_path / "model")

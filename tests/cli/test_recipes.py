@@ -171,6 +171,8 @@ def test_a_dry_run_of_a_shipped_model_needs_no_torch():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
+@pytest.mark.core
 def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
     from headway.synthetic.digits import write_reader
 
@@ -184,8 +186,9 @@ def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
 
 
 def scaled_down(name, folder, *settings, processes=1):
-    options = [part for setting in ("optim.steps=3", "optim.warmup_steps=0", "speed.compile=false", *settings)
-               for part in ("--set", setting)]  # fmt: skip
+    # without workers: each process of the run would start a server of processes that imports all of it once more
+    always = ("optim.steps=3", "optim.warmup_steps=0", "speed.compile=false", "data.workers=0")
+    options = [part for setting in (*always, *settings) for part in ("--set", setting)]
     command = [sys.executable, "-m", "headway", "train", RECIPES / f"{name}.yaml", "--scale-down", "--json", *options]
     done = run_processes([*command, "--set", f"run.folder={folder}"], processes, timeout_s=420)
     return json.loads(done[0].stdout.splitlines()[-1])
@@ -200,6 +203,7 @@ MORE = [pytest.param(name, marks=pytest.mark.long) for name in PAGES if name not
 
 
 @pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.parametrize("name", [*KINDS, *MORE])
 def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -238,7 +242,14 @@ def test_two_processes_share_the_packs_of_the_recipe_that_asks_for_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2.5-vl-7b-image-61440", "qwen3-vl-30b-a3b-vqa-8192", "qwen3-vl-8b-image-61440"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen2.5-vl-7b-image-61440", marks=pytest.mark.core),
+        "qwen3-vl-30b-a3b-vqa-8192",
+        "qwen3-vl-8b-image-61440",
+    ],
+)
 def test_a_small_model_keeps_the_structure_of_the_real_one(name):
     from headway.synthetic.small_model import small_config
     from headway.tracing import trace

@@ -43,6 +43,7 @@ def test_json_holds_both_sides_of_every_module(headway, folder):
     assert experts["ledger"]["forward"] == 2 * 197 * 2 * (32 * 32 + 16 * 32)
 
 
+@pytest.mark.slow
 def test_a_saved_model_that_hears_is_verified_from_its_folder(headway, tmp_path):
     tiny_speech_model("granite_speech").save_pretrained(tmp_path)
     done = headway("verify", str(tmp_path), "--json")
@@ -70,10 +71,15 @@ def test_mistakes_are_one_paragraph(headway, arguments, code, message):
     assert message in " ".join(done.err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.T5Config(**_T5), "eager attention runs all 38,809 scores, the mask allows 19,503"),
+        pytest.param(
+            transformers.T5Config(**_T5),
+            "eager attention runs all 38,809 scores, the mask allows 19,503",
+            marks=pytest.mark.core,
+        ),
         # 311 tokens and a window of 8 are padded to 39 windows
         (transformers.LEDConfig(**_LED), "the encoder computes whole windows, in chunks that overlap: 312 for 311"),
     ],

@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 
-from headway.devices import copy_ceiling, matmul_ceiling, measure
-from headway.devices.ceilings import cache_folder, environment
+from headway.devices import copy_ceiling, matmul_ceiling, measure, peak_for
+from headway.devices.ceilings import cache_folder, environment, measure_ceiling
 from headway.devices.measure import Measurement, TimeBudget, sweep_copy, sweep_matmul
+from headway.devices.probe import cpu_name
 from headway.errors import UnknownDeviceError
 
 CPU = torch.device("cpu")
@@ -176,8 +177,31 @@ def test_what_is_not_measured_is_refused(device, dtype):
 @pytest.mark.gpu
 def test_a_gpu_reaches_a_share_of_its_datasheet(monkeypatch):
     monkeypatch.undo()
-    from headway.devices import peak_for
-
     ceiling = matmul_ceiling("cuda", "bf16", refresh=True)
     assert 0.4 < ceiling.best.best_per_s / peak_for("cuda", "bf16").flops_per_s < 1.05
     assert ceiling.best.worst_per_s <= ceiling.best.median_per_s <= ceiling.best.best_per_s
+
+
+@pytest.mark.own_peak
+def test_the_ceiling_says_how_it_was_measured():
+    peak = peak_for("cpu", torch.float32)
+    assert peak.kind == "ceiling"
+    assert peak.name == cpu_name()
+    threads = torch.get_num_threads()
+    assert f"{threads} thread" in peak.source
+    assert "fp32 matmul" in peak.source
+    assert 1e9 < peak.flops_per_s < 1e14  # 1 GFLOP/s to 100 TFLOP/s: any CPU there is
+
+
+@pytest.mark.own_peak
+def test_the_ceiling_is_measured_once_and_leaves_the_random_state_alone():
+    state = torch.get_rng_state()
+    first = measure_ceiling("fp32")
+    assert measure_ceiling("fp32") is first
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.own_peak
+def test_a_dtype_without_a_cpu_matmul_is_refused():
+    with pytest.raises(UnknownDeviceError, match="fp32, bf16, fp16, not in 'fp8'"):
+        measure_ceiling("fp8")

@@ -127,7 +127,8 @@ def plain_bytes(accumulation):
     return meter.close()
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.core)])
 def test_a_step_moves_the_same_bytes_through_trainers_that_know_their_optimizer(tmp_path, accumulation):
     options = {"peak": PEAK, "memory_bytes_per_s": 1e9}
     callback = HeadwayCallback(names=("mbu",), **options)

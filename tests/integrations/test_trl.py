@@ -61,7 +61,7 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.core), 2])
 @pytest.mark.parametrize("batches", SFT)
 def test_sft_costs_what_its_samples_cost(tmp_path, batches, accumulation):
     options, padded = SFT[batches]
@@ -82,7 +82,7 @@ def pairs():
     return Dataset.from_list([{"prompt": words(p), "chosen": words(c), "rejected": words(r)} for p, c, r in rows])
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.core), 2])
 def test_dpo_runs_its_reference_forward_only(tmp_path, accumulation):
     model, reference = tiny(), tiny()
     cost = trace(model)

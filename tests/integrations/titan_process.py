@@ -3,15 +3,21 @@
 Standing in are `triton`, a compiler for GPUs that torchtitan imports at its top, and what `torch.cuda` would say of the
 device. Everything that trains and logs is torchtitan's.
 
-Run as `titan_process.py SETTINGS`, a JSON object; prints what happened as JSON.
+Importing all of it takes longer than a run, so one process imports it and forks for each rank of each run. It reads
+runs from stdin, a line of JSON each: `settings`, `world`, `port` and a `folder` for what each rank prints, `rank0.txt`
+and so on; the last line of that is what happened, as JSON. It answers with the exit codes of the ranks.
 """
 
 import dataclasses
+import importlib
 import importlib.machinery
 import json
+import os
 import sys
 import time
+import traceback
 import types
+from pathlib import Path
 
 import torch
 
@@ -71,7 +77,7 @@ def spec_of(settings, validations):
             model_parts[0].eval()
             with torch.no_grad():
                 model_parts[0](torch.full((2, SLOTS), 7))
-            time.sleep(1)
+            time.sleep(0.3)
             self.processor.log_validation(loss=0.0, step=step)
             model_parts[0].train()
 
@@ -118,7 +124,6 @@ def config_of(settings):
 
 
 def main(settings):
-    stand_in_for_a_gpu()
     if "depth" in settings:
         pretend(settings)
         return
@@ -212,5 +217,39 @@ def pretend(settings):
     sys.stdout.write(f"\n{json.dumps(result)}")
 
 
+def fork(run, rank):
+    """Start one rank of a run, which prints into a file of its own; returns its process id."""
+    if process := os.fork():
+        return process
+    code = 1
+    try:
+        file = os.open(Path(run["folder"], f"rank{rank}.txt"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run["world"])}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run["port"])}
+        main(run["settings"])
+        code = 0
+    except BaseException:  # noqa: BLE001 - as the interpreter would show it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads of gloo may still be there
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    stand_in_for_a_gpu()
+    for name in (
+        "torchtitan.models.llama3",
+        "torchtitan.train",
+        "headway.integrations.torchtitan",
+        "helpers.pretended",
+    ):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        run = json.loads(line)
+        ranks = [fork(run, rank) for rank in range(run["world"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        sys.stdout.write(f"{json.dumps(codes)}\n")
+        sys.stdout.flush()

@@ -26,9 +26,9 @@ def test_without_a_terminal_there_is_a_line_every_so_many_records():
             clock.now_s = 3.0 * step
             sink.write(record(step, loss=2.0))
     assert out.getvalue().splitlines() == [
-        "step 1 of 20  MFU 41.2 %  tokens/s 12,800  loss 2.0000  padding 7.1 %",
-        "step 6 of 20  MFU 41.2 %  tokens/s 12,800  loss 2.0000  padding 7.1 %  left 42.00 s",  # 14 steps of 3 s
-        "step 11 of 20  MFU 41.2 %  tokens/s 12,800  loss 2.0000  padding 7.1 %  left 27.00 s",
+        "step 1 of 20  loss 2.0000  tokens/s 12,800  padding 7.1 %  MFU 41.2 %",
+        "step 6 of 20  loss 2.0000  tokens/s 12,800  padding 7.1 %  MFU 41.2 %  left 42.00 s",  # 14 steps of 3 s
+        "step 11 of 20  loss 2.0000  tokens/s 12,800  padding 7.1 %  MFU 41.2 %  left 27.00 s",
     ]
 
 

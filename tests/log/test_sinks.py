@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 from headway.errors import ConfigError, UsageError
 from headway.log.jsonl import read_jsonl
 from headway.log.sink import Sink, flatten
-from headway.log.sinks import CsvSink, JsonlSink, Sinks, open_sink
+from headway.log.sinks import JsonlSink, Sinks, open_sink
 
 
 class Memory(Sink):
@@ -30,11 +29,6 @@ class Memory(Sink):
             raise RuntimeError("connection lost")
 
 
-def read_csv(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.parametrize("record", [{"mfu": 0.4}, {"step": 1.0}, {"step": True}, {"step": "1"}])
 def test_a_record_without_a_whole_step_is_refused(record):
     with pytest.raises(UsageError, match="needs an integer 'step'"):
@@ -47,10 +41,9 @@ def test_a_value_that_json_cannot_hold_is_refused_by_its_name(tmp_path, value):
         flatten({"step": 1, "flops": {"total": value}})
 
 
-@pytest.mark.parametrize("kind", [JsonlSink, CsvSink])
-def test_a_refused_record_leaves_no_trace(tmp_path, kind):
+def test_a_refused_record_leaves_no_trace(tmp_path):
     path = tmp_path / "records"
-    with kind(path) as sink:
+    with JsonlSink(path) as sink:
         sink.write({"step": 1})
         before = path.read_bytes()
         with pytest.raises(UsageError):
@@ -92,51 +85,6 @@ def test_a_resumed_jsonl_keeps_every_line(tmp_path):
             for step in steps:
                 sink.write({"step": step})
     assert [record["step"] for record in read_jsonl(path)] == [1, 2, 3, 3, 4]
-
-
-def test_csv_has_a_row_per_record_and_exact_numbers(tmp_path):
-    path = tmp_path / "metrics.csv"
-    with CsvSink(path) as sink:
-        sink.write({"step": 1, "mfu": 0.1 + 0.2, "flops": {"total": 2**70}, "note": 'a, "b"\nc'})
-        sink.write({"step": 2, "mfu": np.float64(0.1), "flops": {"total": 3}, "note": None})
-    first, second = read_csv(path)
-    assert (float(first["mfu"]), int(first["flops/total"]), first["note"]) == (0.1 + 0.2, 2**70, 'a, "b" c')
-    assert second == {"step": "2", "mfu": "0.1", "flops/total": "3", "note": ""}
-
-
-def test_a_new_name_adds_a_csv_column_also_after_a_resume(tmp_path):
-    path = tmp_path / "metrics.csv"
-    with CsvSink(path) as sink:
-        sink.write({"step": 1, "mfu": 0.4})
-        sink.write({"step": 1, "loss": 2.0})
-    with CsvSink(path) as sink:
-        sink.write({"step": 2, "joules": 7})
-    assert path.read_text() == "step,mfu,loss,joules\n1,0.4,,\n1,,2.0,\n2,,,7\n"
-    assert [child.name for child in tmp_path.iterdir()] == ["metrics.csv"]
-
-
-def test_a_torn_csv_row_is_removed_when_the_file_goes_on(tmp_path):
-    path = tmp_path / "metrics.csv"
-    path.write_text("step,mfu\n1,0.4\n2,0.")
-    with CsvSink(path) as sink:
-        sink.write({"step": 2, "mfu": 0.5})
-    assert path.read_text() == "step,mfu\n1,0.4\n2,0.5\n"
-
-
-@pytest.mark.parametrize("content", ["a,b\n1,2\n", "step,mfu\n1\n", "one line of notes"])
-def test_another_table_is_left_as_it_is(tmp_path, content):
-    path = tmp_path / "other.csv"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match="is not a table of records"):
-        CsvSink(path)
-    assert path.read_text() == content
-
-
-def test_a_file_that_is_no_text_is_refused_as_csv(tmp_path):
-    path = tmp_path / "weights.csv"
-    path.write_bytes(b"\xff\xfe\x00\n")
-    with pytest.raises(ConfigError, match="it is not a text file"):
-        CsvSink(path)
 
 
 def test_a_sink_that_fails_is_closed_with_one_warning_and_the_others_go_on():
@@ -192,14 +140,21 @@ def test_a_sink_that_cannot_be_opened_closes_those_before_it(tmp_path):
 
 def test_specs_and_paths_open_what_they_say(tmp_path):
     memory = Memory()
-    specs = [f"jsonl:{tmp_path}/a.jsonl", tmp_path / "b.jsonl", f"csv:{tmp_path}/c.csv", tmp_path / "d.csv", memory]
+    specs = [f"jsonl:{tmp_path}/a.jsonl", tmp_path / "b.jsonl", memory]
     with Sinks.open(specs) as sinks:
         sinks.write({"step": 1, "mfu": 0.4})
     assert [read_jsonl(tmp_path / name) for name in ("a.jsonl", "b.jsonl")] == [memory.records] * 2
-    assert read_csv(tmp_path / "c.csv") == read_csv(tmp_path / "d.csv") == [{"step": "1", "mfu": "0.4"}]
 
 
 @pytest.mark.parametrize("spec", ["", "jsonl", "jsonl:", "tensorbord:x", "metrics.jsonl", "prometheus"])
 def test_words_that_describe_no_sink_are_refused_with_those_that_do(spec):
     with pytest.raises(ConfigError, match=r"is not a place for records\. Give one of jsonl:FILE, .*\[HOST:\]PORT"):
+        open_sink(spec)
+
+
+@pytest.mark.parametrize("spec", ["csv:run/table.csv", Path("run/table.csv")])
+def test_a_table_of_commas_is_refused_with_the_way_to_read_json_lines_as_one(spec):
+    with pytest.raises(
+        ConfigError, match=r"'csv:run/table.csv': .* jsonl:FILE, which pandas.read_json\(FILE, lines=True"
+    ):
         open_sink(spec)

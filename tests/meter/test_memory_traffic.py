@@ -20,7 +20,7 @@ from headway.errors import UsageError
 from headway.meter.memory_traffic import mbu
 from headway.meter.model_traffic import state_bytes, traffic_of
 from headway.tracing import trace
-from headway.tracing.build import model_class, preset_config
+from headway.tracing.build import model_class, preset_config, with_layers
 from helpers.tiny_models import tiny_config
 
 TOKENS = 67
@@ -132,11 +132,11 @@ def test_a_compiled_model_keeps_what_products_and_attention_read():
     assert mixed.bytes_of(Workload([TOKENS])).activations == expected
 
 
-def test_qwen3_0_6b_by_hand():
-    config = preset_config("qwen3-0.6b")
+def test_qwen3_0_6b_with_three_layers_by_hand():
+    config = with_layers(preset_config("qwen3-0.6b"), 3)
     with torch.device("meta"):
         model = model_class(config)._from_config(config, dtype=torch.bfloat16)
-    hidden, q, kv, inner, layers, vocabulary = 1024, 16 * 128, 8 * 128, 3072, 28, 151936
+    hidden, q, kv, inner, layers, vocabulary = 1024, 16 * 128, 8 * 128, 3072, 3, 151936
     traffic = traffic_of(model, torch.optim.AdamW(model.parameters()), compiled=True)
     step = traffic.bytes_of(Workload([4096] * 2))
     products = vocabulary * hidden + layers * hidden * (2 * q + 2 * kv + 3 * inner)
@@ -212,8 +212,14 @@ def _saved_by_autograd(model, batch, context):
     return logits, sum(s.nbytes() for pointer, s in storages.items() if pointer not in weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "qwen3_tied", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *[(family, torch.bfloat16) for family in ("gpt2", "llama", "qwen3", "qwen3_tied", "qwen3_moe")],
+        ("llama", torch.float32),
+        *[pytest.param(family, torch.float32, marks=pytest.mark.long) for family in ("gpt2", "qwen3", "qwen3_moe")],
+    ],
+)
 def test_a_real_forward_saves_what_the_trace_says(family, dtype):
     model = tiny(family, dtype)
     batch = {"input_ids": torch.randint(10, 160, (2, TOKENS))}
@@ -272,9 +278,14 @@ class _Moved(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_tied"])
-@pytest.mark.parametrize("num_batches", [1, 3])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("family", "num_batches", "kind"),
+    [
+        *[(family, 3, torch.optim.AdamW) for family in ("gpt2", "llama", "qwen3_tied")],
+        ("llama", 1, torch.optim.SGD),
+        *[pytest.param(family, 1, torch.optim.SGD, marks=pytest.mark.long) for family in ("gpt2", "qwen3_tied")],
+    ],
+)
 def test_a_real_step_moves_no_less(family, num_batches, kind):
     model = tiny(family, torch.float32)
     optimizer = kind(model.parameters(), lr=0.1)

@@ -298,6 +298,7 @@ def run_two(tmp_path, fate, num_steps=4, log_every=2):
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.core
 def test_two_ranks_add_up_to_the_flop(tmp_path):
     outputs, codes = run_two(tmp_path, "lives")
     assert codes == [0, 0]
@@ -309,7 +310,7 @@ def test_two_ranks_add_up_to_the_flop(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_steps", "log_every"), [(4, 2), (300, 300)])
+@pytest.mark.parametrize(("num_steps", "log_every"), [pytest.param(4, 2, marks=pytest.mark.core), (300, 300)])
 def test_a_step_in_which_any_rank_compiles_is_left_out_on_all(tmp_path, num_steps, log_every):
     """The first rank compiles in the second step, the other in the last; each waits for the other in a collective."""
     outputs, codes = run_two(tmp_path, "compiles", num_steps, log_every)
@@ -326,6 +327,7 @@ def test_a_step_in_which_any_rank_compiles_is_left_out_on_all(tmp_path, num_step
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.core
 def test_a_rank_that_dies_does_not_hang_the_log(tmp_path):
     outputs, codes = run_two(tmp_path, "dies")
     assert codes == [0, 3]

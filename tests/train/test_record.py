@@ -121,13 +121,13 @@ def test_the_line_of_a_step():
         "step_s": 0.25,
         "data_wait_share": 0.01,
         "padding_share": 0.0,
-        "flops": {"total": 10**10},
+        "flops_per_s": 4e10,
         "mfu": 0.4,
         "peak_memory_bytes": 2**30,
     }
     assert step_line(record, 1000) == (
-        "step    7/1000  loss 1.2346  lr 1.50e-03  grad 0.50  12,346 tokens/s  250 ms  wait 1.0 %  padding 0.0 %  "
-        "40.0 GFLOP/s  MFU 40.0 %  1.0 GiB"
+        "step    7/1000  loss 1.2346  lr 1.50e-03  grad 0.50  step time 250 ms  tokens/s 12,346  data wait 1.0 %  "
+        "padding 0.0 %  useful 40.0 GFLOP/s  MFU 40.0 %  memory 1.0 GiB"
     )
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from headway.audit.intervals import printed
-from headway.audit.rows import LogRow, near
+from headway.audit.rows import LogRow, near, printed
 
 if TYPE_CHECKING:
     from collections import Counter

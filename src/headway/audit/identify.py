@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headway.audit.intervals import Interval, common, hull
+from headway.audit.rows import Interval, common, hull
 from headway.conventions import conventions, get_convention
 from headway.conventions.tool_peaks import plausible_peaks
 from headway.errors import LogError
@@ -41,7 +41,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """What a log's numbers say about how they were made.
+    """The counting rule, row length and peak that a log's numbers imply.
 
     Attributes:
         fit: the rule that explains them; None where several do and rounding does not decide.
@@ -218,7 +218,6 @@ def _fits(rule: Convention, model: Architecture, step_of: Callable[[int], Step],
 
 
 def _distinct(fits: Iterable[Fit], *, by_ranks: bool = False) -> tuple[Fit, ...]:
-    """Keep the first of the fits whose numbers are the same."""
     kept: list[Fit] = []
     for fit in fits:
         new = all(

@@ -1,25 +1,31 @@
-"""Read the logs of other tools: which tool wrote them, and what each row reports, with its rounding."""
+"""Read the logs of other tools: which tool wrote them, and what each row reports, with its rounding.
+
+Text logs are told by their lines (`formats.py`); JSON is the Hugging Face Trainer's trainer_state.json, or our records.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.audit.formats import FORMATS
-from headway.audit.json_logs import own_records, trainer_state
-from headway.audit.rows import Log
+from headway.audit.rows import Log, LogRow, Recorded, near, printed
 from headway.errors import LogError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from headway.audit.formats import Format
-    from headway.audit.rows import LogRow
 
 _JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PROCESS = re.compile(r"^\[(?:rank|default)(\d+)\]:")  # as torchrun's --tee and torchtitan's LOG_RANK put it
+_CUMULATIVE = (
+    "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from a "
+    "checkpoint, the rates here are too high. --resumed-at STEP names the step that it went on from"
+)
 
 
 def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None) -> Log:
@@ -38,7 +44,7 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         UsageError: `resumed_at` is given for another log, or is no step of the run.
     """
     if _JSON.match(text):  # a line of LMMs-Engine begins with {', which JSON does not
-        log = own_records(text) or trainer_state(text, where, resumed_at)
+        log = _own_records(text) or _trainer_state(text, where, resumed_at)
         if log is not None and (resumed_at is None or log.recorded is None):
             return log
     if resumed_at is not None:
@@ -89,3 +95,118 @@ def _once(rows: Iterable[LogRow], skipped: Counter[str]) -> Iterable[LogRow]:
             continue
         before = row.step
         yield row
+
+
+def _trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
+    """Read a trainer_state.json: totals since the last start of the run, as one row; None for other JSON.
+
+    Raises:
+        LogError: not JSON, or a state without a time or FLOPs.
+        UsageError: `resumed_at` is no step of the run before its last.
+    """
+    try:
+        state = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LogError(f"{where} starts like JSON but is not: {error}. Give a whole trainer_state.json.") from error
+    if not isinstance(state, dict) or "log_history" not in state:
+        return None
+    try:
+        return _totals(state, where, resumed_at)
+    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
+        raise LogError(f"{where} is a trainer_state.json with a value that no Trainer writes: {error}.") from error
+
+
+def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log:
+    last: dict[str, Any] = {}
+    for entry in state["log_history"]:
+        last.update(entry)
+    seconds, flops = last.get("train_runtime"), last.get("total_flos") or state.get("total_flos")
+    tokens = state.get("num_input_tokens_seen") or last.get("num_input_tokens_seen")
+    if not seconds or not flops:
+        raise LogError(
+            f"{where} is a trainer_state.json without {'train_runtime' if not seconds else 'total_flos'}, which the "
+            "Trainer writes at the end of training: there is no rate to audit. Give the state of the finished run."
+        )
+    steps = int(state.get("global_step", 0))
+    start = _start(state["log_history"], steps) if resumed_at is None else resumed_at
+    if start and not 0 <= start < steps:
+        raise UsageError(f"--resumed-at {start}: the run has {steps} steps; give one of them that is not its last.")
+    share = (steps - start) / steps if start else 1.0
+    row = LogRow(
+        steps,
+        flops_per_s=near(share * flops / seconds, 1e-4),
+        step_s=near(float(seconds), 1e-4),
+        tokens_per_s=near(share * tokens / seconds, 1e-4) if tokens else None,
+    )
+    if start:
+        note = f"taken as resumed at step {start:,}: {share:.1%} of the FLOPs are of its last start"
+    else:
+        note = "" if resumed_at == 0 else _CUMULATIVE
+    return Log("Hugging Face Trainer", ("6nd",), (row,), whole_job=True, notes=(note,) if note else ())
+
+
+def _start(history: list[Mapping[str, Any]], steps: int) -> int:
+    """Find the step that the run was last resumed at, where entries with a clock show it: the clock goes back there."""
+    start, before = 0, 0.0
+    latest = 0  # the step of the last entry before the clock goes back
+    for entry in history:
+        clock, step = entry.get("train_runtime"), entry.get("step")
+        if clock is not None:
+            if clock < before:
+                start = latest
+            before = clock
+        latest = int(step) if isinstance(step, int) else latest
+    return start if start < steps else 0
+
+
+def _own_records(text: str) -> Log | None:
+    """Read Headway's own metrics.jsonl, whose rates are useful already; None for another file."""
+    rows, skipped, changes = [], Counter[str](), list[Recorded]()
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            skipped["a line that a kill left unfinished"] += 1
+            continue
+        if not isinstance(record, dict) or "flops_per_s_per_device" not in record:
+            kind = record.get("kind", "another record") if isinstance(record, dict) else "no record"
+            skipped[f"{kind}, which is no step"] += 1
+            continue
+        try:
+            row, said = _row(record), _recorded(record)
+        except (KeyError, TypeError, ValueError):
+            skipped["a step whose numbers cannot be read"] += 1
+            continue
+        rows.append(row)
+        if said not in changes[-1:]:
+            changes.append(said)
+    if not rows:
+        return None
+    several = len({(said.convention, said.peak_flops_per_s) for said in changes}) > 1
+    notes = (
+        ("the records divide by several peaks or conventions, as of a run that went on elsewhere",) if several else ()
+    )
+    return Log("Headway", ("useful",), tuple(rows), recorded=changes[-1], skipped=skipped, notes=notes)
+
+
+def _row(record: Mapping[str, Any]) -> LogRow:
+    mfu, tokens = record.get("mfu"), record.get("tokens_per_s_per_device")
+    return LogRow(
+        int(record["step"]),
+        mfu=near(mfu, 1e-9) if mfu is not None else None,
+        flops_per_s=near(record["flops_per_s_per_device"], 1e-9),
+        tokens_per_s=near(tokens, 1e-9) if tokens else None,
+        step_s=near(record["wall_s"], 1e-9) if record.get("wall_s") else printed("0"),
+    )
+
+
+def _recorded(record: Mapping[str, Any]) -> Recorded:
+    peak = record.get("peak_flops_per_s")
+    return Recorded(
+        str(record.get("convention", "useful/1")),
+        None if peak is None else float(peak),
+        str(record.get("peak_source") or "not recorded"),
+        int(record.get("world_size", 1)),
+    )

@@ -8,21 +8,21 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from headway.audit import findings
 from headway.audit.factors import Factor, factors
 from headway.audit.identify import Fit, Identified, identify
-from headway.audit.intervals import Interval
-from headway.audit.rows import Log, LogRow, RestatedRow, per_device
+from headway.audit.rows import Interval, Log, LogRow, RestatedRow, per_device
 from headway.conventions import get_convention
 from headway.errors import LogError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from headway.conventions import Architecture, Step
     from headway.devices import Peak
 
 _SAME_PEAK = 1e-9  # peaks that agree to this share are one
+_AGREEMENT = 0.005  # factors must multiply to the reported over the useful MFU this closely
+_PEAK_AGREEMENT = 0.01  # peaks further apart than this are those of two devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +116,8 @@ def audit(
         )
         for row, duration in zip(log.rows, seconds, strict=True)
     )
-    reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
-    mean = _mean([row.mfu for row in rows], seconds)
     links = list(factors(fit.convention, model, step, trained)) if fit else []
-    own_peak = found.peak or (found.peak_flops_per_s.middle if found.peak_flops_per_s else None)
-    if reported and peak and own_peak and abs(peak / own_peak - 1) > _SAME_PEAK:
-        links.append(Factor("peak", peak / own_peak, f"divided by {own_peak / 1e12:.1f} TFLOP/s"))
-    ratio = reported / mean if reported and mean else (math.prod(link.ratio for link in links) if fit else None)
-    return Audit(
-        log, found, step, rows, peak, source, reported, mean, tuple(links), ratio,
-        findings.warnings(rows, found, device, links, ratio), findings.notes(log, seconds, length),
-    )  # fmt: skip
+    return _summed_up(log, found, step, rows, (peak, source), device, links, length)
 
 
 def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
@@ -152,18 +143,34 @@ def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
         rate = row.flops_per_s.value if row.flops_per_s else 0.0
         per_token = rate / row.tokens_per_s.value if row.tokens_per_s else 0.0
         rows.append(RestatedRow(row, per_token, rate / peak if peak else None, duration))
-    reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
-    mean = _mean([row.mfu for row in rows], seconds)
     recorded = said.peak_flops_per_s
     divided = None if recorded is None else Interval(recorded, recorded)
     found = Identified(None, (), (), None, divided, recorded)
-    links = []
-    if reported and mean and recorded and peak and abs(peak / recorded - 1) > _SAME_PEAK:
-        links.append(Factor("peak", peak / recorded, f"divided by {recorded / 1e12:.1f} TFLOP/s"))
-    ratio = reported / mean if reported and mean else None
+    return _summed_up(log, found, None, tuple(rows), (peak, source), device, [], 0)
+
+
+def _summed_up(
+    log: Log,
+    found: Identified,
+    step: Step | None,
+    rows: tuple[RestatedRow, ...],
+    peak_and_source: tuple[float | None, str],
+    device: Peak | None,
+    links: list[Factor],
+    length: int,
+) -> Audit:
+    """Take the means over time, add the factor between the log's own peak and ours, and say what is odd."""
+    peak, source = peak_and_source
+    seconds = [row.seconds for row in rows]
+    reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
+    mean = _mean([row.mfu for row in rows], seconds)
+    own_peak = found.peak or (found.peak_flops_per_s.middle if found.peak_flops_per_s else None)
+    if reported and peak and own_peak and abs(peak / own_peak - 1) > _SAME_PEAK:
+        links = [*links, Factor("peak", peak / own_peak, f"divided by {own_peak / 1e12:.1f} TFLOP/s")]
+    ratio = reported / mean if reported and mean else math.prod(link.ratio for link in links) if found.fits else None
     return Audit(
-        log, found, None, tuple(rows), peak, source, reported, mean, tuple(links), ratio,
-        findings.warnings(rows, found, device, links, ratio), findings.notes(log, seconds, 0),
+        log, found, step, rows, peak, source, reported, mean, tuple(links), ratio,
+        _warnings(rows, found, device, links, ratio), _notes(log, seconds, length),
     )  # fmt: skip
 
 
@@ -224,3 +231,81 @@ def _mean(values: list[float | None], seconds: list[float]) -> float | None:
     pairs = [(value, duration) for value, duration in zip(values, seconds, strict=True) if value is not None]
     total = sum(duration for _, duration in pairs)
     return sum(value * duration for value, duration in pairs) / total if total else None
+
+
+def _warnings(
+    rows: Sequence[RestatedRow],
+    found: Identified,
+    device: Peak | None,
+    factors: Sequence[Factor],
+    ratio: float | None,
+) -> tuple[str, ...]:
+    """Say what cannot be right, and why that may be.
+
+    Args:
+        rows: restated.
+        found: what was identified.
+        device: the device that was stated, if any.
+        factors: of the difference.
+        ratio: of the reported to the useful mean.
+    """
+    said = []
+    for row in rows:
+        printed = row.row.mfu.value if row.row.mfu else 0.0
+        if max(printed, row.mfu or 0.0) > 1:
+            what = f"reports an MFU of {printed:.1%}" if printed > 1 else f"has a useful MFU of {row.mfu or 0:.1%}"
+            said.append(
+                f"step {row.row.step} {what}, which no device can reach, so some number is wrong. Likely causes: "
+                "tokens/s of the whole job taken for that of one device (--ranks), another device than the tool or "
+                "--device named, another --model, or a clock that does not wait for the device."
+            )
+            break
+    peak = found.peak_flops_per_s
+    if device is not None and peak is not None and abs(peak.middle / device.flops_per_s - 1) > _PEAK_AGREEMENT:
+        said.append(
+            f"the log divides by {peak.low / 1e12:.1f} to {peak.high / 1e12:.1f} TFLOP/s, but {device.name} "
+            f"has {device.flops_per_s / 1e12:.1f}: the tool took it for another, or --device is not the one that ran."
+        )
+    if not found.consistent:
+        said.append(
+            "no single number of FLOPs per token explains all rows: the log mixes runs, or its rule depends on each "
+            "step's samples."
+        )
+    product = math.prod(factor.ratio for factor in factors)
+    if factors and ratio and found.fit and abs(product / ratio - 1) > _AGREEMENT:
+        said.append(
+            f"the factors multiply to {product:.4f}, the means' ratio is {ratio:.4f}: the printed numbers are too "
+            "coarse, or do not belong together."
+        )
+    return tuple(said)
+
+
+def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
+    """Say what else the numbers give away.
+
+    Args:
+        log: rows of one device.
+        seconds: time that each row stands for [s].
+        seq_len: the configured row length [tokens].
+    """
+    said = [*log.notes]
+    said += [
+        f"{count:,} {'lines are' if count > 1 else 'line is'} left out: {why}" for why, count in log.skipped.items()
+    ]
+    if log.whole_job:
+        said.append("the log's rates are those of all devices together: --ranks N gives each device's, and its MFU")
+    rates = [row.tokens_per_s.value for row in log.rows if row.tokens_per_s]
+    stamped = all(row.stamp_s and not row.step_s for row in log.rows)
+    if stamped and len(rates) == len(log.rows) > 2:
+        tokens = [rate * duration for rate, duration in zip(rates[1:], seconds[1:], strict=True)]
+        if max(tokens) < seq_len or min(tokens) < 0.95 * max(tokens):
+            said.append(
+                f"tokens/s x the time between lines gives {min(tokens):,.0f} to {max(tokens):,.0f} tokens per step, "
+                f"while attention is billed for rows of {seq_len:,}"
+            )
+    if len(seconds) > 3 and seconds[0] > 2 * median(seconds):
+        said.append(
+            f"the first row stands for {seconds[0] / sum(seconds):.0%} of the time (start-up, compilation); --skip 1 "
+            "leaves it out of the means"
+        )
+    return tuple(said)

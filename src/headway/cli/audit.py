@@ -1,8 +1,6 @@
 """`headway audit`: a tool's log, restated in `useful`, and the difference explained."""
 
-import json
 import math
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
+from headway.cli.output import print_json, warn
 from headway.cli.parse import parse_grids, parse_segments
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import check_vision_tokens, describe
@@ -20,12 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headway.audit import Audit
-    from headway.audit.intervals import Interval, Printed
-    from headway.audit.rows import RestatedRow
+    from headway.audit.rows import Interval, Printed, RestatedRow
     from headway.conventions import Step
     from headway.count import CostModel
 
-SCHEMA_VERSION = 1
 _WIDTH = 120
 _RECORDS = "metrics.jsonl"  # in a run's folder
 
@@ -102,22 +99,13 @@ def audit(
             "--segments and --mean-segment contradict each other: both say how long the samples are. Leave one out."
         )
     path = log / _RECORDS if log.is_dir() else log
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise LogError(f"{path} cannot be read: {error.strerror}.") from error
-    read = read_log(text, str(path), resumed_at=resumed_at)
+    read = read_log(_text(path), str(path), resumed_at=resumed_at)
     peak = named_peak(device) if device is not None else None
     if read.recorded is not None:
-        described = {
+        _refuse(path, {
             "--model": model, "--seq-len": seq_len, "--segments": segments, "--mean-segment": mean_segment,
             "--images": images, "--videos": videos, "--slots": slots, "--freeze": freeze, "--ranks": ranks,
-        }  # fmt: skip
-        if given := [option for option, value in described.items() if value]:
-            raise UsageError(
-                f"{', '.join(given)} cannot take effect: {path} is of Headway itself, whose records hold the FLOPs of "
-                "each step. Leave it out. What other tools would print for a step is `headway compare MODEL`'s to say."
-            )
+        })  # fmt: skip
         result, name = own(read, device=peak, skip=skip), None
     elif model is None:
         raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
@@ -134,9 +122,28 @@ def audit(
             trained=resolve_architecture(model, trained) if freeze else None,
             skip=skip,
         )
-    print(json.dumps(_record(result, name)) if as_json else _render(result, name))
+    if as_json:
+        print_json(_record(result, name))
+    else:
+        print(_render(result, name))
     for warning in result.warnings:
-        print(f"Warning: {warning}", file=sys.stderr)
+        warn(warning)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise LogError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _refuse(path: Path, described: dict[str, Any]) -> None:
+    """Refuse options that describe a step, of a log of Headway itself."""
+    if given := [option for option, value in described.items() if value]:
+        raise UsageError(
+            f"{', '.join(given)} cannot take effect: {path} is of Headway itself, whose records hold the FLOPs of "
+            "each step. Leave it out. What other tools would print for a step is `headway compare MODEL`'s to say."
+        )
 
 
 def _steps(
@@ -180,11 +187,9 @@ def _steps(
 
 
 def _record(result: "Audit", model: str | None) -> dict[str, Any]:
-    """Build the JSON object; its keys are a contract, `schema_version` names it."""
     found, fit, recorded = result.identified, result.fit, result.log.recorded
     convention = found.fit.convention.name if found.fit else recorded.convention if recorded else None
     return {
-        "schema_version": SCHEMA_VERSION,
         "tool": result.log.tool,
         "model": model,
         "rows": [_row_record(row) for row in result.rows],

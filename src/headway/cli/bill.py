@@ -1,9 +1,9 @@
 """Print what another tool's convention charges for a step: `headway flops --convention NAME`."""
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
+from headway.cli.output import print_json, warn
 from headway.cli.workload import describe, workload_record
 from headway.errors import UnknownConventionError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
@@ -11,8 +11,6 @@ from headway.report import Column, format_count, format_flops, format_share, ren
 if TYPE_CHECKING:
     from headway.conventions import Architecture, Convention, Step
     from headway.count import CostModel, Workload
-
-SCHEMA_VERSION = 1
 
 
 def note_row_length(workload: "Workload", seq_len: int) -> None:
@@ -47,7 +45,7 @@ def print_bill(
     """
     bill, useful = convention.bill(model, step), cost_model.count(workload).total
     if bill.note:
-        print(f"Warning: {bill.note}.", file=sys.stderr)
+        warn(f"{bill.note}.")
     if bill.flops is None:
         raise UnknownConventionError(
             f"--convention {convention.name} has no number for {cost_model.name}: {bill.reason}. `headway compare` "
@@ -55,7 +53,6 @@ def print_bill(
         )
     if as_json:
         record = {
-            "schema_version": SCHEMA_VERSION,
             "model": cost_model.name,
             "convention": convention.full_name,
             "workload": workload_record(workload),
@@ -66,7 +63,7 @@ def print_bill(
             "ratio_to_useful": bill.flops / useful,
             "unknown": list(cost_model.unknown),
         }
-        print(json.dumps(record))
+        print_json(record)
         return
     columns = [Column("part", "left"), Column("total"), Column("share")]
     rows = [

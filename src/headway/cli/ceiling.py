@@ -1,14 +1,12 @@
 """`headway ceiling`: what matrix products and copies reach at best on this very device."""
 
-import json
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra, print_json, warn
 from headway.errors import UnknownDeviceError, UsageError
 from headway.report import Column, format_rate, format_share, render_pairs, render_table
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from headway.devices import Ceiling, Device
     from headway.devices.measure import Measurement
 
-SCHEMA_VERSION = 1
 
 _KINDS = ("cpu", "cuda", "mps")
 
@@ -47,14 +44,14 @@ def ceiling(
         where = _device(device)
         names = dtype or list(dtypes_of(where))
         try:
-            products = [matmul_ceiling(where, name, refresh=refresh, warn=_warn) for name in names]
+            products = [matmul_ceiling(where, name, refresh=refresh, warn=warn) for name in names]
         except UnknownDeviceError as error:
             raise UsageError(str(error)) from error
-        copy = copy_ceiling(where, refresh=refresh, warn=_warn)
+        copy = copy_ceiling(where, refresh=refresh, warn=warn)
         around = environment(where)
         known = _known(where)
     if as_json:
-        print(json.dumps(_record(around, products, copy, known)))
+        print_json(_record(around, products, copy, known))
     else:
         print(_render(around, products, copy, known))
 
@@ -85,15 +82,10 @@ def _known(where: "torch.device") -> "Device | None":
         return None
 
 
-def _warn(text: str) -> None:
-    print(f"Warning: {text}", file=sys.stderr)
-
-
 def _record(
     around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None"
 ) -> dict[str, Any]:
     return {
-        "schema_version": SCHEMA_VERSION,
         "device": around,
         "matmul": [
             {

@@ -1,14 +1,13 @@
 """`headway compare`: one step as every tool would print it."""
 
-import json
 import math
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli import options
 from headway.cli.bill import note_row_length
+from headway.cli.output import print_json, warn, warn_of_unknown
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
 from headway.errors import UsageError
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from headway.conventions import Step
     from headway.devices import Peak
 
-SCHEMA_VERSION = 1
 
 StepTimeOption = Annotated[
     float | None, typer.Option("--step-time", metavar="S", help="Wall time of the step, data wait included [s].")
@@ -78,19 +76,17 @@ def compare(
     if seq_len is None:
         note_row_length(workload, row_length)
     rows = compare_step(resolve_architecture(model, cost_model), step, step_time, peak, ranks)
-    for unknown in cost_model.unknown:
-        print(f"Warning: {unknown} is not counted: its FLOPs are missing from every number.", file=sys.stderr)
+    warn_of_unknown(cost_model.unknown)
     if as_json:
-        print(json.dumps(_record(cost_model.name, step, step_time, ranks, peak, rows)))
+        print_json(_record(cost_model.name, step, step_time, ranks, peak, rows))
     else:
         print(_render(cost_model.name, step, step_time, ranks, peak, rows))
     impossible = [row.convention.name for row in rows if row.mfu is not None and row.mfu > 1]
     if "useful" in impossible:
-        print(
-            f"Warning: a useful MFU above 100 % cannot be. Likely causes: the step time is not that of this workload "
+        warn(
+            f"a useful MFU above 100 % cannot be. Likely causes: the step time is not that of this workload "
             f"({format_duration(step_time)} for {describe(workload)}), --ranks {ranks} is too low for it, or --device "
-            f"{device} is not the device.",
-            file=sys.stderr,
+            f"{device} is not the device."
         )
 
 
@@ -113,7 +109,6 @@ def _record(
     model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]"
 ) -> dict[str, Any]:
     return {
-        "schema_version": SCHEMA_VERSION,
         "model": model,
         "workload": workload_record(step.workload),
         "seq_len": step.seq_len,

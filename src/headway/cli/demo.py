@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra
 from headway.cli.train import ResumeOption, SetOption, print_summary
 
 FolderOption = Annotated[

@@ -1,20 +1,18 @@
 """`headway devices`: the peaks that are known, and where each stands."""
 
-import json
-import sys
 import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli.options import JsonOption
+from headway.cli.output import print_json, warn
 from headway.errors import UnknownDeviceError, UsageError
 from headway.report import Column, render_pairs, render_table
 
 if TYPE_CHECKING:
     from headway.devices import Device
 
-SCHEMA_VERSION = 1
 
 _TEXT_WIDTH = 100
 _DTYPE_COLUMNS = ("bf16", "fp8", "fp4", "tf32", "fp32", "int8")
@@ -38,7 +36,7 @@ def devices(
     if name is not None:
         _show(name, as_json)
     elif as_json:
-        print(json.dumps({"schema_version": SCHEMA_VERSION, "devices": [_record(device) for device in all_devices()]}))
+        print_json({"devices": [_record(device) for device in all_devices()]})
     else:
         print(_render_all(list(all_devices())))
 
@@ -52,10 +50,10 @@ def _show(name: str, as_json: bool) -> None:
         raise UsageError(str(error)) from error
     if len(found) > 1:
         keys = " and ".join(f"{device.key} ({properties(device)})" for device in found)
-        print(f"Warning: {name} is the name of {keys}; only these properties tell them apart.", file=sys.stderr)
+        warn(f"{name} is the name of {keys}; only these properties tell them apart.")
     if as_json:
         variants = {"variants": [_record(device) for device in found]} if len(found) > 1 else {}
-        print(json.dumps({"schema_version": SCHEMA_VERSION, **_record(found[0]), **variants}))
+        print_json({**_record(found[0]), **variants})
     else:
         print("\n\n".join(_render(device) for device in found))
 

@@ -5,7 +5,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.extras import needs_extra
+from headway.cli.output import needs_extra
 from headway.cli.resolve import resolve_config, resolve_cost_model
 from headway.report import (
     Column,
@@ -63,7 +63,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
 
 
 def _saved(name: str, precision: str) -> "SavedActivations":
-    """What autograd saves of a model: as it ships, or traced."""
+    """Load the activations that autograd saves of a shipped model, or trace them."""
     from headway.count.activations import shipped_activations
     from headway.count.models import shipped_name
 
@@ -107,7 +107,6 @@ def _memory_table(planned: "DryRun") -> str:
 
 
 def _verdict(planned: "DryRun") -> str:
-    """Whether it fits, in words."""
     from headway.train.dry_run import USABLE
 
     device = planned.device
@@ -119,7 +118,6 @@ def _verdict(planned: "DryRun") -> str:
 
 
 def _ways(planned: "DryRun") -> str:
-    """What makes it fit; or that nothing does."""
     from headway.train.dry_run import USABLE
 
     device, ways = planned.device, planned.ways

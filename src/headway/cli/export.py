@@ -1,20 +1,17 @@
 """`headway export`: make a folder that transformers' from_pretrained opens of a checkpoint."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption
-
-SCHEMA_VERSION = 1
+from headway.cli.output import needs_extra, print_json
 
 
 class Dtype(StrEnum):
-    """What weights can be exported as."""
+    """Dtypes of exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -60,7 +57,6 @@ def export(
     chosen = None if dtype is None else getattr(torch, dtype.value)
     write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
     if as_json:
-        content = {"schema_version": SCHEMA_VERSION, "folder": str(folder), "step": checkpoint.step}
-        print(json.dumps(content))
+        print_json({"folder": str(folder), "step": checkpoint.step})
     else:
         print(f"{folder}: the model after step {checkpoint.step}")

@@ -1,7 +1,5 @@
 """`headway flops`: the exact FLOPs of one training step of a model."""
 
-import json
-import sys
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,6 +8,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.bill import note_row_length, print_bill
+from headway.cli.output import print_json, warn_of_unknown
 from headway.cli.parse import parse_lora
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
@@ -20,11 +19,9 @@ if TYPE_CHECKING:
     from headway.conventions import Convention
     from headway.count import CostModel, FlopCount, FlopRow, Workload
 
-SCHEMA_VERSION = 1
-
 
 class By(StrEnum):
-    """What a row of the ledger stands for."""
+    """What a row of the table is: a component, or a module."""
 
     component = "component"
     module = "module"
@@ -88,8 +85,7 @@ def flops(
     check_vision_tokens(cost_model, workload)
     second = None if reference is None else resolve_cost_model(reference)
 
-    for unknown in (*cost_model.unknown, *(second.unknown if second is not None else ())):
-        print(f"Warning: {unknown} is not counted: its FLOPs are missing from every number.", file=sys.stderr)
+    warn_of_unknown((*cost_model.unknown, *(second.unknown if second is not None else ())))
     if rule.name != "useful":
         step = Step(workload, seq_len or workload.slots, recompute)
         if seq_len is None and rule.uses_seq_len:
@@ -104,7 +100,7 @@ def flops(
     count = count_by("component")
     by_module = count_by("module") if by is By.module else None
     if as_json:
-        print(json.dumps(_record(cost_model, second, workload, count, by_module)))
+        print_json(_record(cost_model, second, workload, count, by_module))
     else:
         print(_render(cost_model, second, workload, count, by_module))
 
@@ -115,7 +111,6 @@ def _of_reference(count: "FlopCount") -> "FlopCount":
 
 
 def _check_options(convention: "Convention", recompute: str, forward_only: bool, by: By, seq_len: int | None) -> None:
-    """Refuse options that contradict each other or cannot take effect."""
     if forward_only and recompute != "none":
         raise UsageError(
             f"--forward-only and --recompute {recompute} contradict each other: recomputation happens in the backward "
@@ -146,9 +141,7 @@ def _record(
     count: "FlopCount",
     by_module: "FlopCount | None",
 ) -> dict[str, Any]:
-    """Build the JSON object; its keys are a contract, `schema_version` names it."""
     record: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
         "model": cost_model.name,
         "convention": count.convention,
         "workload": workload_record(workload),

@@ -1,13 +1,13 @@
 """`headway goodput`: where the wall time of a run went, restarts included."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headway.cli.options import JsonOption
+from headway.cli.output import warn
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder that holds goodput.jsonl, or that file.")]
 
@@ -25,4 +25,4 @@ def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
     report = read_goodput(run)
     print(json.dumps(report.as_record()) if as_json else report.as_table())
     for warning in report.warnings:
-        print(f"Warning: {warning}", file=sys.stderr)
+        warn(warning)

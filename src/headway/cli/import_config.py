@@ -3,15 +3,19 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli.options import JsonOption
+from headway.cli.output import SCHEMA_VERSION, warn
 from headway.errors import ConfigError
 from headway.report import Column, render_table
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headway.importing.read import KeyOutcome
 
 
 def import_config(
@@ -56,20 +60,9 @@ def import_config(
     imported = translate(file, given, leave_out=tuple(leave_out or ()))
     parse_config(imported.recipe, source=f"the recipe made from {file}")
     keys = [key for key in imported.keys if key.given or key.outcome.settings]
-    columns = [Column(name, "left") for name in ("key", "value", "", "becomes", "remark")]
-    rows = [
-        [
-            key.key,
-            _short(key.value) + ("" if key.given else " (its default)"),
-            key.outcome.fate,
-            ", ".join(f"{name}={_short(value)}" for name, value in key.outcome.settings.items()),
-            key.outcome.reason,
-        ]
-        for key in keys
-    ]
-    print(render_table(columns, rows), file=sys.stderr)
+    print(_table(keys), file=sys.stderr)
     for key in imported.absent:
-        print(f"Warning: --leave-out {key}: {file} has no such key, so nothing was left out for it.", file=sys.stderr)
+        warn(f"--leave-out {key}: {file} has no such key, so nothing was left out for it.")
     if as_json:
         text = json.dumps(
             {"schema_version": SCHEMA_VERSION, "recipe": imported.recipe, "keys": [key.as_json() for key in keys]}
@@ -83,6 +76,21 @@ def import_config(
         output.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}. Give another file with -o.") from error
+
+
+def _table(keys: "Sequence[KeyOutcome]") -> str:
+    columns = [Column(name, "left") for name in ("key", "value", "", "becomes", "remark")]
+    rows = [
+        [
+            key.key,
+            _short(key.value) + ("" if key.given else " (its default)"),
+            key.outcome.fate,
+            ", ".join(f"{name}={_short(value)}" for name, value in key.outcome.settings.items()),
+            key.outcome.reason,
+        ]
+        for key in keys
+    ]
+    return render_table(columns, rows)
 
 
 def _short(value: Any) -> str:

@@ -1,6 +1,5 @@
 """`headway index`: what every sample takes of a pack, measured once and kept."""
 
-import json
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -8,18 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption, MaxCharactersOption
+from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
 from headway.report import format_count, format_share, printable, render_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from headway.data.bad_rows import BadSamples
     from headway.data.index import LengthIndex
     from headway.data.index.build import Progress
+    from headway.data.sources import Source
 
-SCHEMA_VERSION = 1
 _SHOWN_BAD = 5
 
 
@@ -65,42 +65,52 @@ def index(
     Example: headway index chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct
     """
     with needs_extra("indexing"):
-        from headway.data.bad_rows import BadSamples, SampleCounts
-        from headway.data.encode import Encoder
-        from headway.data.index import build_index
-        from headway.data.media.placeholders import MAX_CHARACTERS
+        from headway.data.bad_rows import BadSamples
         from headway.data.sources import open_source
-        from headway.models import load_processor
     if on_bad not in ("error", "skip"):
         raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
 
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
     sources = [open_source(path, **options) for path in data]  # a typo is told before anything is measured
-    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
-    counts = SampleCounts()
-    indices = {}
-    for path, source in zip(data, sources, strict=True):
-        with progress_bar(source.name) as progress:
-            indices[path] = build_index(
-                source,
-                encoder,
-                cache,
-                workers=workers,
-                progress=progress,
-                policy=policy,
-                counts=counts,
-                refresh=refresh,
-            )
+    found = build_indices(sources, model, max_characters, policy, cache=cache, workers=workers, refresh=refresh)
+    indices = dict(zip(data, found, strict=True))
     if as_json:
         records = [_record(path, found) for path, found in indices.items()]
-        print(json.dumps({"schema_version": SCHEMA_VERSION, "model": model, "indices": records}))
+        print_json({"model": model, "indices": records})
     else:
         print("\n\n".join(_render(path, found) for path, found in indices.items()))
 
 
+def build_indices(
+    sources: "Sequence[Source]", model: str, max_characters: int | None, policy: "BadSamples", **options: Any
+) -> "list[LengthIndex]":
+    """Measure datasets, with a progress bar for each.
+
+    Args:
+        sources: the datasets.
+        model: whose tokenizer and processor measure.
+        max_characters: longest text [characters]; the default when None.
+        policy: what a row that cannot be used does; it is one for all of them.
+        options: what else `build_index` takes.
+    """
+    with needs_extra("indexing"):
+        from headway.data.bad_rows import SampleCounts
+        from headway.data.encode import Encoder
+        from headway.data.index import build_index
+        from headway.data.media.placeholders import MAX_CHARACTERS
+        from headway.models import load_processor
+
+    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
+    counts, indices = SampleCounts(), []
+    for source in sources:
+        with _progress_bar(source.name) as progress:
+            indices.append(build_index(source, encoder, progress=progress, policy=policy, counts=counts, **options))
+    return indices
+
+
 @contextmanager
-def progress_bar(name: str) -> "Iterator[Progress]":
+def _progress_bar(name: str) -> "Iterator[Progress]":
     """A bar on stderr, on a terminal; it appears with the first unit."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn

@@ -1,12 +1,11 @@
 """`headway mfu`: the arithmetic of step time, tokens/s, MFU, chips, training time and cost."""
 
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli import options
+from headway.cli.output import print_json, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens
 from headway.errors import UsageError
@@ -15,7 +14,6 @@ from headway.report import format_count, format_duration, format_flops, format_r
 if TYPE_CHECKING:
     from headway.plan import Solution
 
-SCHEMA_VERSION = 1
 _SECONDS_PER_DAY = 86400
 
 ModelArgument = Annotated[
@@ -83,12 +81,12 @@ def mfu(
     given |= _work(model, segments, [images, videos, sources, audio], seq_len, freeze, flops_per_token, tokens_per_step)
     plan = solve({key: value for key, value in given.items() if value is not None})
     if as_json:
-        record = {"schema_version": SCHEMA_VERSION, "model": model, "given": sorted(plan.given), **plan.values}
-        print(json.dumps({**record, "unknown": [quantity.key for quantity in plan.unknown]}))
+        record = {"model": model, "given": sorted(plan.given), **plan.values}
+        print_json({**record, "unknown": [quantity.key for quantity in plan.unknown]})
     else:
         print(_render(plan))
     for warning in plan.warnings:
-        print(f"Warning: {warning}", file=sys.stderr)
+        warn(warning)
 
 
 def _work(

@@ -1,15 +1,13 @@
 """`headway models`: the models whose cost models ship with the package."""
 
-import json
 from typing import TYPE_CHECKING
 
 from headway.cli.options import JsonOption
+from headway.cli.output import print_json
 from headway.report import Column, format_count, render_table
 
 if TYPE_CHECKING:
     from headway.count import CostModel
-
-SCHEMA_VERSION = 1
 
 
 def models(as_json: JsonOption = False) -> None:
@@ -26,7 +24,7 @@ def models(as_json: JsonOption = False) -> None:
             }
             for name, cost_model in shipped
         ]
-        print(json.dumps({"schema_version": SCHEMA_VERSION, "models": entries}))
+        print_json({"models": entries})
         return
     columns = [Column("name", "left"), Column("kind", "left"), Column("parameters"), Column("active per token")]
     rows = [

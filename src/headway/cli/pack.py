@@ -1,14 +1,13 @@
 """`headway pack`: plan packs and steps from lengths alone, and show what each strategy is worth."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from headway.cli import options
-from headway.cli.extras import needs_extra
-from headway.cli.pack_plot import check_plot_path, draw
+from headway.cli.index import build_indices
+from headway.cli.output import needs_extra, print_json
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
@@ -17,12 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headway.data.index import LengthIndex
-    from headway.packing import OverlongCounts, PlanReport
+    from headway.packing import Budget, OverlongCounts, PlanReport
     from headway.packing.items import Lengths
 
 Name = TypeVar("Name", bound=str)
 
-SCHEMA_VERSION = 1
+_FORMATS = (".png", ".svg")  # of a plot
+_BINS = 60
 TEXT_MODEL, IMAGE_MODEL = "qwen2.5-7b", "qwen2.5-vl-7b"
 """Whose costs balance lengths for which no model is named."""
 
@@ -95,29 +95,16 @@ def pack(
     """
     from headway.packing import STRATEGIES, Budget, Items, Order, Plan, measure
     from headway.packing.items import OVERLONG
-    from headway.packing.lengths import read_lengths
     from headway.packing.steps import BALANCE
 
-    if bool(data) == (lengths is not None):
-        raise UsageError(
-            f"There is {'more than one thing' if data else 'nothing'} to plan. Give DATA, or --lengths FILE, a CSV or "
-            "Parquet file with a column `tokens`."
-        )
-    if lengths is not None and max_characters is not None:
-        raise UsageError(
-            f"--max-characters {max_characters} bounds the texts of DATA, and cannot take effect with --lengths, which "
-            "has no texts. Leave it out."
-        )
     if packing_length is None:
         raise UsageError("--packing-length is missing: the number of tokens that a pack holds, such as 51200.")
     wanted = [_one_of(name, "packing strategy", STRATEGIES) for name in dict.fromkeys(strategy or STRATEGIES)]
     policy = _one_of(overlong, "policy for over-long samples", OVERLONG)
     if plot is not None:
-        check_plot_path(plot)
+        _check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
-    sources: Mapping[str, Lengths] = _indices(data or [], model, max_characters)
-    if lengths is not None:
-        sources = {lengths.stem: read_lengths(lengths)}
+    sources = _lengths(data, lengths, model, max_characters)
     seen = any(source.patches.any() for source in sources.values())
     name = model or (IMAGE_MODEL if seen else TEXT_MODEL)
     planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name))
@@ -130,7 +117,7 @@ def pack(
     plans = [Plan(planned, order, budget, ranks * accumulation, strategy=each, **chosen) for each in wanted]
     measured = [measure(plan, ranks) for plan in plans]
     if plot is not None:
-        draw(plot, planned.tokens, {report.strategy: fill for report, fill in measured}, budget)
+        _draw(plot, planned.tokens, {report.strategy: fill for report, fill in measured}, budget)
     settings = {
         "model": name,
         "model_given": model is not None,
@@ -156,38 +143,46 @@ def _print(
         return
     rows = {source: count.to_dict() for source, count in counts.items()}
     strategies = {report.strategy: report.to_dict() for report in reports}
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **settings, "sources": rows, "strategies": strategies}))
+    print_json({**settings, "sources": rows, "strategies": strategies})
 
 
-def _indices(data: list[str], model: str | None, max_characters: int | None) -> "Mapping[str, LengthIndex]":
-    """Measure datasets, or read what was measured before; rows that cannot be used are counted.
+def _lengths(
+    data: list[str] | None, lengths: Path | None, model: str | None, max_characters: int | None
+) -> "Mapping[str, Lengths]":
+    """Read the lengths of a table, or measure datasets; rows of them that cannot be used are counted.
 
     Raises:
-        UsageError: no model, whose processor would measure.
+        UsageError: options that contradict each other, or no model, whose processor would measure.
         DataError: a dataset cannot be read.
     """
-    if not data:
-        return {}
+    from headway.packing.lengths import read_lengths
+
+    if bool(data) == (lengths is not None):
+        raise UsageError(
+            f"There is {'more than one thing' if data else 'nothing'} to plan. Give DATA, or --lengths FILE, a CSV or "
+            "Parquet file with a column `tokens`."
+        )
+    if lengths is not None:
+        if max_characters is not None:
+            raise UsageError(
+                f"--max-characters {max_characters} bounds the texts of DATA, and cannot take effect with --lengths, "
+                "which has no texts. Leave it out."
+            )
+        return {lengths.stem: read_lengths(lengths)}
+    return _measured(data or [], model, max_characters)
+
+
+def _measured(data: list[str], model: str | None, max_characters: int | None) -> "Mapping[str, LengthIndex]":
     if model is None:
         raise UsageError("DATA needs --model, whose tokenizer and processor measure its samples: a folder or a Hub id.")
     with needs_extra("indexing"):
-        from headway.cli.index import progress_bar
         from headway.data.bad_rows import BadSamples
-        from headway.data.encode import Encoder
-        from headway.data.index import build_index
-        from headway.data.media.placeholders import MAX_CHARACTERS
         from headway.data.sources import open_source
-        from headway.models import load_processor
     found = [open_source(path) for path in data]
     if len({source.name for source in found}) < len(found):
         raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in found)}. Rename a file.")
-    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
-    skip = BadSamples("skip", limit=None, fraction=None)
-    indices = {}
-    for source in found:
-        with progress_bar(source.name) as progress:
-            indices[source.name] = build_index(source, encoder, progress=progress, policy=skip)
-    return indices
+    indices = build_indices(found, model, max_characters, BadSamples("skip", limit=None, fraction=None))
+    return {source.name: index for source, index in zip(found, indices, strict=True)}
 
 
 def _one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":
@@ -241,3 +236,43 @@ def _render(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", re
         f"As padded batches the packs of {best.strategy} would be {format_share(best.padding_loss)} padding.",
     ]
     return "\n\n".join([render_pairs(pairs), render_table(columns, rows), "\n".join(notes)])
+
+
+def _check_plot_path(path: Path) -> None:
+    """Refuse a file that could not be written, before anything is planned.
+
+    Raises:
+        UsageError: another format than PNG and SVG, or a folder that does not exist.
+        HeadwayError: matplotlib is not installed.
+    """
+    if path.suffix.lower() not in _FORMATS:
+        raise UsageError(f"--plot {path}: a plot is a {' or '.join(_FORMATS)} file, got {path.suffix or 'no ending'}.")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: the folder {path.parent} does not exist. Make it, or name another.")
+    with needs_extra("drawing"):
+        import matplotlib  # noqa: F401  # only whether it is there
+
+
+def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget") -> None:
+    """Draw sample lengths, and the fill of packs for each strategy.
+
+    Args:
+        path: PNG or SVG file.
+        tokens: length of each sample [tokens], shape (N,).
+        fills: fill of each pack, a fraction, by strategy.
+        budget: what a pack holds.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    lengths, packs = figure.subplots(1, 2)
+    edges = np.unique(np.geomspace(max(1, int(tokens.min())), int(tokens.max()) + 1, _BINS).astype(int))
+    lengths.hist(tokens, bins=edges if len(edges) > 1 else 1, weights=tokens / tokens.sum(), color="tab:gray")
+    lengths.set(xscale="log", xlabel="sample length [tokens]", ylabel="share of all tokens")
+    lengths.set_title(f"{len(tokens):,} samples")
+    for name, fill in fills.items():
+        packs.hist(fill, bins=np.linspace(0, 1, _BINS), histtype="step", density=True, label=name)
+    packs.set(xlabel=f"fill of a pack of {budget.tokens:,} tokens", ylabel="density", yscale="log")
+    packs.legend()
+    figure.savefig(path)

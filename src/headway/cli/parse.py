@@ -118,7 +118,6 @@ def _is_rank(digits: str) -> bool:
 
 
 def _whole(option: str, digits: str) -> int:
-    """A whole number that 64 bits hold."""
     if len(digits.lstrip("0")) > _MAX_DIGITS:
         raise WorkloadError(
             f"{option} holds a number of {len(digits)} digits; at most {_MAX_DIGITS} are read, for example "

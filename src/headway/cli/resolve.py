@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.extras import needs_extra
+from headway.cli.output import needs_extra
 from headway.errors import UnknownModelError
 
 if TYPE_CHECKING:

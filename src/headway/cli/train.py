@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.dry_run import print_dry_run
-from headway.cli.extras import needs_extra
 from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra
 from headway.errors import UsageError
 
 if TYPE_CHECKING:

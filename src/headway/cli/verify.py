@@ -1,6 +1,5 @@
 """`headway verify`: a model's ledger against PyTorch's own counter, on a real step."""
 
-import json
 import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
-from headway.cli.extras import needs_extra
+from headway.cli.output import needs_extra, print_json
 from headway.cli.resolve import resolve_config
 from headway.errors import HeadwayError, UsageError
 from headway.report import Column, format_count, render_pairs, render_table
 
 if TYPE_CHECKING:
     from headway.tracing.verify import Line
-
-SCHEMA_VERSION = 1
 
 
 def verify(
@@ -36,8 +33,8 @@ def verify(
     folded = _fold(lines)
     differences = [line for line in folded if line["explanation"] is None]
     if as_json:
-        record = {"schema_version": SCHEMA_VERSION, "model": name, "layers": layers, "modules": folded}
-        print(json.dumps({**record, "unseen": sorted(unseen), "unexplained": len(differences)}))
+        record = {"model": name, "layers": layers, "modules": folded}
+        print_json({**record, "unseen": sorted(unseen), "unexplained": len(differences)})
     else:
         print(_render(folded, unseen, name, layers))
     if differences:

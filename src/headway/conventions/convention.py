@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What a convention charges for a step.
+    """The FLOPs that a convention charges for a step.
 
     Attributes:
         convention: its name.

@@ -85,7 +85,6 @@ def _weights(row: Row) -> int:
 
 
 def _is_inside(name: str, modules: set[str]) -> bool:
-    """Say whether a parameter lies in one of the modules, at any depth."""
     while name and modules:
         name = name.rpartition(".")[0]
         if name in modules:

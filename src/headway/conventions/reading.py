@@ -228,7 +228,7 @@ def _fits(read: Architecture, ledger: Decoder) -> bool:
 
 
 def _pairs(read: Architecture, ledger: Decoder) -> dict[str, tuple[int, int]]:
-    """What the sizes say beside what the ledger has; a shared expert's gate of one feature is in no size."""
+    """Pair the products that the sizes imply with the ledger's; a shared expert's gate of one feature is in no size."""
     feed_forward, gates = ledger.feed_forward, read.moe_layers * read.hidden if read.shared_ffn else 0
     if feed_forward - gates == read.feed_forward_weights:
         feed_forward -= gates

@@ -152,7 +152,7 @@ _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
 
 @dataclass(frozen=True, slots=True)
 class ToolPeak:
-    """What a tool divides by on a device.
+    """The peak that a tool divides by on a device.
 
     Attributes:
         flops_per_s: FLOP/s of one device; infinite where the tool does not know it and prints 0; None where the tool

@@ -34,12 +34,12 @@ _TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What it charges by what trains.
+    """FLOPs per weight and pair, which depend on the parameters that are trained.
 
     Attributes:
         language: FLOPs per weight of the language model and token: 6, or 4 below adapters.
         tower: FLOPs per weight of the vision tower and patch.
-        embed: those per weight of the patch embedding.
+        embed: FLOPs per weight of the patch embedding.
         tower_pairs: FLOPs per feature and query-key pair of the tower.
         adapters: weights of the language model's adapters.
         tower_adapters: weights of the tower's adapters.

@@ -1,20 +1,21 @@
-"""Measured ceilings of any device, kept in the user's cache: what its matrix products and copies reach at best."""
+"""Measured ceilings: what matrix products and copies reach at best, on any device in the cache, on a CPU each time."""
 
 import hashlib
 import json
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.cache import cache_root
+from headway.cache import cache_root, write_whole
 from headway.devices.measure import Measurement, TimeBudget, sweep_copy, sweep_matmul
+from headway.devices.names import OVERRIDE_VARIABLE
 from headway.devices.peak import Peak
-from headway.devices.probe import report
+from headway.devices.probe import cpu_name, report
 from headway.errors import UnknownDeviceError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ DTYPES = {
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
 _LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}  # of CUDA devices
 
+_SQUARES = (256, 512, 1024, 1536, 2048)
+_QUICK = TimeBudget(shape_s=0.4, total_s=2.0, min_repeats=3)
 _FORMAT = 1
 _BUDGET = TimeBudget(shape_s=0.5, total_s=4.0, min_repeats=5)
 # Squares, and a projection as transformers have it (tokens x hidden x wider); in ascending work.
@@ -44,7 +47,7 @@ _SIZES = {"cpu": (64 * _MIB, 256 * _MIB), "cuda": (256 * _MIB, 1024 * _MIB), "mp
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What a device reached at best in one dtype, or in copying.
+    """The best rate that a device reached, in products of one dtype or in copying.
 
     Attributes:
         device: its name.
@@ -146,6 +149,49 @@ def copy_ceiling(
     return _cached(device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh, warn)
 
 
+def measure_ceiling(dtype_name: str) -> Peak:
+    """Measure the best matmul rate of this CPU, once per process, dtype and thread count: its peak for an MFU.
+
+    Nobody prints a datasheet number for "this virtual machine's two cores", so an MFU on a CPU is a share of what the
+    same library reaches on its favourite problem, with the threads that the step will use. It is never read from a
+    file: the machine may have been busier when that was written, and a share of less than it can do is no honest MFU.
+
+    Square products of several sizes, each repeated; the fastest single repetition of any size wins. Takes about two
+    seconds.
+
+    Args:
+        dtype_name: "fp32", "bf16" or "fp16".
+
+    Returns:
+        The peak; its source names the threads, the size that won and the dtype.
+
+    Raises:
+        UnknownDeviceError: the CPU has no matmul for this dtype.
+    """
+    import torch
+
+    return _best_square(dtype_name, torch.get_num_threads())
+
+
+@cache
+def _best_square(dtype_name: str, num_threads: int) -> Peak:
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if dtype_name not in dtypes:
+        raise UnknownDeviceError(
+            f"The CPU's ceiling can be measured in {', '.join(dtypes)}, not in {dtype_name!r}. Compute in one of "
+            f"those, or state the rate yourself: {OVERRIDE_VARIABLE}=<FLOP/s>."
+        )
+    shapes = [(size, size, size) for size in _SQUARES]
+    found = sweep_matmul(torch.device("cpu"), dtypes[dtype_name], shapes, _QUICK)
+    best = max(found, key=lambda measurement: measurement.best_per_s)
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    shape = "x".join(map(str, best.shape))
+    source = f"measured at start: {dtype_name} matmul {shape}, {threads}, best of repeats"
+    return Peak(cpu_name(), best.best_per_s, dtype_name, source, "ceiling")
+
+
 def environment(device: "torch.device") -> dict[str, Any]:
     """Describe what a ceiling depends on: the device, its driver, PyTorch and, on a CPU, the threads."""
     import torch
@@ -170,7 +216,6 @@ def cache_folder() -> Path:
 
 
 def _driver() -> str | None:
-    """Read the NVIDIA kernel driver's version, where Linux tells it."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"(\d+\.\d+(\.\d+)?)", path.read_text(encoding="utf-8")) if path.is_file() else None
     return found.group(1) if found else None
@@ -193,7 +238,8 @@ def _cached(
             warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
     ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
     try:
-        _write(path, _to_record(ceiling, key))
+        record = json.dumps(_to_record(ceiling, key)).encode()
+        write_whole(path, lambda file: file.write(record))
     except OSError as error:
         warn(f"The ceiling cannot be kept in {path.parent} ({error}); the next call measures again.")
     return ceiling
@@ -225,11 +271,3 @@ def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
     if not found or not all(entry.durations_s and min(entry.durations_s) > 0 for entry in found):
         raise ValueError("it holds no time above zero")
     return Ceiling(key["name"], key["what"], found, datetime.fromisoformat(record["measured_at"]), is_cached=True)
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """Write a file so that a reader sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(record, file)
-    Path(file.name).replace(path)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headway.devices.ceiling import measure_ceiling
+from headway.devices.ceilings import measure_ceiling
 from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_devices, way_out
 from headway.devices.peak import Peak
 from headway.devices.probe import Reported, report

@@ -95,7 +95,6 @@ def all_devices() -> tuple[Device, ...]:
 
 
 def _not_replaced(devices: Sequence[Device], earlier: Sequence[Device]) -> list[Device]:
-    """Keep the devices that no earlier one replaces."""
     keys, names = {device.key for device in earlier}, {name for device in earlier for name in device.names}
     return [device for device in devices if device.key not in keys and names.isdisjoint(device.names)]
 
@@ -209,7 +208,6 @@ def _number(entry: Mapping[str, Any], name: str, where: str) -> float | None:
 
 
 def _rates(value: Any, name: str, where: str) -> dict[str, float]:
-    """Turn dense TFLOP/s by dtype into FLOP/s."""
     if not isinstance(value, dict) or (name == "tflops" and not value):
         raise ConfigError(f"{where}: {name} = {value!r} is no table of dense TFLOP/s, such as {{ bf16 = 989.4 }}.")
     for dtype in value:

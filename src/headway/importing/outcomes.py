@@ -10,7 +10,7 @@ Fate = Literal["translated", "not needed", "by hand", "refused"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of one key.
+    """The outcome of one key: translated, not needed, by hand or refused.
 
     Attributes:
         fate: see `read`.
@@ -25,7 +25,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may look up beside its own key.
+    """The rest of the configuration, for rules that depend on other keys.
 
     Attributes:
         sections: the whole configuration, defaults filled in, by section.

@@ -1,6 +1,6 @@
 """Read a configuration of LMMs-Engine as a recipe of Headway: every key is translated, or named with the reason.
 
-A key has one of four fates. It is translated; or it is not needed, since what it asks for is always so here; or it is
+A key has one of four keys. It is translated; or it is not needed, since what it asks for is always so here; or it is
 left to do by hand, where another file than the recipe says it; or it is refused, as unknown or as what Headway cannot
 do, and then nothing is written unless the key is left out on purpose.
 
@@ -24,7 +24,7 @@ _DATA = ("dataset_config.dataset_path", "dataset_config.datasets")
 
 
 @dataclass(frozen=True)
-class KeyFate:
+class KeyOutcome:
     """One key of the configuration and what became of it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Imported:
 
     source: str
     recipe: dict[str, Any]
-    keys: tuple[KeyFate, ...]
+    keys: tuple[KeyOutcome, ...]
     absent: tuple[str, ...] = ()
 
     def as_yaml(self) -> str:
@@ -88,28 +88,28 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
     if "optim.steps" in given:
         filled["trainer_args"]["max_steps"] = given["optim.steps"]
     context = Context(filled, path.parent)
-    fates = []
+    keys = []
     for section, values in filled.items():
         for name, value in values.items():
             key = f"{section}.{name}".lstrip(".")
             outcome = _outcome(key, value, context)
             if "data.train" in given and key in _DATA:
                 outcome = Outcome("not needed", "the data are given")
-            fates.append(KeyFate(key, value, name in raw[section], outcome))
-    refused = [fate for fate in fates if fate.outcome.fate == "refused" and fate.key not in leave_out]
+            keys.append(KeyOutcome(key, value, name in raw[section], outcome))
+    refused = [one for one in keys if one.outcome.fate == "refused" and one.key not in leave_out]
     if refused:
-        told = "; ".join(f"{fate.key} = {fate.value!r} ({fate.outcome.reason})" for fate in refused)
+        told = "; ".join(f"{one.key} = {one.value!r} ({one.outcome.reason})" for one in refused)
         count = "1 key" if len(refused) == 1 else f"{len(refused)} keys"
         raise ConfigError(
             f"{path}: {count} cannot be taken over: {told}. Change or remove them, or leave them out "
-            f"knowingly with {' '.join(f'--leave-out {fate.key}' for fate in refused)}."
+            f"knowingly with {' '.join(f'--leave-out {one.key}' for one in refused)}."
         )
-    absent = tuple(key for key in leave_out if key not in {fate.key for fate in fates})
+    absent = tuple(key for key in leave_out if key not in {one.key for one in keys})
     settings: dict[str, Any] = {}
-    for fate in fates:
-        settings |= fate.outcome.settings
+    for one in keys:
+        settings |= one.outcome.settings
     settings |= given
-    return Imported(path.name, _nested(settings, path), tuple(fates), absent)
+    return Imported(path.name, _nested(settings, path), tuple(keys), absent)
 
 
 def _outcome(key: str, value: Any, context: Context) -> Outcome:

@@ -184,7 +184,7 @@ def optim(value: Any, context: Context) -> Outcome:
 
 
 def bf16(value: Any, _: Context) -> Outcome:
-    """What the weights are kept in."""
+    """Find the dtype of the weights."""
     if value:
         return Outcome("translated", "weights and their moments are bfloat16 there", {"run.dtype": "bfloat16-params"})
     return Outcome("not needed", "run.dtype is bfloat16 over float32 weights on CUDA by default; float16 is not used")

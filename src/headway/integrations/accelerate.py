@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headway.integrations.forwards import ForwardCalls
-from headway.integrations.logged import LOGGED, logged
+from headway.integrations.loops import LOGGED, ForwardCalls, logged
 from headway.meter import Meter
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UsageError
-from headway.integrations.forwards import ForwardCalls
-from headway.integrations.logged import LOGGED, logged
+from headway.integrations.loops import LOGGED, ForwardCalls, logged
 from headway.meter import Meter
 
 if TYPE_CHECKING:

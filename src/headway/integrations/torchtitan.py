@@ -21,7 +21,7 @@ from torchtitan.train import Trainer
 
 from headway.count import CostModel, Workload
 from headway.errors import HeadwayError, TraceError, UsageError, WorkloadError
-from headway.integrations.callers import caller_of
+from headway.integrations.loops import caller_of
 from headway.meter import Meter
 from headway.meter.environment import peak_of
 from headway.tracing import trace
@@ -105,7 +105,7 @@ class _CountedDataLoader:
 
 
 class _Hook:
-    """What stands between a Trainer and the builders of its spec; a Trainer calls them in this order."""
+    """Wraps the builders of a TrainSpec, in the order in which a Trainer calls them, to count and time steps."""
 
     meter: Meter
     trainer: Trainer
@@ -265,7 +265,6 @@ class _Hook:
 
 
 def _ends_segments(model_args: BaseModelArgs) -> bool:
-    """Say whether attention stays within documents."""
     of_masks = getattr(model_args, "attn_type", "sdpa") in ("flex", "varlen")
     return of_masks and getattr(model_args, "attn_mask_type", "causal") == "block_causal"
 

@@ -1,7 +1,7 @@
 """The numbers of a run on the screen while it goes: a panel on a terminal, a line now and then anywhere else."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from headway.errors import ConfigError, UsageError
 from headway.log.sink import Sink, flatten
-from headway.report import format_count, format_duration, format_share
+from headway.report import format_bytes, format_count, format_duration, format_rate, format_share
 
 _SLOW = 0.9  # speed of a rank over the median of all, below which it is told
 _HEAVY = 1.1  # work of a rank over the mean of all, above which it is told
@@ -63,7 +63,7 @@ class LiveSink(Sink):
         if self._console.is_terminal:
             self._show(fields)
         elif self._num_records % self._every == 1 or self._every == 1:
-            self._console.print("  ".join(f"{name} {value}" for name, value in fields))
+            self._console.print(joined(fields))
 
     def close(self) -> None:
         """Leave the last numbers on the screen."""
@@ -96,29 +96,48 @@ class LiveSink(Sink):
         return [("left", format_duration(left_s))]
 
 
+def _whole(value: float) -> str:
+    return format_count(round(value))
+
+
+_SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # key of a record -> its name on the screen, and how it reads
+    "loss": ("loss", "{:.4f}".format),
+    "lr": ("lr", "{:.2e}".format),
+    "grad_norm": ("grad", "{:.2f}".format),
+    "step_s": ("step time", format_duration),
+    "tokens_per_s": ("tokens/s", _whole),
+    "data_wait_share": ("data wait", format_share),
+    "padding_share": ("padding", format_share),
+    "flops_per_s": ("useful", format_rate),
+    "mfu": ("MFU", format_share),
+    "peak_memory_bytes": ("memory", format_bytes),
+}
+
+
 def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and format those of a record's numbers that a person watches.
+    """Name and format those of a step's numbers that a person watches.
+
+    A loss that is None was not finite, and the step's update was left out; other numbers that are None are not shown.
 
     >>> shown_fields({"step": 7, "mfu": 0.412, "tokens_per_s": 12800.4})
-    [('MFU', '41.2 %'), ('tokens/s', '12,800')]
+    [('tokens/s', '12,800'), ('MFU', '41.2 %')]
     """
-    formats: list[tuple[str, str, Callable[[float], str]]] = [
-        ("mfu", "MFU", format_share),
-        ("tokens_per_s", "tokens/s", lambda value: format_count(round(value))),
-        ("loss", "loss", lambda value: f"{value:.4f}"),
-        ("padding_share", "padding", format_share),
-        ("data_wait_share", "data wait", format_share),
-    ]
-    fields = [(name, show(record[key])) for key, name, show in formats if record.get(key) is not None]
-    return fields + [("straggler", text) for text in straggler_fields(record)]
+    fields = [] if record.get("loss", 0.0) is not None else [("loss", "not finite, update left out")]
+    fields += [(name, show(record[key])) for key, (name, show) in _SHOWN.items() if record.get(key) is not None]
+    return fields + [("straggler", text) for text in _stragglers(record)]
 
 
-def straggler_fields(record: Mapping[str, Any]) -> list[str]:
-    """Say which rank makes the others wait, and why: a slow device, or more work than the others have.
+def joined(fields: Iterable[tuple[str, str]]) -> str:
+    """Join fields to one line.
 
-    >>> straggler_fields({"slowest_rank": 3, "slowest_rank_speed": 0.71, "heaviest_rank": 1, "heaviest_rank_load": 1.0})
-    ['rank 3 computes at 71.0 % of the median speed']
+    >>> joined([("step", "7"), ("MFU", "41.2 %")])
+    'step 7  MFU 41.2 %'
     """
+    return "  ".join(f"{name} {value}" for name, value in fields)
+
+
+def _stragglers(record: Mapping[str, Any]) -> list[str]:
+    """Say which rank makes the others wait, and why: a slow device, or more work than the others have."""
     told = []
     if (record.get("slowest_rank_speed") or 1.0) < _SLOW:
         share = format_share(record["slowest_rank_speed"])

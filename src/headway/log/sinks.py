@@ -1,20 +1,18 @@
-"""Where records go: a file of JSON lines, a table, trackers, a scrape, the screen.
+"""Where records go: a file of JSON lines, trackers, a scrape, the screen.
 
 A record is what `as_record()` of a step or window gives: JSON-ready, possibly nested, with an integer `step`. `Sinks`
 hands each record to several sinks and keeps one sink's failure from the others and from the training loop.
 """
 
-import csv
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from io import StringIO
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from headway.errors import ConfigError
 from headway.log.jsonl import LineFile
-from headway.log.sink import Scalar, Sink, flatten
+from headway.log.sink import Sink, flatten
 
 
 class Sinks(Sink):
@@ -114,77 +112,13 @@ class JsonlSink(Sink):
         self._file.close()
 
 
-class CsvSink(Sink):
-    """A table with a row per record and a column per number or text, nested names joined by "/".
-
-    A record with a name that is new adds a column: the file is then written anew, and the rows before have an empty
-    cell there. An existing file is continued. A missing value is an empty cell, and a line break in a text a space.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ConfigError: the file cannot be read or written, or is not such a table.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-            self._columns, rows = self._parse(text)
-            if not text.endswith("\n"):  # the last row was torn by a kill
-                self._rewrite(rows)
-            self._file = path.open("a", encoding="utf-8", newline="")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-            raise ConfigError(f"{path} cannot be continued as a CSV file: {reason}. Give another path.") from error
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record as a row."""
-        cells = flatten(record)
-        new = [name for name in cells if name not in self._columns]
-        if new:
-            _, rows = self._parse(self._path.read_text(encoding="utf-8"))
-            self._columns += new
-            self._file.close()
-            self._rewrite(rows)
-            self._file = self._path.open("a", encoding="utf-8", newline="")
-        self._file.write(_csv_line([_cell(cells.get(name)) for name in self._columns]))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _parse(self, text: str) -> tuple[list[str], list[list[str]]]:
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        columns, *rows = list(csv.reader(lines)) or [[]]
-        if text and ("step" not in columns or any(len(row) != len(columns) for row in rows)):
-            raise ConfigError(
-                f"{self._path} is not a table of records: it has no column 'step', or rows of another width. Give "
-                "another path, or move the file away."
-            )
-        return columns, rows
-
-    def _rewrite(self, rows: list[list[str]]) -> None:
-        if not self._columns:
-            self._path.write_text("", encoding="utf-8")
-            return
-        width = len(self._columns)
-        lines = [self._columns, *(row + [""] * (width - len(row)) for row in rows)]
-        temporary = self._path.with_name(f".{self._path.name}.writing")
-        temporary.write_text("".join(map(_csv_line, lines)), encoding="utf-8")
-        temporary.replace(self._path)
-
-
 def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
     """Open the sink that a few words describe.
 
     Args:
-        spec: "jsonl:FILE", "csv:FILE", "tensorboard:FOLDER", "wandb[:[ENTITY/]PROJECT]",
-            "mlflow[:[URI][#EXPERIMENT]]", "prometheus:[HOST:]PORT" or "live[:STEPS]" with the steps of the whole
-            run; a path that ends in .jsonl or .csv; or a sink, which is given back.
+        spec: "jsonl:FILE", "tensorboard:FOLDER", "wandb[:[ENTITY/]PROJECT]", "mlflow[:[URI][#EXPERIMENT]]",
+            "prometheus:[HOST:]PORT" or "live[:STEPS]" with the steps of the whole run; a `Path` that ends in .jsonl;
+            or a sink, which is given back.
         rank: rank of this process among those that train, for Prometheus' label.
 
     Raises:
@@ -198,25 +132,21 @@ def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
         spec = f"{spec.suffix.removeprefix('.')}:{spec}" if spec.suffix in {".jsonl", ".csv"} else str(spec)
     kind, place = _parse(spec)
     if kind == "jsonl":
-        sink: Sink = JsonlSink(Path(place))
-    elif kind == "csv":
-        sink = CsvSink(Path(place))
-    elif kind == "live":
+        return JsonlSink(Path(place))
+    if kind == "live":
         from headway.log.live import LiveSink
 
-        sink = LiveSink.parse(place)
-    else:
-        from headway.log import trackers
+        return LiveSink.parse(place)
+    from headway.log import trackers
 
-        if kind == "tensorboard":
-            sink = trackers.TensorBoardSink(Path(place))
-        elif kind == "wandb":
-            sink = trackers.WandbSink.parse(place)
-        elif kind == "mlflow":
-            sink = trackers.MlflowSink.parse(place)
-        else:
-            sink = trackers.PrometheusSink.parse(place, rank=rank)
-    return sink
+    if kind == "prometheus":
+        return trackers.PrometheusSink.parse(place, rank=rank)
+    parsers: dict[str, Callable[[str], Sink]] = {
+        "tensorboard": trackers.TensorBoardSink.parse,
+        "wandb": trackers.WandbSink.parse,
+        "mlflow": trackers.MlflowSink.parse,
+    }
+    return parsers[kind](place)
 
 
 def check_spec(spec: str) -> None:
@@ -228,26 +158,30 @@ def check_spec(spec: str) -> None:
     _parse(spec)
 
 
-def _parse(spec: str) -> tuple[str, str]:
-    kind, _, place = spec.partition(":")
-    if kind not in _FORMS or (not place and kind in _NEEDS_PLACE):
-        raise ConfigError(
-            f"{spec!r} is not a place for records. Give one of {', '.join(_FORMS.values())}, or a path that ends in "
-            ".jsonl or .csv."
-        )
-    return kind, place
-
-
 _FORMS = {
     "jsonl": "jsonl:FILE",
-    "csv": "csv:FILE",
     "tensorboard": "tensorboard:FOLDER",
     "wandb": "wandb[:[ENTITY/]PROJECT]",
     "mlflow": "mlflow[:[URI][#EXPERIMENT]]",
     "prometheus": "prometheus:[HOST:]PORT",
     "live": "live[:STEPS]",
 }
-_NEEDS_PLACE = {"jsonl", "csv", "tensorboard", "prometheus"}
+_NEEDS_PLACE = {"jsonl", "tensorboard", "prometheus"}
+
+
+def _parse(spec: str) -> tuple[str, str]:
+    kind, _, place = spec.partition(":")
+    if kind == "csv":
+        raise ConfigError(
+            f"{spec!r}: records are not written as CSV. Write them as JSON lines, jsonl:FILE, which "
+            "pandas.read_json(FILE, lines=True) reads as a table."
+        )
+    if kind not in _FORMS or (not place and kind in _NEEDS_PLACE):
+        raise ConfigError(
+            f"{spec!r} is not a place for records. Give one of {', '.join(_FORMS.values())}, or a Path that ends in "
+            ".jsonl."
+        )
+    return kind, place
 
 
 def _finite(node: Any) -> Any:
@@ -258,13 +192,3 @@ def _finite(node: Any) -> Any:
     if isinstance(node, float) and not math.isfinite(node):
         return "NaN" if math.isnan(node) else "Infinity" if node > 0 else "-Infinity"
     return node
-
-
-def _cell(value: Scalar) -> str:
-    return "" if value is None else " ".join(value.splitlines()) if isinstance(value, str) else str(value)
-
-
-def _csv_line(cells: Sequence[str]) -> str:
-    line = StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()

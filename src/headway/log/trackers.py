@@ -102,6 +102,11 @@ class TensorBoardSink(_Tracker):
             self._writer = EventFileWriter(str(folder))
         self._has_begun = False
 
+    @classmethod
+    def parse(cls, place: str) -> "TensorBoardSink":
+        """Open from "FOLDER"."""
+        return cls(Path(place))
+
     def _log(self, step: int, numbers: dict[str, int | float], texts: dict[str, str]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary

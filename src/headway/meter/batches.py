@@ -1,4 +1,4 @@
-"""Read a workload off what a batch carries, on the CPU at once or off an accelerator late, without waiting for it."""
+"""Read a workload off the tensors of a batch; those on an accelerator are copied aside and read once they have come."""
 
 from __future__ import annotations
 
@@ -31,18 +31,54 @@ _IDS = ("input_ids", "inputs_embeds", "tokens")
 _TWO_DIMENSIONS = 2
 
 
-def needed(cost_model: CostModel) -> tuple[str, ...]:
-    """Name the tensors of a batch whose values are read; of all others the shape is enough."""
-    return (*_READ, "labels") if "source" in cost_model.towers else _READ
-
-
-def asked_gradients(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name the arguments of a forward that require a gradient: something in front of the model is trained."""
+def input_gradients_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name the arguments of a forward that require a gradient, since something in front of the model is trained."""
     return tuple(name for name, value in batch.items() if getattr(value, "requires_grad", False))
 
 
-def workload_of(batch: Mapping[str, Any], cost_model: CostModel | None = None) -> Workload:
-    """Build the workload of one forward from its arguments, as transformers names them.
+class _Shape:
+    """The shape of a tensor whose values are not read; the tensor itself is not kept alive."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.shape = tuple(tensor.shape)
+        self.ndim = len(self.shape)
+
+
+def read_or_copy(batch: Any, cost_model: CostModel) -> Workload | Mapping[str, Any]:
+    """Read the workload of a batch on the CPU; of one on a CUDA device, begin to copy what `workload_of` will read.
+
+    Nothing waits for the device. The copies have come when it has passed any later point.
+
+    Args:
+        batch: a `Workload`, or a forward's arguments by name.
+        cost_model: of the model.
+
+    Returns:
+        The workload, or the copies, for `workload_of`; of tensors that it does not read, only shapes.
+
+    Raises:
+        WorkloadError: as for `workload_of`.
+    """
+    if isinstance(batch, Workload):
+        return batch
+    devices = {name: getattr(getattr(value, "device", None), "type", "cpu") for name, value in batch.items()}
+    if all(device == "cpu" for device in devices.values()):
+        return workload_of(batch, cost_model)
+    import torch
+
+    names = (*_READ, "labels") if "source" in cost_model.towers else _READ
+    copies: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name not in names or devices[name] == "cpu":
+            copies[name] = value if name in names or not hasattr(value, "shape") else _Shape(value)
+            continue
+        pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=devices[name] == "cuda")
+        copies[name] = pinned.copy_(value.detach(), non_blocking=devices[name] == "cuda")
+    return copies if "cuda" in devices.values() else workload_of(copies, cost_model)
+
+
+def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | None = None) -> Workload:
+    """Build the workload of one forward from its arguments, as transformers names them; a `Workload` is given back.
 
     What counts as a segment is read from the first of these that the batch has: a `workload`, boundaries
     (`cu_seq_lens_q`), positions that restart, a padding mask; without any, each row of `input_ids` is one segment.
@@ -63,6 +99,8 @@ def workload_of(batch: Mapping[str, Any], cost_model: CostModel | None = None) -
     >>> workload_of({"input_ids": np.zeros((2, 4), int), "attention_mask": np.array([[1, 1, 1, 0], [1, 1, 1, 1]])})
     Workload(2 segments, 7 tokens, 8 slots)
     """
+    if isinstance(batch, Workload):
+        return batch
     reads_encoder = cost_model is not None and "source" in cost_model.towers
     if isinstance(given := batch.get("workload"), Workload):
         if not reads_encoder:  # whose ids are the encoder's
@@ -92,7 +130,6 @@ _GRIDS = {"images": "image_grid_thw", "videos": "video_grid_thw"}
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Find the rows and slots of a batch."""
     ids = next((batch[key] for key in _IDS if batch.get(key) is not None), None)
     if ids is None:
         raise WorkloadError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
-    from headway.meter.sums import Sums
+    from headway.meter.tally import Sums
 
 
 class EnergyMeter:

@@ -137,7 +137,6 @@ class Compilation:
 
 
 def _num_graphs() -> int:
-    """Count the graphs that torch.compile has made so far in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 

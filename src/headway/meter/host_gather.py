@@ -1,4 +1,4 @@
-"""Add up what the ranks of a run measured: one small exchange on the host when numbers are logged, none in between."""
+"""All-gather of whole numbers between hosts, so that no device is waited for: once a log, and never in between."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 _HALF = 62  # bits of the lower of the two words that hold a count: a window's FLOPs pass 2**63
 
 
-class Together:
-    """Exchanges lists of whole numbers between the ranks of a run, over gloo, so that no device is waited for.
+class HostAllGather:
+    """Exchange lists of whole numbers between the ranks of a run over a gloo group of its own.
+
+    Every rank must make one, after `torch.distributed` has been set up, and exchange equally often.
 
     Args:
         timeout_s: how long the other ranks are waited for [s].
-
-    Every rank must make one, after `torch.distributed` has been set up, and exchange equally often.
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:

@@ -68,7 +68,7 @@ class ParameterBytes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a model and its optimizer move per micro-batch, per update and per unit of a batch's drivers.
+    """Bytes that a model and its optimizer move per micro-batch, per update and per unit of a batch's drivers.
 
     Attributes:
         always: what every micro-batch uses.

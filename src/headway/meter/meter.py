@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 from headway.count import CostModel, Workload
 from headway.errors import RankLostError, UsageError
 from headway.log.sinks import Sinks
-from headway.meter.async_copy import on_host
-from headway.meter.batches import asked_gradients, needed, workload_of
-from headway.meter.busy import ForwardTimer
+from headway.meter.batches import input_gradients_of, read_or_copy
+from headway.meter.clock import ForwardTimer
 from headway.meter.environment import (
     bandwidth_of,
     device_here,
@@ -21,7 +20,7 @@ from headway.meter.environment import (
     trace_of,
     traffic_or_warn,
 )
-from headway.meter.host_gather import Together
+from headway.meter.host_gather import HostAllGather
 from headway.meter.pending import Billing, PendingStep, PendingSteps
 from headway.meter.step_clock import StepClock
 from headway.meter.tally import Tally, Yardstick
@@ -127,12 +126,11 @@ class Meter(StepClock):
         self._exchanges = exchanges
         self._traffic = None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute)
         self._on_window = on_window
-        self._together: Together | None = None
+        self._ranks: HostAllGather | None = None
         self._timeout_s = timeout_s
         self._log_to = log_to
         self._sinks: Sinks | None = None
         self._models = (self.cost_model, *others)
-        self._needed = tuple({name for cost_model in self._models for name in needed(cost_model)})
         self._tally = Tally(
             Yardstick(
                 self.peak,
@@ -159,11 +157,11 @@ class Meter(StepClock):
         if self.has_started:
             return
         if self._exchanges:
-            self._together = Together(self._timeout_s)
-        if self._log_to and (self._together is None or self._together.rank == 0):
+            self._ranks = HostAllGather(self._timeout_s)
+        if self._log_to and (self._ranks is None or self._ranks.rank == 0):
             self._sinks = Sinks.open(self._log_to)
         super().start()
-        several = self._together is not None and self._together.size > 1
+        several = self._ranks is not None and self._ranks.size > 1
         self._pending = PendingSteps(
             self._models, self.recompute, self._last, self._traffic, self.goodput, keeps_steps=several
         )
@@ -191,14 +189,12 @@ class Meter(StepClock):
         """
         self.start()
         which = 0 if cost_model is None else self._place_of(cost_model)
-        known = isinstance(batch, Workload)
         if input_gradients is None:
-            input_gradients = () if known else asked_gradients(batch)
+            input_gradients = () if isinstance(batch, Workload) else input_gradients_of(batch)
         billed = Billing(which, forward_only, () if forward_only else tuple(input_gradients))
         if billed.input_gradients:
             self._models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
-        copied, late = (batch, True) if known else on_host(batch, self._needed)
-        self._batches.append((copied if late else workload_of(copied, self._models[which]), billed))
+        self._batches.append((read_or_copy(batch, self._models[which]), billed))
 
     def _place_of(self, cost_model: CostModel) -> int:
         for place, known in enumerate(self._models):
@@ -244,17 +240,17 @@ class Meter(StepClock):
         Returns:
             The window; None if there is no counted step in it.
         """
-        if self._together is None:
+        if self._ranks is None:
             return None
         mine: list[int] = []
         try:
-            self._pending.leave_out(self._together.all_steps(self._left_out))
+            self._pending.leave_out(self._ranks.all_steps(self._left_out))
             mine = self._take()
-            every = self._together.exchange(mine)
+            every = self._ranks.exchange(mine)
         except RankLostError as error:
             warnings.warn(str(error), stacklevel=2)
             every = [mine or self._take()]
-            self._tally.only(self._together.rank)
+            self._tally.only(self._ranks.rank)
         ranks = [self._pending.sums(numbers) for _, *numbers in every]
         memory = max(memory for memory, *_ in every)
         window = self._tally.window(ranks, memory, self._step, self._pending.extra)
@@ -262,7 +258,6 @@ class Meter(StepClock):
         return self._tell(window)
 
     def _take(self) -> list[int]:
-        """Take this rank's numbers since the last log."""
         self._left_out = []
         sums = self._pending.take()
         self._energy.add_to(sums)
@@ -308,7 +303,6 @@ class Meter(StepClock):
         return self._steps_before + self.num_steps - len(self._pending)
 
     def _tell(self, window: Window | None) -> Window | None:
-        """Hand a window to whoever asked for it."""
         if window is None:
             return None
         if self._sinks is not None:
@@ -350,17 +344,15 @@ class Meter(StepClock):
             self._let_go()
 
     def _let_go(self) -> None:
-        """End what was opened for the run."""
         if self._sinks is not None:
             self._sinks.close()
-        if self._together is not None:
-            self._together.close()
+        if self._ranks is not None:
+            self._ranks.close()
         if self._forwards is not None:
             self._forwards.close()
         self._stop()
 
     def _warn(self, window: Window | None) -> None:
-        """Say once what cannot be right."""
         for warning in window.warnings if window is not None and not self._has_warned else ():
             self._has_warned = True
             warnings.warn(warning, stacklevel=3)

@@ -17,7 +17,7 @@ from torch import nn
 from headway.count.drivers import tower
 from headway.count.recompute import run_again
 from headway.errors import UsageError
-from headway.meter.busy import sharded_groups
+from headway.meter.clock import sharded_groups
 from headway.meter.memory_traffic import ParameterBytes, Traffic
 from headway.tracing import trace, unwrap
 from headway.tracing.activations import saved_activations
@@ -111,7 +111,7 @@ def _parts(
     reached: int,
     state: dict[int, int],
 ) -> list[ParameterBytes]:
-    """Add up what every micro-batch moves, and what only those with pictures or sound do."""
+    """Add up bytes by part: parameters that every micro-batch uses, and those that only images or sound use."""
     trained = sum(1 << i for i, h in enumerate(held) if h.parameter.requires_grad)
     read = _read(cost, trained, recompute)
     gated = _of_towers(cost, read)
@@ -155,7 +155,7 @@ def _weights(row: Row) -> int:
 
 
 def _of_towers(cost: CostModel, read: tuple[int, int, int]) -> int:
-    """Find the parameters that only pictures and clips use; those of no product go with their component's."""
+    """Find the parameters that only images and sound use; norms and biases go with their component's products."""
     seen, rest, of_rest = 0, 0, set()
     for row in cost.rows:
         weights = _weights(row)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
 from headway.meter.batches import workload_of
-from headway.meter.sums import NS, Sums
+from headway.meter.tally import NS, Sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from headway.count import CostModel
-    from headway.meter.busy import Span
-    from headway.meter.clock import Mark
+    from headway.meter.clock import Mark, Span
     from headway.meter.goodput import Goodput
     from headway.meter.memory_traffic import Traffic
     from headway.meter.step_clock import StepTime
@@ -39,7 +38,7 @@ class Billing:
 
     @property
     def trains(self) -> bool:
-        """Whether it is a batch of training."""
+        """Whether the batch trains the model: its own forward, with a backward."""
         return not self.model and not self.forward_only
 
 
@@ -115,8 +114,8 @@ class PendingSteps:
             return
         if not self._keeps_steps:
             self._collect()
-        while self._keeps_steps and self._steps and self._steps[0].time.end.has_passed():
-            step = self._steps.popleft()
+            return
+        for step in self._passed():
             self._take_in(step, counted=not step.left_out)
             self._added_up[step.number] = self._take_sums()
 
@@ -137,8 +136,7 @@ class PendingSteps:
     def take_each(self) -> list[Sums]:
         """Return the sums of each step that the device has passed, those that are left out as well, and start over."""
         found = []
-        while self._steps and self._steps[0].time.end.has_passed():
-            step = self._steps.popleft()
+        for step in self._passed():
             self._take_in(step, counted=True)
             sums = self._take_sums()
             sums.totals["num_left_out"] = int(step.left_out)
@@ -154,9 +152,12 @@ class PendingSteps:
         sums, self._sums = self._sums, Sums(self._keys)
         return sums
 
-    def _collect(self) -> None:
+    def _passed(self) -> Iterator[PendingStep]:
         while self._steps and self._steps[0].time.end.has_passed():
-            step = self._steps.popleft()
+            yield self._steps.popleft()
+
+    def _collect(self) -> None:
+        for step in self._passed():
             self._take_in(step, counted=not step.left_out)
             if sum(map(len, self._workloads.values())) >= _MOST:
                 self._count()
@@ -166,7 +167,7 @@ class PendingSteps:
         time = step.time
         wall_ns = max(0, round((time.end.seconds_since(self._last_end) - time.away_s) * NS))
         wait_ns = round(sum(wait.seconds for wait in time.waits) * NS)
-        if self._goodput is not None:
+        if self._goodput is not None:  # which has charged all the host's waiting to data
             waited_ns = round(sum(wait.end.host_s - wait.begin.host_s for wait in time.waits) * NS)
             if waited_ns > wait_ns:  # while the host waited for data, the device still computed
                 self._goodput.move("data wait", "step", waited_ns - wait_ns)
@@ -177,8 +178,7 @@ class PendingSteps:
             totals["left_out_ns"] += wall_ns
             return
         for batch, billed in step.batches:
-            workload = batch if isinstance(batch, Workload) else workload_of(batch, self._cost_models[billed.model])
-            self._workloads[billed].append(workload)
+            self._workloads[billed].append(workload_of(batch, self._cost_models[billed.model]))
             totals["num_batches"] += billed.trains
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
@@ -190,7 +190,6 @@ class PendingSteps:
         self._updates[1] += step.skipped
 
     def _count(self) -> None:
-        """Turn the workloads so far into FLOPs."""
         for billed, workloads in self._workloads.items():
             workload = Workload.total(workloads)
             recompute = self._recompute if billed.trains else "none"
@@ -206,7 +205,6 @@ class PendingSteps:
         self._updates = [0, 0]
 
     def _moved(self, traffic: Traffic) -> int:
-        """Count the bytes that the trained model's part of the steps so far moved at least."""
         trained = [w for billed, workloads in self._workloads.items() if billed.trains for w in workloads]
         steps, skipped = self._updates
         return traffic.bytes_of(

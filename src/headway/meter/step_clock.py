@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.errors import UsageError
 from headway.meter import clock as meter_clock
-from headway.meter.busy import Span
+from headway.meter.clock import Span
 from headway.meter.energy import WindowEnergy
 from headway.meter.environment import Compilation
-from headway.meter.sums import NS
+from headway.meter.tally import NS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -129,7 +129,7 @@ class StepClock:
         self._charge("step")
 
     def _compiling(self) -> None:
-        """Something begins to compile, in the middle of a step or of what is not training."""
+        """Charge compilation that begins now, in the middle of a step, an evaluation or a checkpoint."""
         if self._left_s is None:
             self._compile_span = self.away("compile")
         else:
@@ -177,7 +177,7 @@ class StepClock:
         return time
 
     def _finish(self) -> None:
-        """Wait for the device, and charge what came after the last step to none."""
+        """Wait for the device, and charge the time since the last step as idle."""
         self.got_data()
         self.back()
         end = self._mark()
@@ -188,7 +188,6 @@ class StepClock:
             self.goodput.move("step", "idle", round((end.seconds_since(self._last) - self._away_s) * NS))
 
     def _stop(self) -> None:
-        """Time no more."""
         self._compilation.let_go()
         self._charge("idle")
 

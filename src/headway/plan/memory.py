@@ -64,7 +64,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is kept per parameter and how forward computes.
+    """Dtypes of weights, gradients and optimizer state, and of forward's products.
 
     Attributes:
         weight_bytes: of a weight as the optimizer sees it.
@@ -223,7 +223,6 @@ def _numel(parameters: Iterable[Parameter]) -> int:
 
 
 def _block_of(parameter: Parameter, saved: SavedActivations) -> str:
-    """The block that holds a parameter, "" for none."""
     path = parameter.name
     while path and path not in saved.blocks:
         path = path.rpartition(".")[0]
@@ -231,7 +230,6 @@ def _block_of(parameter: Parameter, saved: SavedActivations) -> str:
 
 
 def _of_products(cost_model: CostModel) -> set[int]:
-    """Numbers of the parameters that matrix products read."""
     bits = functools.reduce(
         operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
     )
@@ -308,7 +306,6 @@ def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: 
 
 
 def _head_parameter(cost_model: CostModel) -> int | None:
-    """Number of the weight of the language model's head."""
     for row in cost_model.rows:
         if row.component == "language.head":
             for gradient in row.gradients:

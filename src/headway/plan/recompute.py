@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """What one block keeps from forward to backward [bytes].
+    """Activations that one block keeps from forward to backward [bytes].
 
     Attributes:
         whole: where it is not recomputed.
@@ -39,7 +39,7 @@ class BlockBytes:
 def block_bytes(
     cost_model: CostModel, saved: SavedActivations, pack: Workload, *, fused: bool, sequence: int = 1
 ) -> dict[str, BlockBytes]:
-    """What each block that takes part in backward keeps on one device, by name.
+    """List the activations that each block of the backward keeps on one device, by name.
 
     Args:
         cost_model: of the model, with what is frozen frozen.

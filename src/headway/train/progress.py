@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from headway.log.live import straggler_fields
-from headway.report import format_bytes, format_count, format_duration, format_rate, format_share
+from headway.log.live import joined, shown_fields
+from headway.report import format_count, format_share
 
 
 class Progress:
@@ -67,23 +67,7 @@ class Progress:
 
 def step_line(record: dict[str, Any], steps: int) -> str:
     """Render a step's record as one line."""
-    width = len(str(steps))
-    skipped = record["loss"] is None
-    fields = (
-        f"step {record['step']:>{width}}/{steps}",
-        "not finite, update left out" if skipped else f"loss {record['loss']:.4f}",
-        f"lr {record['lr']:.2e}",
-        *([] if skipped else [f"grad {record['grad_norm']:.2f}"]),
-        f"{format_count(round(record['tokens_per_s']))} tokens/s",
-        f"{format_duration(record['step_s'])}",
-        f"wait {format_share(record['data_wait_share'])}",
-        f"padding {format_share(record['padding_share'])}",
-        f"{format_rate(record['flops']['total'] / record['step_s'])}",
-        f"MFU {format_share(record['mfu'])}",
-        format_bytes(record["peak_memory_bytes"]),
-        *straggler_fields(record),
-    )
-    return "  ".join(fields)
+    return joined([("step", f"{record['step']:>{len(str(steps))}}/{steps}"), *shown_fields(record)])
 
 
 def evaluation_line(record: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from headway.data import Batch
 from headway.errors import TrainingError
 from headway.meter import Window
-from headway.meter.async_copy import HostCopy
+from headway.meter.clock import HostCopy
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
 from headway.train.checkpoint.folder import DIGEST, SKIPPED

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from headway.compat import mfu_tracker as compat
 from headway.compat.mfu_tracker import GPUSpec
-from headway.compat.mfu_tracker.hf_trainer import MFUCallback
+from headway.compat.mfu_tracker.integrations.hf_trainer import MFUCallback
 from headway.errors import UnknownDeviceError, UsageError, WorkloadError
 from helpers import checkpointing
 from helpers.tiny_gpt2 import batch_of, gpt2, recomputed_flops, step_flops
@@ -58,7 +58,7 @@ def test_results_have_the_attributes_that_the_page_reads(name):
 def test_the_modules_that_its_scripts_import_are_here():
     for module in ("flops", "integrations", "integrations.hf_trainer"):
         theirs = importlib.import_module(f"mfu_tracker.{module}")
-        ours = importlib.import_module(f"headway.{module}")
+        ours = importlib.import_module(f"headway.compat.mfu_tracker.{module}")
         names = [n for n, v in vars(theirs).items() if getattr(v, "__module__", "").startswith(theirs.__name__)]
         assert names
         assert all(hasattr(ours, name) for name in names if not name.startswith("_"))
@@ -95,7 +95,7 @@ def run_trainer(tmp_path, callback, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.core), 4])
 def test_the_callback_counts_what_the_trainer_ran(tmp_path, accumulation):
     callback = MFUCallback(sample_batch=batch_of([3]), dtype="fp32", metric_prefix="throughput")
     history = run_trainer(
@@ -121,6 +121,7 @@ def test_the_callback_counts_what_the_trainer_ran(tmp_path, accumulation):
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_recomputation_is_in_hfu_alone(tmp_path):
     exact, stated = MFUCallback(metric_prefix=""), MFUCallback(backward_factor=3.0, num_gpus=2)
     logged = {}
@@ -135,7 +136,6 @@ def test_recomputation_is_in_hfu_alone(tmp_path):
     assert stated.meter.peak.flops_per_s == 2 * exact.meter.peak.flops_per_s
 
 
-@pytest.mark.slow
 def test_an_unknown_device_trains_on_without_numbers(tmp_path, monkeypatch):
     monkeypatch.delenv("HEADWAY_PEAK_FLOPS")
     with pytest.warns(UserWarning, match="no MFU and no MBU will be logged"):

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from headway import Meter, Peak, Workload, trace
 from headway.compat.mfu_tracker import param_bytes, profile_flops, track
-from headway.compat.mfu_tracker.watching import ledger_of
+from headway.compat.mfu_tracker.blocks import ledger_of
 from headway.errors import UnknownDeviceError, UsageError, WorkloadError
 from helpers import checkpointing
 from helpers.tiny_gpt2 import SPEC, batch_of, forward_flops, gpt2, recomputed_flops, step_flops
@@ -191,7 +191,7 @@ def test_a_choice_of_checkpointed_blocks_is_read_off_the_model():
 # dynamo looks at the gradient of whatever it traces, and hides the warning only where warnings are no errors
 @pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
-@pytest.mark.parametrize("profiled_first", [True, False])
+@pytest.mark.parametrize("profiled_first", [pytest.param(True, marks=pytest.mark.core), False])
 def test_a_compiled_model_is_counted(profiled_first):
     model, batch = gpt2(), batch_of(LENGTHS)
     tracked = profile_flops(model, kwargs=batch) if profiled_first else None

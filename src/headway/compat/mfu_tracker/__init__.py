@@ -8,32 +8,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.compat.mfu_tracker.gpu_spec import GPUSpec, compute_mbu, compute_mfu, get_gpu_spec
-    from headway.compat.mfu_tracker.hf_trainer import MFUCallback
-    from headway.compat.mfu_tracker.optimizer import MFUOptimizerWrapper
-    from headway.compat.mfu_tracker.profiling import (
+    from headway.compat.mfu_tracker.flops import (
         FlopProfile,
         flash_attn_flops,
         profile_flops,
         profile_flops_with_hfu,
     )
+    from headway.compat.mfu_tracker.gpu_spec import GPUSpec, compute_mbu, compute_mfu, get_gpu_spec
+    from headway.compat.mfu_tracker.integrations.hf_trainer import MFUCallback
+    from headway.compat.mfu_tracker.ledgers import param_bytes
+    from headway.compat.mfu_tracker.optimizer import MFUOptimizerWrapper
     from headway.compat.mfu_tracker.results import UtilizationResult
-    from headway.compat.mfu_tracker.setups import param_bytes
     from headway.compat.mfu_tracker.tracking import track
 
 _HOME = {
-    "FlopProfile": "profiling",
+    "FlopProfile": "flops",
     "GPUSpec": "gpu_spec",
-    "MFUCallback": "hf_trainer",
+    "MFUCallback": "integrations.hf_trainer",
     "MFUOptimizerWrapper": "optimizer",
     "UtilizationResult": "results",
     "compute_mbu": "gpu_spec",
     "compute_mfu": "gpu_spec",
-    "flash_attn_flops": "profiling",
+    "flash_attn_flops": "flops",
     "get_gpu_spec": "gpu_spec",
-    "param_bytes": "setups",
-    "profile_flops": "profiling",
-    "profile_flops_with_hfu": "profiling",
+    "param_bytes": "ledgers",
+    "profile_flops": "flops",
+    "profile_flops_with_hfu": "flops",
     "track": "tracking",
 }
 

@@ -58,7 +58,7 @@ class GPUSpec:
                 f"{self.name} has no peak for {label!r}; stated are {', '.join(self.stated_flops_per_s) or 'none'}. "
                 "State it in stated_flops_per_s [FLOP/s], or use get_gpu_spec() on a known device."
             )
-        return _peak(self.device, torch.float32 if dtype == "fp32" else dtype, _surroundings())
+        return _peak(self.device, torch.float32 if dtype == "fp32" else dtype, _environment())
 
     def peak_tflops(self, dtype: str = "fp16") -> float:
         """Find the dense peak for a dtype [TFLOP/s]; raises as `peak` does."""
@@ -138,11 +138,11 @@ def get_gpu_spec(device: torch.device | str | None = None) -> GPUSpec:
         UnknownDeviceError: an accelerator that is not in the table, without a peak stated for it.
     """
     device = default_device() if device is None else torch.device(device)
-    return _spec(device, _surroundings())
+    return _spec(device, _environment())
 
 
 @cache
-def _spec(device: torch.device, _surroundings: tuple[Any, ...]) -> GPUSpec:
+def _spec(device: torch.device, _environment: tuple[Any, ...]) -> GPUSpec:
     reported = report(device)
     if device.type != "cpu" and OVERRIDE_VARIABLE not in os.environ:
         matches(reported)
@@ -150,11 +150,11 @@ def _spec(device: torch.device, _surroundings: tuple[Any, ...]) -> GPUSpec:
 
 
 @cache
-def _peak(device: torch.device, dtype: str | torch.dtype, _surroundings: tuple[Any, ...]) -> Peak:
+def _peak(device: torch.device, dtype: str | torch.dtype, _environment: tuple[Any, ...]) -> Peak:
     return peak_for(device, dtype)
 
 
-def _surroundings() -> tuple[Any, ...]:
+def _environment() -> tuple[Any, ...]:
     """List what a looked-up peak depends on besides the device."""
     settings = os.environ.get(OVERRIDE_VARIABLE), os.environ.get(FILE_VARIABLE)
     return (*settings, torch.get_float32_matmul_precision(), torch.get_num_threads())

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from headway.compat.mfu_tracker.profiling import ProfiledFlops, profile_flops
+from headway.compat.mfu_tracker.blocks import ledger_of
+from headway.compat.mfu_tracker.flops import ProfiledFlops, profile_flops
 from headway.compat.mfu_tracker.tracking import check_backward_factor, track
-from headway.compat.mfu_tracker.watching import ledger_of
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
@@ -161,7 +161,6 @@ class MFUOptimizerWrapper(Optimizer):
 
 
 def _method_of_inner(name: str) -> Any:
-    """Make a method that calls the inner optimizer's."""
 
     @functools.wraps(getattr(Optimizer, name))
     def method(self: MFUOptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +170,6 @@ def _method_of_inner(name: str) -> Any:
 
 
 def _attribute_of_inner(name: str) -> Any:
-    """Make a property that is the inner optimizer's attribute."""
     return property(
         lambda self: getattr(self.optimizer, name),
         lambda self, value: setattr(self.optimizer, name, value),

@@ -12,7 +12,7 @@ import torch
 from headway.compat.mfu_tracker.blocks import ListedBlock
 from headway.errors import UsageError
 from headway.meter import clock as meter_clock
-from headway.meter.utilisation import Utilisation
+from headway.meter.window import Utilisation
 
 if TYPE_CHECKING:
     from collections.abc import Callable

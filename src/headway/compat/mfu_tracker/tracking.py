@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from headway.compat.mfu_tracker.blocks import ListedBlock, StatedBlock, TrackedBlock, WatchedBlock
+from headway.compat.mfu_tracker.blocks import ListedBlock, StatedBlock, TrackedBlock, WatchedBlock, ledger_of
+from headway.compat.mfu_tracker.flops import ProfiledFlops
 from headway.compat.mfu_tracker.gpu_spec import (
     GPUSpec,
     as_spec,
@@ -20,9 +21,7 @@ from headway.compat.mfu_tracker.gpu_spec import (
     default_device,
     get_gpu_spec,
 )
-from headway.compat.mfu_tracker.profiling import ProfiledFlops
 from headway.compat.mfu_tracker.results import Clock, UtilizationResult
-from headway.compat.mfu_tracker.watching import ledger_of
 from headway.count import CostModel
 from headway.errors import UsageError
 from headway.meter import Meter

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.compat.mfu_tracker.gpu_spec import check_devices, get_gpu_spec
-from headway.compat.mfu_tracker.setups import SetupReader
+from headway.compat.mfu_tracker.ledgers import SetupReader
 from headway.compat.mfu_tracker.tracking import check_backward_factor
 from headway.devices import Peak
 from headway.devices.table import DTYPES

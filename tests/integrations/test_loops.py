@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway import Workload, trace
 from headway.errors import WorkloadError
-from headway.integrations.forwards import ForwardCalls
+from headway.integrations.loops import ForwardCalls
 from headway.meter import Meter
 from helpers.one_step import PEAK, ROWS, collate, tiny
 

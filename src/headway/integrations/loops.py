@@ -1,22 +1,28 @@
-"""Count what a model is really run on: its own forward calls, as they happen in a loop that is not ours."""
+"""Another library's loop: the trainer that calls us, the forward calls of its model, and the numbers in its log."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Self
+import sys
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from headway.errors import WorkloadError
-from headway.meter.batches import asked_gradients
+from headway.errors import UsageError, WorkloadError
+from headway.log.sink import flatten
+from headway.meter.batches import input_gradients_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
     from headway.count import CostModel, Workload
-    from headway.meter import Meter
+    from headway.meter import Meter, Window
+
+T = TypeVar("T")
+
+LOGGED = ("mfu", "hfu", "tokens_per_s", "tokens_per_s_per_device", "padding_share", "balance")
 
 
 class ForwardCalls:
@@ -79,5 +85,49 @@ class ForwardCalls:
             given if self._workload is None else self._workload(given),
             forward_only=not torch.is_grad_enabled(),
             cost_model=self._cost_model() if callable(self._cost_model) else self._cost_model,
-            input_gradients=asked_gradients(given),
+            input_gradients=input_gradients_of(given),
         )
+
+
+def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway") -> dict[str, int | float]:
+    """Pick the numbers of a window that a loop logs, such as `headway/mfu`.
+
+    Args:
+        window: steps of a loop.
+        names: keys of `Window.as_record()`; one that holds others, such as `flops`, gives each of them.
+        prefix: of the names in the log.
+
+    Returns:
+        Numbers by name, nested names joined by "/"; without what is not known.
+
+    Raises:
+        UsageError: a name is no key of a record.
+    """
+    record = window.as_record()
+    if missing := [name for name in names if name not in record]:
+        raise UsageError(f"a window has no {', '.join(missing)} to log; it has {', '.join(record)}.")
+    flat = flatten({"step": window.step, **{name: record[name] for name in names}})
+    if "step" not in names:
+        del flat["step"]
+    return {f"{prefix}/{name}": value for name, value in flat.items() if isinstance(value, int | float)}
+
+
+def caller_of(kind: type[T], called: str) -> T:
+    """Find the trainer in whose methods a call is made.
+
+    Args:
+        kind: class of the trainer.
+        called: what it calls, for the error.
+
+    Raises:
+        UsageError: no such trainer calls.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(trainer := frame.f_locals.get("self"), kind):
+            return trainer
+    raise UsageError(
+        f"{called} is called by no {kind.__module__.partition('.')[0]}.{kind.__name__}: it finds there what a step "
+        "runs. In a loop of your own use headway.Meter."
+    )

@@ -1,0 +1,48 @@
+"""What commands print alike: JSON objects on stdout, warnings on stderr, a missing library as one sentence."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from headway.errors import HeadwayError
+
+SCHEMA_VERSION = 1  # of every object that --json prints
+
+
+def print_json(record: Mapping[str, Any]) -> None:
+    """Print a result as one JSON object; its keys are a contract, which `schema_version` names."""
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **record}))
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr."""
+    print(f"Warning: {text}", file=sys.stderr)
+
+
+def warn_of_unknown(names: Iterable[str]) -> None:
+    """Warn of modules whose FLOPs nobody knows."""
+    for name in names:
+        warn(f"{name} is not counted: its FLOPs are missing from every number.")
+
+
+@contextmanager
+def needs_extra(purpose: str, extra: str = "train") -> Iterator[None]:
+    """Turn a missing library into a word on how to install it.
+
+    Args:
+        purpose: what needs it, as the beginning of the sentence: "training".
+        extra: the extra that brings it.
+
+    Raises:
+        HeadwayError: a library of the extra is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("headway"):
+            raise
+        raise HeadwayError(
+            f"{purpose} needs {error.name}, which is not installed. Install the extra: pip install 'headway[{extra}]'."
+        ) from error
