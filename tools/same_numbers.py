@@ -130,7 +130,7 @@ def _packs(headway: Any, folder: Path) -> dict[str, str]:
 
 def _without_times(node: Any) -> Any:
     if isinstance(node, dict):
-        return {key: _without_times(value) for key, value in node.items() if not key.endswith(("_s", "_per_s", "path"))}
+        return {key: _without_times(value) for key, value in node.items() if not key.startswith("us_per_")}
     return node
 
 
