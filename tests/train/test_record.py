@@ -126,7 +126,7 @@ def test_the_line_of_a_step():
         "peak_memory_bytes": 2**30,
     }
     assert step_line(record, 1000) == (
-        "step    7/1000  loss 1.2346  lr 1.50e-03  grad 0.50  step time 250 ms  tokens/s 12,346  data wait 1.0 %  "
+        "step    7/1000  loss 1.2346  lr 1.50e-03  grad 0.50  time 250 ms  tokens/s 12,346  wait 1.0 %  "
         "padding 0.0 %  useful 40.0 GFLOP/s  MFU 40.0 %  memory 1.0 GiB"
     )
 
