@@ -40,8 +40,13 @@ lint: $(SETUP)
 types: $(SETUP)
 	$(BIN)/mypy
 
+# Rooms whose tests take milliseconds each, as most of them need no torch, and the shape of the house.
+FASTEST := tests/test_house.py tests/test_readme.py tests/test_cache.py \
+	$(addprefix tests/count/test_,cost_model.py drivers.py masks.py workload.py) \
+	$(addprefix tests/,audit cli conventions data/sources devices importing log packing plan report)
+
 fast-tests: $(SETUP)
-	$(BIN)/python -m pytest -q --numprocesses=auto -m "not slow and not long and not gpu and not dist"
+	$(BIN)/python -m pytest -q --numprocesses=auto -m "not slow and not long and not gpu and not dist" $(FASTEST)
 
 # What the versions of torch, transformers, peft and numpy are likeliest to break: counting, the meter, models, training,
 # commands. Left out for time: a hundred more families of models, data formats, plans, and packages that the engine does not
