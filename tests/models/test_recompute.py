@@ -181,7 +181,7 @@ def test_compiled_attention_that_is_kept_never_runs_again(family):
     kept, again = backward_under(family, "full,-attention", batch, compiled=True)
     assert again == 0
     for mine, theirs in zip(kept, plain, strict=True):
-        assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()  # compiled sums are in another order: 4e-6 of a bias
 
 
 @pytest.mark.slow
