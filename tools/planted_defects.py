@@ -78,9 +78,9 @@ DEFECTS = (
     ),
     Defect(
         "a step ends before the device is done with it",
-        "meter/step_clock.py",
-        "return meter_clock.mark(self.device, self._clock())",
-        "return meter_clock.mark(None, self._clock())",
+        "meter/pending.py",
+        "time.end.seconds_since(self._last_end)",
+        "(time.end.host_s - self._last_end.host_s)",
         ("tests/meter/test_device_lag.py",),
     ),
     Defect(
