@@ -147,7 +147,7 @@ def warmup_ratio(value: Any, context: Context) -> Outcome:
 
 
 def warmup_steps(value: Any, context: Context) -> Outcome:
-    """Warm-up in steps, or as a share of them where it is below 1; the ratio goes before it."""
+    """Translate warmup_steps: 100 is a number of steps, 0.1 a share of them; a warmup_ratio beside it wins."""
     if not value or context.get("trainer_args.warmup_ratio"):
         return Outcome("not needed", "warmup_ratio goes before it" if value else "off")
     if 0 < value < 1:
@@ -156,7 +156,7 @@ def warmup_steps(value: Any, context: Context) -> Outcome:
 
 
 def max_steps(value: Any, _: Context) -> Outcome:
-    """Steps of the run; what is not positive leaves them to the epochs there."""
+    """Translate max_steps; 0 or less means that epochs decide, which a recipe does not have."""
     if value <= 0:
         return Outcome("by hand", "the steps of the whole run are not said; give --steps")
     return Outcome("translated", settings={"optim.steps": value})
