@@ -1,5 +1,5 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
-# make check  set up, then lint, types and the fastest tests (two minutes)
+# make check  set up, then lint, types and the fastest tests (two minutes, three the first time)
 # make test   set up, then the tests: all that are fast, and one slow case of each law (13 minutes on two cores)
 # make test-all   set up, then every test but the long ones (CI runs it)
 # make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
@@ -24,7 +24,7 @@ demo: $(SETUP)
 check: lint types fast-tests
 
 test: $(SETUP)
-	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long and (core or not slow and not dist)"
+	HEADWAY_TEST_PROFILE=quick $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long and (core or not slow and not dist)"
 
 test-all: $(SETUP)
 	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"

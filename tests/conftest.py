@@ -16,6 +16,7 @@ from hypothesis import settings
 
 # A slow machine is no failure, and the same examples everywhere make a failure reproducible.
 settings.register_profile("headway", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("quick", parent=settings.get_profile("headway"))
 settings.register_profile("long", parent=settings.get_profile("headway"), max_examples=300)
 settings.load_profile(os.environ.get("HEADWAY_TEST_PROFILE", "headway"))
 

@@ -94,6 +94,18 @@ SETUPS = {"text": 81_920, "image": 61_440, "video": 51_200, "vqa": 8_192}  # tok
 
 
 @pytest.mark.slow
+def test_gpt2_runs_with_one_row_and_with_eight_by_both_attentions(tmp_path):
+    run("engine_gpu.py", *SMALL, "--steps", 1, "--only", "gpt2", "--out", tmp_path)
+    cases = engine_record(tmp_path)["cases"].values()
+    assert [(found["rows"], found["attention"], found["status"]) for found in cases] == [
+        (1, "eager", "done"),
+        (1, "sdpa", "done"),
+        (8, "eager", "done"),
+        (8, "sdpa", "done"),
+    ]
+
+
+@pytest.mark.slow
 def test_the_engine_benchmark_counts_each_set_up_on_packs_that_are_full(engine_folder):
     record = engine_record(engine_folder)
     cases = [record["cases"][f"{setup}, torch, eager"] for setup in SETUPS]

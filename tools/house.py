@@ -164,7 +164,10 @@ def measure(folder: Path) -> dict[str, str]:
     blank = sum(not line.strip() for file in files.values() for line in file.text.splitlines())
     lengths = [length for file in files.values() for length in _function_lengths(file)]
     single = [name for name, readers in importers(files).items() if len(readers) == 1]
-    percent = lambda part: f"{100 * part / total:.1f} %"  # noqa: E731
+
+    def percent(part: int) -> str:
+        return f"{100 * part / total:.1f} %"
+
     return {
         "files": f"{len(files):,}",
         "lines": f"{total:,}",

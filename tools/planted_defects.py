@@ -124,7 +124,12 @@ def copy_of(folder: Path) -> None:
 
 def tests_fail(folder: Path, tests: tuple[str, ...]) -> tuple[bool, str]:
     """Run tests in a copy; returns whether one failed, and pytest's last line."""
-    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder / "src"),
+        "OMP_NUM_THREADS": "1",
+        "HEADWAY_TEST_PROFILE": "quick",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", SELECTED, *tests]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     lines = (done.stdout or done.stderr).strip().splitlines() or [""]

@@ -155,7 +155,7 @@ def main() -> int:
     for name in differing:
         print(f"{name}\n  old {str(old.get(name))[:300]}\n  new {str(new.get(name))[:300]}")
     failed = sum(str(value).startswith("exit") for value in new.values())
-    print(f"{len(new)} numbers or records compared, {len(differing)} differ, {failed} are errors in both")
+    print(f"{len(new)} numbers or records compared, {len(differing)} differ, {failed} are errors in the new checkout")
     return bool(differing)
 
 

@@ -141,10 +141,7 @@ def test_a_fresh_trace_of_the_first_layers_gives_those_of_the_shipped_file(name)
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name == "gpt2" else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
-        for name in sorted(PUBLISHED)
-    ],
+    [name if name == "gpt2" else pytest.param(name, marks=pytest.mark.slow) for name in sorted(PUBLISHED)],
 )
 def test_a_fresh_trace_gives_the_shipped_file(name, tmp_path):
     from tools.shipped_models import trace_preset

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from headway.models.attention import use_attention
 from headway.models.pixel_patches import normalised
 from headway.packing import STRATEGIES
+from helpers.effort import examples
 from helpers.whole_pipeline import Pipeline, key_of
 
 NAMES = ("pictures", "table", "shard", "saved", "films", "text", "ids")
@@ -139,7 +140,7 @@ def check_outputs(pipeline, batch, segments, chosen):
 
 @pytest.mark.slow
 @pytest.mark.core
-@settings(max_examples=8)
+@settings(max_examples=examples(8, 15))
 @given(
     names=st.sets(st.sampled_from(NAMES), min_size=1),
     strategy=st.sampled_from(STRATEGIES),

@@ -217,7 +217,10 @@ def _saved_by_autograd(model, batch, context):
     [
         *[(family, torch.bfloat16) for family in ("gpt2", "llama", "qwen3", "qwen3_tied", "qwen3_moe")],
         ("llama", torch.float32),
-        *[pytest.param(family, torch.float32, marks=pytest.mark.long) for family in ("gpt2", "qwen3", "qwen3_moe")],
+        *[
+            pytest.param(family, torch.float32, marks=pytest.mark.slow)
+            for family in ("gpt2", "qwen3", "qwen3_tied", "qwen3_moe")
+        ],
     ],
 )
 def test_a_real_forward_saves_what_the_trace_says(family, dtype):
@@ -283,7 +286,12 @@ class _Moved(TorchDispatchMode):
     [
         *[(family, 3, torch.optim.AdamW) for family in ("gpt2", "llama", "qwen3_tied")],
         ("llama", 1, torch.optim.SGD),
-        *[pytest.param(family, 1, torch.optim.SGD, marks=pytest.mark.long) for family in ("gpt2", "qwen3_tied")],
+        *[
+            pytest.param(family, num_batches, kind, marks=pytest.mark.slow)
+            for family in ("gpt2", "llama", "qwen3_tied")
+            for num_batches, kind in ((1, torch.optim.SGD), (3, torch.optim.SGD), (1, torch.optim.AdamW))
+            if (family, num_batches) != ("llama", 1) or kind is torch.optim.AdamW
+        ],
     ],
 )
 def test_a_real_step_moves_no_less(family, num_batches, kind):

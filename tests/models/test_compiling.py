@@ -79,7 +79,7 @@ def check_packs(family, packs, num_graphs):
     [
         pytest.param("qwen3_moe", 1, marks=pytest.mark.core),
         ("gpt_oss_sinks", 2),
-        *(pytest.param(family, 1, marks=pytest.mark.long) for family in ("qwen3", "gpt2", "mistral_sliding")),
+        *((family, 1) for family in ("qwen3", "gpt2", "mistral_sliding")),
     ],
 )
 def test_each_kind_of_layer_compiles_once_for_packs_of_every_size(family, num_graphs):
@@ -105,7 +105,7 @@ def test_sums_over_few_and_over_many_slots_share_their_code():
     [
         pytest.param("qwen3_vl", marks=pytest.mark.core),
         "qwen2_5_vl",
-        pytest.param("qwen3_vl_moe", marks=pytest.mark.long),
+        "qwen3_vl_moe",
     ],
 )
 def test_each_tower_compiles_once_for_images_of_every_number_and_size(family):

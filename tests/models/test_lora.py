@@ -45,7 +45,7 @@ OFTEN = [*(("qwen3", targets) for targets in TARGETS), ("qwen3_vl_moe", None)]
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        pytest.param(family, targets, marks=() if (family, targets) in OFTEN else [pytest.mark.slow, pytest.mark.long])
+        pytest.param(family, targets, marks=() if (family, targets) in OFTEN else [pytest.mark.slow])
         for family in ("qwen3", "qwen3_moe", *VISION_FAMILIES)
         for targets in TARGETS
     ],

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing import STRATEGIES, Budget, Items, Order, Plan, Stage, StageSource
 from headway.packing.steps import balance_of
+from helpers.effort import examples
 
 TOKENS, PATCHES = 40, 30
 
@@ -165,7 +166,7 @@ def test_short_samples_are_mixed_as_well_as_random_packing_mixes_them():
     assert measure(plan, 8)[0].mixing <= 1.3
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8, 20))
 @given(st.integers(2, 400))
 def test_samples_that_never_fit_together_are_not_put_off_for_ever(count):
     items = Items.of(np.random.default_rng(count).integers(21, 40, count, endpoint=True))

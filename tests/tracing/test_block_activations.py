@@ -64,7 +64,7 @@ def test_the_blocks_of_a_real_forward_save_what_is_traced(family, dtype):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own use
 @pytest.mark.core
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_compiled_block_saves_about_what_fused_operations_are_said_to(family):
     model = tiny(family, torch.bfloat16)
     layer = torch.compile(model.model.layers[1])
@@ -155,7 +155,7 @@ def test_every_shipped_model_has_its_activations():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3-vl-2b", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3-vl-2b", marks=pytest.mark.slow)])
 def test_what_ships_is_what_is_traced(name):
     for precision, traced in trace_activations(name).items():
         assert from_dict(traced) == shipped_activations(name, precision)

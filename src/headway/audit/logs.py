@@ -160,7 +160,7 @@ def _start(history: list[Mapping[str, Any]], steps: int) -> int:
 
 
 def _own_records(text: str) -> Log | None:
-    """Read Headway's own metrics.jsonl, whose rates are useful already; None for another file."""
+    """Read a metrics.jsonl that Headway wrote, in useful FLOPs already; give None for any other file."""
     rows, skipped, changes = [], Counter[str](), list[Recorded]()
     for line in text.splitlines():
         if not line.strip():

@@ -149,7 +149,7 @@ def _print(
 def _lengths(
     data: list[str] | None, lengths: Path | None, model: str | None, max_characters: int | None
 ) -> "Mapping[str, Lengths]":
-    """Read the lengths of a table, or measure datasets; rows of them that cannot be used are counted.
+    """Read a table of lengths, or measure datasets and count their bad rows.
 
     Raises:
         UsageError: options that contradict each other, or no model, whose processor would measure.

@@ -275,7 +275,7 @@ def prepare_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever: it holds the queue's writing end itself."""
+    """End this worker when the trainer dies; the queue of work, which it holds open itself, would never tell."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])

@@ -132,7 +132,7 @@ def on_device(batches: "Iterable[Batch]", device: torch.device) -> "Iterator[Bat
         moved, arrived = under_way.popleft()
         computing = torch.cuda.current_stream(device)
         computing.wait_event(arrived)
-        # Made for the copies' stream, whose next copy must not take the memory while kernels here still read it.
+        # The memory belongs to the copying stream: recorded, it is not reused by the next copy while kernels read it.
         moved.record_stream(computing)
         yield moved
         del moved  # by the time the next one is asked for, no reference here keeps this one's memory

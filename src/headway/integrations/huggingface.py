@@ -248,7 +248,7 @@ class _References:
         return [*(cost_model for _, cost_model in self._models), *bare]
 
     def calls(self, meter: Meter, workload: Callable[[Mapping[str, Any]], Workload] | None = None) -> ExitStack:
-        """Count the forwards of the trained model and of the others until the stack is closed."""
+        """Count forwards of the trained model and of reference models until the stack is closed."""
         stack = ExitStack()
         own = ForwardCalls(self._trained, meter, cost_model=self._without_adapters, workload=workload)
         stack.enter_context(own)
@@ -262,7 +262,7 @@ class _References:
 
 
 def _others(trainer: Any, model: nn.Module) -> list[nn.Module]:
-    """List the models that a trainer holds, without those that wrap the trained one or share its parameters."""
+    """List the reference models of a trainer: those that share no parameter with the trained one."""
     trained = {id(parameter) for parameter in model.parameters()}
     held = [
         value

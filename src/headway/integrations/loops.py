@@ -113,7 +113,7 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
 
 
 def caller_of(kind: type[T], called: str) -> T:
-    """Find the trainer in whose methods a call is made.
+    """Find the trainer object that is running, among the callers on the stack.
 
     Args:
         kind: class of the trainer.

@@ -137,7 +137,7 @@ def joined(fields: Iterable[tuple[str, str]]) -> str:
 
 
 def _stragglers(record: Mapping[str, Any]) -> list[str]:
-    """Say which rank makes the others wait, and why: a slow device, or more work than the others have."""
+    """Name the rank that the others wait for, and why: its device is slow, or its pack is heavy."""
     told = []
     if (record.get("slowest_rank_speed") or 1.0) < _SLOW:
         share = format_share(record["slowest_rank_speed"])

@@ -16,7 +16,7 @@ from headway.log.sink import Sink, flatten
 
 
 class Sinks(Sink):
-    """Several sinks as one. A sink that fails is closed with one warning, and the others go on without it.
+    """Hands each record to several sinks; one that fails is closed with a warning, and the others go on.
 
     A record that is none is the caller's mistake and an error.
 

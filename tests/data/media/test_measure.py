@@ -18,6 +18,7 @@ from headway.data.samples import ImagePart
 from headway.errors import DataError
 from headway.models import load_model, load_processor, rope_index
 from headway.models.pixel_patches import normalised
+from helpers.effort import examples
 from helpers.tiny_models import tiny_config
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
@@ -59,7 +60,7 @@ def mrope_encoder(processor):
 
 
 @given(sample=chats())
-@settings(max_examples=20)
+@settings(max_examples=examples(20, 40))
 def test_sizes_from_headers_are_those_of_the_encoded_sample(mrope_encoder, sample):
     encoded = mrope_encoder.encode(sample)
     lengths = mrope_encoder.measure(sample)

@@ -13,6 +13,7 @@ from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
 from headway.data.sources.schemas import SCHEMAS, Normaliser
 from headway.errors import ConfigError, DataError
+from helpers.effort import examples
 
 ORIGIN = Origin("data", "data.jsonl", 0, "line 1")
 
@@ -307,7 +308,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150, 400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from(SCHEMAS), st.booleans())
 def test_any_row_is_a_sample_or_a_data_error(read, row, schema, has_member):
     members = {"x_png": b"a"} if has_member else {}

@@ -3,7 +3,6 @@
 Every process draws the same examples. A law holds for all processes or fails for all, so that none waits for another.
 """
 
-import os
 import sys
 
 import torch
@@ -13,13 +12,14 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from headway.models.parallel.exchange import gather_slots, heads_to_tokens, own_heads, split_over, tokens_to_heads
+from helpers.effort import examples
 
 TOLERANCE = 1e-12  # float64
 EXAMPLES = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=50 if os.environ.get("HEADWAY_TEST_PROFILE") == "long" else 20,
+    max_examples=examples(20, 50),
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

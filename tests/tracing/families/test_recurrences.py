@@ -178,7 +178,7 @@ def real_model(family, **options):
 
 def with_a_part_frozen(family):
     """Both for two families: a state, and one number a channel; for the others, freezing is a long test."""
-    marks = [] if family in ("qwen3_next", "mamba") else [pytest.mark.slow, pytest.mark.long]
+    marks = [] if family in ("qwen3_next", "mamba") else [pytest.mark.slow]
     return [pytest.param(family, 1, id=family), pytest.param(family, 7, marks=marks, id=f"{family}-a seventh trained")]
 
 

@@ -29,7 +29,7 @@ _open: list[Watch] = []  # blocks under way, the innermost last; backwards come 
 
 
 class Watch:
-    """While entered, notes the forwards of some models, and which of them had their backward.
+    """Watches models between entry and exit: notes every forward, and whether its backward ran.
 
     What counts is what ran between entry and exit: a forward without a backward is billed as one, in whatever mode.
 

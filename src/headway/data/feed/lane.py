@@ -191,7 +191,7 @@ class Lane:
             self._pack(buffered(key))
 
     def _read_again(self, keys: list[list[Any]]) -> dict[ReadPosition, Sample]:
-        """Read the samples that were buffered when the state was saved; of each source from the first of them on."""
+        """Read again the samples that were buffered when the state was saved, from the first of each source on."""
         needed = sorted({ReadPosition(*key[0]) for key in keys})
         samples: dict[ReadPosition, Sample] = {}
         for (stage, entry), group in groupby(needed, key=lambda position: position[:2]):

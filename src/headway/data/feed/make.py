@@ -56,7 +56,7 @@ class Dropped(NamedTuple):
 
 
 class FinishedPack(NamedTuple):
-    """A pack with the samples that were left out of it.
+    """A finished pack, and the samples that could not be used for it.
 
     Attributes:
         batch: its tensors.

@@ -157,7 +157,7 @@ def _opened(file: BinaryIO) -> Pillow.Image:
         warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # sizes are held against our own limit
         try:
             return Pillow.open(file, formats=formats)
-        except UnidentifiedImageError as error:  # whose own text is that of a Python object
+        except UnidentifiedImageError as error:  # its text only shows the file object's repr
             raise OSError("it is no picture in a format that is read") from error
 
 
