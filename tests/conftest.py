@@ -28,15 +28,9 @@ def _own_peak(request, monkeypatch):
         monkeypatch.delenv("HEADWAY_PEAK_FLOPS")
 
 
-@pytest.fixture
-def fresh_accelerator():
-    """Let a test make an Accelerator with settings of its own: a process has one state for all of them."""
-    _forget_accelerators()
-    yield
-    _forget_accelerators()
-
-
-def _forget_accelerators():
+@pytest.fixture(autouse=True)
+def _own_accelerator():
+    """Forget the state that all Accelerators of a process share: a Trainer in bfloat16 would decide for later tests."""
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 

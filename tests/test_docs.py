@@ -44,7 +44,6 @@ def test_a_console_session_prints_what_the_page_shows(command, shown, monkeypatc
     assert re.fullmatch(pattern, out), out
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")  # Lightning's advice
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning")  # Lightning asks torch
 @pytest.mark.parametrize("snippet", [body for kind, body in BLOCKS if kind == "python"])

@@ -1,7 +1,6 @@
 """Training runs of tiny models on text, pictures and films, for the laws of the engine.
 
-python tests/helpers/engine_runs.py BACKEND=FILE...    trains one configuration after the other; several processes of a
-                                                       group together; compiled blocks by that backend
+python tests/helpers/engine_runs.py BACKEND FILE    trains the configuration of a file; blocks are compiled by that backend
 """
 
 import functools
@@ -9,8 +8,6 @@ import os
 import sys
 from pathlib import Path
 from unittest.mock import patch
-
-import torch.distributed as dist
 
 from headway.models import load_processor
 from headway.models.compiling import compile_blocks
@@ -86,18 +83,10 @@ def configuration(model, data, run, *, processes=1, overrides=None):
     return raw
 
 
-def main(runs):
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    for run in runs:
-        backend, _, path = run.partition("=")
-        if count > 1:  # a group for each run, as its subgroups' threads would wake up through all later ones
-            store = dist.FileStore(f"{path}.store", count)
-            dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=count)
-        with patch("headway.train.build.compile_blocks", functools.partial(compile_blocks, backend=backend)):
-            train(load_config(Path(path)))
-        if count > 1:
-            dist.destroy_process_group()
+def main(backend, path):
+    with patch("headway.train.build.compile_blocks", functools.partial(compile_blocks, backend=backend)):
+        train(load_config(Path(path)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -11,8 +11,6 @@ from headway.integrations import AccelerateMeter
 from headway.tracing.build import model_class
 from helpers.tiny_models import tiny_config
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerator")
-
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 LENGTHS = [12, 12, 12, 12, 7, 7, 7, 7]  # four micro-batches of two rows
 

@@ -20,7 +20,6 @@ from helpers.one_step import collate, tiny
 from helpers.pretended import DEVICE_S, HOST_S, Device, HostMark, measured
 
 pytestmark = [
-    pytest.mark.usefixtures("fresh_accelerator"),
     pytest.mark.filterwarnings(
         "ignore:.*does not have many workers:UserWarning",
         "ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning",  # Lightning asks torch for it by its old name

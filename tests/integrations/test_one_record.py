@@ -13,7 +13,6 @@ from helpers.one_step import PEAK, ROWS, loader, tiny
 from helpers.pretended import Device
 
 pytestmark = [
-    pytest.mark.usefixtures("fresh_accelerator"),
     pytest.mark.filterwarnings(
         "ignore:.*does not have many workers:UserWarning", "ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning"
     ),

@@ -29,7 +29,6 @@ from helpers.one_step import (
 from helpers.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [
-    pytest.mark.usefixtures("fresh_accelerator"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning"),  # Lightning asks torch
 ]

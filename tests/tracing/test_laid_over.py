@@ -49,7 +49,6 @@ def in_mixed_precision(model):
     Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize("lay_over", [add_fused_lm_head, close_over_bound, bind_closure, keep_part, in_mixed_precision])
 def test_a_forward_laid_over_a_model_leaves_its_ledger_alone(lay_over):
     model = tiny()

@@ -5,6 +5,7 @@ the same losses and gradient norms to 1e-5 in float32, and the same tokens and l
 row of `CASES`.
 """
 
+import functools
 import sys
 from typing import Any, NamedTuple
 
@@ -116,53 +117,38 @@ def backend(case):
 
 
 @pytest.fixture(scope="module")
-def steps_of(request, tmp_path_factory):
-    """The steps of a case and family, as they were recorded; processes of one number run all their cases in one go."""
+def steps_of(tmp_path_factory):
+    """Train as a case says, once for each model; its steps as they were recorded."""
     folder = tmp_path_factory.mktemp("engine")
     data = write_data(folder / "data")
     models = {family: write_model(folder / family, family) for family in FAMILIES}
-    asked = [item.callspec.params for item in request.session.items if item.fspath == request.fspath]
-    wanted = {(name, row["family"]) for row in asked for name in (row["case"].name, row["case"].like)}
-    started = set()
 
-    def write(case, family):
-        run = folder / f"{case.name}-{family}"
+    @functools.cache
+    def steps(name, family):
+        (case,) = (each for each in CASES if each.name == name)
+        run = folder / f"{name}-{family}"
         kind = "vision" if family in VISION_FAMILIES else "text"
         raw = configuration(models[family], data[kind], run, processes=case.processes, overrides=case.overrides)
         path = run.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(raw))
-        return path
+        run_processes([sys.executable, RUNS, backend(case), path], case.processes)
+        return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "step"]
 
-    def read(case, family):
-        if case.processes not in started:
-            started.add(case.processes)
-            together = [
-                (each, one)
-                for each in CASES
-                for one in each.families
-                if each.processes == case.processes and (each.name, one) in wanted
-            ]
-            runs = [f"{backend(each)}={write(each, one)}" for each, one in together]
-            run_processes([sys.executable, RUNS, *runs], case.processes, timeout_s=1800)
-        records = read_metrics(folder / f"{case.name}-{family}" / "metrics.jsonl")
-        return [record for record in records if record["kind"] == "step"]
-
-    return read
+    return steps
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "family"), ROWS)
 def test_every_way_of_running_is_the_same_run(steps_of, case, family):
-    (like,) = (each for each in CASES if each.name == case.like)
-    expected, found = steps_of(like, family), steps_of(case, family)
+    expected, found = steps_of(case.like, family), steps_of(case.name, family)
     assert len(found) == len(expected) == STEPS
     for one, other in zip(expected, found, strict=True):
         for name in ("loss", "grad_norm"):
             assert other[name] == pytest.approx(one[name], rel=1e-5), f"{name} of step {one['step']}"
+        assert other["world_size"] == case.processes
+        assert (other["flops"]["recompute"] > 0) == ("recompute" in case.overrides.get("speed", {}))
+        once, again = ({kind: n for kind, n in step["flops"].items() if kind != "recompute"} for step in (one, other))
+        assert again == once, f"FLOPs of step {one['step']}"
         for name in ("tokens", "flops_by_component"):
             assert other[name] == one[name], f"{name} of step {one['step']}"
-        again = other["flops"].pop("recompute")
-        assert (again > 0) == ("recompute" in case.overrides.get("speed", {}))
-        assert other["flops"] == {kind: flops for kind, flops in one["flops"].items() if kind != "recompute"}
-        assert other["world_size"] == case.processes
