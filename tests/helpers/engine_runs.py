@@ -1,6 +1,6 @@
 """Training runs of tiny models on text, pictures and films, for the laws of the engine.
 
-python tests/helpers/engine_runs.py BACKEND FILE    trains the configuration of a file; blocks are compiled by that backend
+python tests/helpers/engine_runs.py BACKEND FILE    trains the configuration of a file, blocks compiled by that backend
 """
 
 import functools
