@@ -51,7 +51,14 @@ def pytest_collection_modifyitems(items):
 
 
 # Modules whose tests share what took minutes to run: xdist gives each to one worker, the largest first.
-SHARED_RUNS = {"test_laws_engine.py", "test_laws_keep.py", "test_shard.py", "test_ranks.py", "test_resume.py"}
+SHARED_RUNS = {
+    "test_evaluate.py",
+    "test_laws_engine.py",
+    "test_laws_keep.py",
+    "test_ranks.py",
+    "test_resume.py",
+    "test_shard.py",
+}
 
 
 @pytest.hookimpl(optionalhook=True)

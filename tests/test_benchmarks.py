@@ -119,6 +119,7 @@ def test_the_engine_benchmark_counts_each_set_up_on_packs_that_are_full(engine_f
     assert record["ceiling"]["best_flops_per_s"] >= record["ceiling"]["sustained_flops_per_s"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_error_becomes_a_row_and_what_is_done_is_not_measured_again(engine_folder):
     done = engine_record(engine_folder)["cases"]
@@ -160,6 +161,7 @@ def wait_until(is_so, timeout_s=600):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_case_and_a_killed_benchmark_keep_what_they_have(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "engine_gpu.py"), *SMALL, "--only", "gpt2", "--steps", "1000000"]

@@ -33,7 +33,6 @@ def test_the_benchmark_prints_a_row_per_setting(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_the_trainers_log_has_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     printed = run(

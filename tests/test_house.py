@@ -10,49 +10,57 @@ import pytest
 from tools.house import circles, duplicated_classes, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
-FILES = read_package(ROOT / "src" / "headway")
-ARROWS = room_arrows(FILES)
 BASE = ["version", "report", "errors", "cache", "quiet"]
 CORE = ["count", "devices", "tracing", "conventions", "plan", "packing", "log", "meter", "models", "data", "synthetic"]
 EDGES = ["integrations", "compat", "audit", "importing"]
 ORDER = [*BASE, *CORE, "train", *EDGES, "cli", "headway", "__main__"]  # each imports only what stands before it
 
 
-def test_no_files_import_each_other_in_a_circle():
-    assert circles({file.name: file.imports for file in FILES.values()}) == []
+@pytest.fixture(scope="module")
+def files():
+    return read_package(ROOT / "src" / "headway")
+
+
+@pytest.fixture(scope="module")
+def arrows(files):
+    return room_arrows(files)
+
+
+def test_no_files_import_each_other_in_a_circle(files):
+    assert circles({file.name: file.imports for file in files.values()}) == []
 
 
 def test_a_circle_is_found_where_there_is_one():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
-def test_every_room_has_a_place_in_the_order():
-    assert {file.room for file in FILES.values()} <= {*ORDER}
+def test_every_room_has_a_place_in_the_order(files):
+    assert {file.room for file in files.values()} <= {*ORDER}
 
 
 @pytest.mark.parametrize("room", ORDER)
-def test_a_room_imports_only_what_stands_before_it(room):
-    assert ARROWS.get(room, set()) <= {*ORDER[: ORDER.index(room)]}
+def test_a_room_imports_only_what_stands_before_it(room, arrows):
+    assert arrows.get(room, set()) <= {*ORDER[: ORDER.index(room)]}
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_an_edge_is_imported_by_edges_and_the_command_line_alone(edge):
-    assert {room for room, imported in ARROWS.items() if edge in imported} <= {*EDGES, "cli"}
+def test_an_edge_is_imported_by_edges_and_the_command_line_alone(edge, arrows):
+    assert {room for room, imported in arrows.items() if edge in imported} <= {*EDGES, "cli"}
 
 
-def test_the_counting_core_knows_no_torch():
-    counting = [file for file in FILES.values() if file.room in ("count", "conventions", "packing")]
+def test_the_counting_core_knows_no_torch(files):
+    counting = [file for file in files.values() if file.room in ("count", "conventions", "packing")]
     assert counting
     imports_torch = re.compile(r"^\s*(import torch|from torch)", flags=re.MULTILINE)
     assert not [file.name for file in counting if imports_torch.search(file.text)]
 
 
-def test_a_public_class_name_means_one_thing():
-    assert duplicated_classes(FILES) == {}
+def test_a_public_class_name_means_one_thing(files):
+    assert duplicated_classes(files) == {}
 
 
-def test_no_file_is_longer_than_four_hundred_lines():
-    assert {file.name: file.lines for file in FILES.values() if file.lines > 400} == {}
+def test_no_file_is_longer_than_four_hundred_lines(files):
+    assert {file.name: file.lines for file in files.values() if file.lines > 400} == {}
 
 
 @pytest.mark.parametrize("room", [room for room in ORDER if room not in (*BASE, "headway", "__main__")])
@@ -97,11 +105,11 @@ def model_types_in(code, model_types):
     return found
 
 
-def test_the_tracer_knows_no_model_by_name_outside_inputs_and_families():
+def test_the_tracer_knows_no_model_by_name_outside_inputs_and_families(files):
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
     model_types = {re.sub(r"[^a-z0-9]", "", name) for name in mapping} - ORDINARY_WORDS
     assert model_types_in("class LEDEncoder: pixtral_tower = 1", model_types) >= {"led", "pixtral"}
-    engine = [f for f in FILES.values() if f.room == "tracing" and not re.search(r"\.(inputs|families)\b", f.name)]
+    engine = [f for f in files.values() if f.room == "tracing" and not re.search(r"\.(inputs|families)\b", f.name)]
     assert len(engine) > 20
     assert {f.name: found for f in engine if (found := model_types_in(f.text, model_types))} == {}
 

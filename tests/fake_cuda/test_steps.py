@@ -3,16 +3,18 @@
 import pytest
 
 from fake_cuda.steps import RECIPES, recipe, run_step
+from helpers.effort import some
 
 LAYERS = 4  # three of Qwen3-VL's layers take features of the tower; what further layers do is the same again
 # A step of each kind; the rest differ in size, which a slow test goes through. What sets the experiments of one recipe
 # apart is for several processes, so one of them stands for all (benchmarks/waits_and_memory.py runs each).
-KINDS = ("digits", "qwen2.5-7b-text-81920", "qwen2.5-vl-7b-video-51200", "qwen3-vl-30b-a3b-vqa-8192-exp6")
-MORE = [pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name not in KINDS and "-exp" not in name]
+OFTEN = ("qwen2.5-7b-text-81920", "qwen2.5-vl-7b-video-51200")
+KINDS = (*OFTEN, "digits", "qwen3-vl-30b-a3b-vqa-8192-exp6")
+NAMES = [name for name in RECIPES if name in KINDS or "-exp" not in name]
 DIGITS_VOCABULARY = 337  # whose logits have odd rows, as do any model's whose vocabulary is odd
 
 
-@pytest.mark.parametrize("name", [*KINDS, *MORE])
+@pytest.mark.parametrize("name", some(NAMES, OFTEN.__contains__))
 def test_a_step_of_a_recipe_does_not_wait_for_the_device(name):
     found = run_step(recipe(name), layers=None if name == "digits" else LAYERS)
     assert found.waits == ()

@@ -215,7 +215,6 @@ def test_hooks_are_not_called_by_hand():
 @pytest.mark.slow
 # MLflow's models use a loader that SQLAlchemy 2.1 announces the end of; nothing that its user can change
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
-@pytest.mark.core
 def test_trackers_hold_what_the_log_history_holds(tmp_path, monkeypatch):
     import wandb
 

@@ -150,7 +150,7 @@ def test_what_cannot_be_counted_is_refused(train, settings, says):
     assert re.search(says, text), text[-3000:]
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(5, marks=pytest.mark.core), 1_000])
+@pytest.mark.parametrize("depth", [1, 5, 1_000])
 def test_step_times_goodput_and_the_wall_clock_agree_however_far_the_device_lags(train, depth):
     """The laws are held in the process, on a pretended device; see `pretended.Measured.hold`."""
     saving = {"checkpoint": {"enable": True, "interval": 3}}

@@ -310,7 +310,7 @@ def test_two_ranks_add_up_to_the_flop(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_steps", "log_every"), [pytest.param(4, 2, marks=pytest.mark.core), (300, 300)])
+@pytest.mark.parametrize(("num_steps", "log_every"), [(4, 2), (300, 300)])
 def test_a_step_in_which_any_rank_compiles_is_left_out_on_all(tmp_path, num_steps, log_every):
     """The first rank compiles in the second step, the other in the last; each waits for the other in a collective."""
     outputs, codes = run_two(tmp_path, "compiles", num_steps, log_every)

@@ -87,7 +87,6 @@ def test_each_kind_of_layer_compiles_once_for_packs_of_every_size(family, num_gr
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_sums_over_few_and_over_many_slots_share_their_code():
     """Inductor's code for a CPU adds more than 4,096 values in cascades; with 4 heads that is 1,024 slots."""
     plain, compiled, watch = model_of("qwen3"), model_of("qwen3"), CompileWatch(is_strict=True)

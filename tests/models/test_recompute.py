@@ -95,8 +95,8 @@ def backward_products(model, batch):
         ("full", 2, False),
         ("every:2", 1, False),
         ("model.layers.0", 1, False),
-        pytest.param("every:2", 1, True, marks=[pytest.mark.slow, pytest.mark.core]),
-        pytest.param("full", 2, True, marks=[pytest.mark.slow]),
+        pytest.param("every:2", 1, True, marks=pytest.mark.slow),
+        pytest.param("full", 2, True, marks=pytest.mark.slow),
     ],
 )
 def test_the_products_that_run_again_are_those_that_are_billed(choice, num_blocks, compiled):

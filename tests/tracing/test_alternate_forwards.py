@@ -43,7 +43,6 @@ def test_a_route_that_an_argument_chooses_is_left_out_by_its_name():
 
 
 @pytest.mark.slow
-@pytest.mark.core
 @pytest.mark.skipif("minicpm_ocr" not in IMAGE_FAMILIES, reason="transformers 5.17 has no MiniCPM-OCR")
 def test_a_merger_that_the_configuration_passes_by_is_unused():
     passed, taken = real("minicpm_ocr"), real("minicpm_ocr", downsample_mode="16x")

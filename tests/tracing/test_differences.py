@@ -14,6 +14,7 @@ from headway.tracing import verify as module
 from headway.tracing.build import model_class
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.tracing.verify import verify
+from helpers.effort import some
 from helpers.tiny_models import tiny_config, tiny_ledger
 
 TOKENS, SOURCES = 23, 37
@@ -105,11 +106,7 @@ def unexplained(model, workload):
     return {line.module for line in verify(model, workload)[0] if line.explanation is None}
 
 
-def slow(families, names):
-    return [pytest.param(name, marks=pytest.mark.slow) if name in names else name for name in families]
-
-
-@pytest.mark.parametrize("family", slow(CASES, ["LongT5"]))
+@pytest.mark.parametrize("family", some(CASES, {"Bart", "LED"}.__contains__))
 def test_each_difference_has_the_reason_that_the_code_gives(family, monkeypatch):
     monkeypatch.setattr(module, "trace", lambda _model, **_given: ledger(family))
     lines, unseen = verify(*real(family))
@@ -121,7 +118,7 @@ def test_each_difference_has_the_reason_that_the_code_gives(family, monkeypatch)
 @pytest.mark.parametrize(
     "frozen", [False, pytest.param(True, marks=pytest.mark.long)], ids=["all trained", "the encoder trained"]
 )
-@pytest.mark.parametrize("family", slow(SPEECH, ["SeamlessM4T"]))
+@pytest.mark.parametrize("family", some(SPEECH, "Speech2Text".__eq__))
 def test_speech_that_an_encoder_reads_counts_what_pytorch_dispatches(family, frozen):
     name, options = SPEECH[family]
     torch.manual_seed(0)

@@ -151,7 +151,8 @@ WAYS_TO_HIDE = {
 
 @pytest.mark.parametrize("hide", WAYS_TO_HIDE)
 @pytest.mark.parametrize(
-    ("window", "driver"), [(10_000, "pairs:causal"), (9, "pairs:sliding:9"), (600, "pairs:sliding:600")]
+    ("window", "driver"),
+    [(10_000, "pairs:causal"), (9, "pairs:sliding:9"), pytest.param(600, "pairs:sliding:600", marks=pytest.mark.slow)],
 )
 def test_attention_by_hand_is_billed_for_the_pairs_that_its_mask_allows(window, driver, hide):
     rows = [row for row in trace(Toy(ByHand(window, WAYS_TO_HIDE[hide]))).rows if row.op == "attention"]

@@ -11,6 +11,7 @@ from headway.tracing import trace
 from headway.tracing import verify as module
 from headway.tracing.build import model_class, with_layers
 from headway.tracing.verify import verify
+from helpers.effort import some
 from helpers.tiny_models import FAMILIES, VISION_FAMILIES, tiny_config
 
 
@@ -21,7 +22,7 @@ def model_and_step(family):
     return model_class(config)._from_config(config, dtype=torch.float32), Workload([67], images=images)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, {"gpt2", "qwen3_moe", "qwen3_vl", "deepseek_v3"}.__contains__))
 def test_every_module_is_equal_or_explained(family):
     lines, unseen = verify(*model_and_step(family))
     assert unseen == set()

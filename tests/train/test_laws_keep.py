@@ -159,7 +159,7 @@ main()
 @pytest.mark.parametrize(
     ("stage", "rank"),
     [
-        pytest.param("publish", 0, marks=pytest.mark.core),
+        ("publish", 0),
         pytest.param("entries", 1, marks=pytest.mark.long),
         pytest.param("seal", 0, marks=pytest.mark.long),
     ],
@@ -197,7 +197,6 @@ def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp
     assert_same(curve(folder), alone)
 
 
-@pytest.mark.core
 def test_sigterm_to_one_rank_saves_and_ends_all_with_0(recipe, alone, tmp_path):
     folder = tmp_path / "run"
     run = Started([*signalled(signal.SIGTERM, 1, 5), *arguments(recipe, folder, 2)], 2, tmp_path)

@@ -93,7 +93,7 @@ def test_a_resumed_run_goes_on_with_its_adapters(lora, tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("random_init", [pytest.param(True, marks=pytest.mark.core), False])
+@pytest.mark.parametrize("random_init", [True, False])
 def test_two_processes_train_adapters_as_one(lora, digits, tmp_path, random_init):
     lora["data"]["eval"] = str(digits / "data/eval.jsonl")
     lora["eval"] = {"every": 6, "generate": 3, "max_new_tokens": 3}

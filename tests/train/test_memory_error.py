@@ -40,7 +40,6 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_a_process_without_memory_says_what_held_it(raw, digits, tmp_path):
     raw["data"] |= {"train": [{"path": str(digits / "data/one_digit.jsonl")}], "tokens_per_pack": 1500}
     raw["checkpoint"] = {"every": 1, "asynchronous": False}

@@ -23,6 +23,7 @@ from headway.tracing.build import model_class
 from headway.tracing.counted_step import CountedStep
 from headway.tracing.stand_ins import watched
 from headway.tracing.verify import verify
+from helpers.effort import some
 from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config, tiny_ledger
 
 TOKENS = 21
@@ -176,14 +177,11 @@ def real_model(family, **options):
     return model_class(config)._from_config(config, dtype=torch.float32, **options).train()
 
 
-def with_a_part_frozen(family):
-    """Both for two families: a state, and one number a channel; for the others, freezing is a long test."""
-    marks = [] if family in ("qwen3_next", "mamba") else [pytest.mark.slow]
-    return [pytest.param(family, 1, id=family), pytest.param(family, 7, marks=marks, id=f"{family}-a seventh trained")]
+OFTEN = [("qwen3_next", 1), ("qwen3_next", 7), ("mamba", 1), ("mamba", 7), ("rwkv", 1)]  # every 7th is trained
 
 
 @pytest.mark.parametrize(
-    ("family", "every"), [case for name in RECURRENT_FAMILIES for case in with_a_part_frozen(name)]
+    ("family", "every"), some([(name, every) for name in RECURRENT_FAMILIES for every in (1, 7)], OFTEN.__contains__)
 )
 def test_everything_around_a_recurrence_is_what_pytorch_counts(family, every):
     model = real_model(family)

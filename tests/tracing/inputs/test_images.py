@@ -12,6 +12,7 @@ from headway.tracing import trace
 from headway.tracing.build import model_class, twin_of_config
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.tracing.verify import verify
+from helpers.effort import some
 from helpers.pytorch_counter import expected_step, real_step
 from helpers.tiny_images import IMAGE_FAMILIES, tiny_image_config
 
@@ -30,18 +31,16 @@ def differences(model, run):
     return [line for line in lines if line.explanation is None]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name == "fuyu" else name
-        for name in sorted(set(IMAGE_FAMILIES) - {"mllama"})
-    ],
-)
+OFTEN = {"gemma3", "idefics3", "internvl", "llava", "llava_next", "mistral3", "paligemma"}
+FROZEN = ["blip", "gemma3", "instructblip", "lfm2_vl", "llava", "mistral3"]
+
+
+@pytest.mark.parametrize("family", some(sorted(set(IMAGE_FAMILIES) - {"mllama"}), OFTEN.__contains__))
 def test_every_form_of_images_counts_what_pytorch_dispatches(family):
     assert differences(real(family), 2) == []
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3", "mistral3", "lfm2_vl", "blip", "instructblip"])
+@pytest.mark.parametrize("family", some(FROZEN, "gemma3".__eq__))
 def test_a_frozen_tower_counts_what_pytorch_dispatches(family):
     model = real(family)
     for name, parameter in model.named_parameters():

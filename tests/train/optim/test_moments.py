@@ -13,6 +13,7 @@ from headway.train.config.optim import MuonConfig
 from headway.train.optim import Optimizer, make_optimizer
 from headway.train.optim.moments import block_size, code_table
 from headway.train.optim.parts import round_stochastically_
+from helpers.effort import some
 from helpers.tiny_models import tiny_config
 
 CPU = torch.device("cpu")
@@ -103,8 +104,8 @@ def test_a_parameter_in_bfloat16_learns_from_steps_below_its_own():
     assert parameter.double().mean().item() == pytest.approx(1 - 50e-4, abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize(("held", "tolerance"), [("bfloat16", 0.01), ("8bit", 0.03)])
+@pytest.mark.parametrize("name", some(["adamw", "muon"], "adamw".__eq__))
+@pytest.mark.parametrize(("held", "tolerance"), some([("bfloat16", 0.01), ("8bit", 0.03)], ("8bit", 0.03).__eq__))
 def test_training_with_held_moments_goes_as_with_full_ones(name, held, tolerance):
     config = tiny_config("qwen3")
     config.hidden_size, config.intermediate_size = 64, 128
