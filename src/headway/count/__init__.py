@@ -11,12 +11,4 @@ from headway.count.models import load_cost_model, shipped_models
 from headway.count.rows import ParamCount
 from headway.count.workload import Workload
 
-__all__ = [
-    "CostModel",
-    "FlopCount",
-    "FlopRow",
-    "ParamCount",
-    "Workload",
-    "load_cost_model",
-    "shipped_models",
-]
+__all__ = ["CostModel", "FlopCount", "FlopRow", "ParamCount", "Workload", "load_cost_model", "shipped_models"]

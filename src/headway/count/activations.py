@@ -4,24 +4,18 @@
 is planned without torch.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.count import drivers
 from headway.count.storage import from_ranges, to_ranges
+from headway.count.workload import Workload
 from headway.errors import CostModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headway.count.workload import Workload
 
 Rows = Mapping[str, Fraction]
 """Bytes per unit, by driver."""
@@ -34,42 +28,28 @@ FILE = Path(__file__).parent / "saved_activations.json"
 
 @dataclass(frozen=True, slots=True)
 class SavedBlock:
-    """What autograd saves of one block.
+    """What autograd saves of one block."""
 
-    Attributes:
-        plain: by plain operations.
-        fused: by a compiled block or fused kernels: what matrix products and attention read, and what they made where
-            an elementwise operation's backward needs it.
-        entry: what enters the block, which is all that recomputation keeps of it.
-        attention: what attention's kernels give: their output and, in float32, the log-sum-exp of each query's scores;
-            where these are kept, attention is not recomputed.
-    """
-
-    plain: Rows
+    plain: Rows  # by plain operations
+    # by a compiled block or fused kernels: what matrix products and attention read, and what they made where an
+    # elementwise operation's backward needs it
     fused: Rows
-    entry: Rows
+    entry: Rows  # what enters the block, which is all that recomputation keeps of it
+    # what attention's kernels give: their output and, in float32, the log-sum-exp of each query's scores; where these
+    # are kept, attention is not recomputed
     attention: Rows
 
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What autograd saves of a model.
+    """What autograd saves of a model."""
 
-    Attributes:
-        blocks: by the name of the block, in order; "" for what is outside of blocks.
-        left_out: modules whose saved bytes no driver explains; they are missing.
-    """
-
-    blocks: Mapping[str, SavedBlock]
-    left_out: tuple[str, ...] = ()
+    blocks: Mapping[str, SavedBlock]  # by the name of the block, in order; "" for what is outside of blocks
+    left_out: tuple[str, ...] = ()  # modules whose saved bytes no driver explains; they are missing
 
 
 class SavedByPrecision(dict[str, SavedActivations]):
-    """What autograd saves of a model, by precision, each read or traced when it is first looked up.
-
-    Args:
-        read: gives what is saved in a precision.
-    """
+    """What autograd saves of a model, by precision, each read or traced when it is first looked up."""
 
     def __init__(self, read: Callable[[str], SavedActivations]) -> None:
         super().__init__()
@@ -131,12 +111,7 @@ def shipped_activations(name: str, precision: str) -> SavedActivations:
 
 
 def save(name: str, traced: Mapping[str, list[Any]]) -> None:
-    """Put what was traced of a model into the shipped file, one line an entry, so that changes read well in a diff.
-
-    Args:
-        name: of a shipped model.
-        traced: what `to_dict` makes, by precision.
-    """
+    """Put what was traced of a model into the shipped file, one line an entry, so that changes read well in a diff."""
     models = {**(_shipped() if FILE.exists() else {}), name: traced}
     _shipped.cache_clear()
     parts = [f' "{model}": {_lines(found)}' for model, found in sorted(models.items())]

@@ -1,16 +1,11 @@
 """Change the rows of a cost model as training changes its model: add LoRA adapters, or bill gradients of its inputs."""
 
-from __future__ import annotations
-
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.errors import CostModelError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def targets_of(rows: Sequence[Row], targets: Sequence[str] | None, name: str) -> set[str]:

@@ -5,34 +5,28 @@ any parameter upstream of it is trained, the gradient of a weight when that weig
 exact on a stored cost model, without tracing again.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from headway.count import drivers
 from headway.count.adapters import reaching, targets_of, with_adapters
 from headway.count.flop_count import FlopCount, FlopRow
 from headway.count.recompute import run_again
 from headway.count.rows import ParamCount, Parameter, Row
+from headway.count.workload import Workload
 from headway.errors import UsageError, WorkloadError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from headway.count.workload import Workload
 
 By = Literal["component", "module"]
 
 SINGLE_FRAMES = {"frames": "1"}
 """In the source of a ledger that was traced on single frames: of a clip it knows nothing."""
 
-_Coefficients = list[
-    tuple[str, str, int, int, int, int]
-]  # name, driver, then FLOPs per unit of forward, dgrad, wgrad, recompute
+# name, driver, then FLOPs per unit of forward, dgrad, wgrad, recompute
+_Coefficients = list[tuple[str, str, int, int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class CostModel:
         return {}
 
     @cached_property
-    def _reaching(self) -> dict[tuple[str, ...], CostModel]:
+    def _reaching(self) -> "dict[tuple[str, ...], CostModel]":
         return {}
 
     @cached_property
@@ -218,7 +212,7 @@ class CostModel:
                 entry[3] += row.forward
         return [(name, driver, *entry) for (name, driver), entry in sums.items()]  # type: ignore[misc]  # four entries
 
-    def freeze(self, patterns: Iterable[str]) -> CostModel:
+    def freeze(self, patterns: Iterable[str]) -> "CostModel":
         """Return this model with the parameters that match frozen.
 
         Args:
@@ -256,7 +250,7 @@ class CostModel:
             )
         return hits
 
-    def with_input_gradients(self, inputs: Iterable[str] = ("inputs_embeds",)) -> CostModel:
+    def with_input_gradients(self, inputs: Iterable[str] = ("inputs_embeds",)) -> "CostModel":
         """Return this model with gradients of its inputs, which something that is trained in front of it asks for.
 
         A frozen language model behind a trained projector computes the gradient of every activation down to
@@ -274,7 +268,7 @@ class CostModel:
             self._reaching[inputs] = self if traced.issuperset(inputs) else self._with_more(traced, inputs)
         return self._reaching[inputs]
 
-    def _with_more(self, traced: set[str], inputs: tuple[str, ...]) -> CostModel:
+    def _with_more(self, traced: set[str], inputs: tuple[str, ...]) -> "CostModel":
         """Bill the gradients of more inputs than those it was traced with."""
         embeddings = [i for i, p in enumerate(self.parameters) if p.name == self.source.get("embeddings")]
         is_known = embeddings and "source" not in self.towers
@@ -287,7 +281,7 @@ class CostModel:
         known = {"input_gradients": ", ".join(sorted({*traced, *inputs}))}
         return replace(self, rows=reaching(self.rows, embeddings[0]), source=self.source | known)
 
-    def lora(self, rank: int, targets: Sequence[str] | None = None) -> CostModel:
+    def lora(self, rank: int, targets: Sequence[str] | None = None) -> "CostModel":
         """Return this model with low-rank adapters on its linear modules and everything else frozen.
 
         Args:

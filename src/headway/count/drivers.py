@@ -11,22 +11,16 @@ positions of each clip of L frames, `audio/4:7` those of a stride of 4 whose fir
 the like count pairs of such positions.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from headway.count import masks
+from headway.count.integers import Ints
 from headway.count.workload import Workload
 from headway.errors import CostModelError, WorkloadError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headway.count.integers import Ints
 
 
 def _merged_patches(workload: Workload, group: int) -> int:
@@ -97,7 +91,7 @@ def _fixed_frames(workload: Workload, height: int, width: int) -> int:
 
 
 def _lone_grids(workload: Workload, frames: int, height: int, width: int) -> int:
-    """Count the grids of a model that takes one of one size with each segment."""
+    """Count the grids of a model that takes one image, of one size, with each segment."""
     other = (workload.grids != (frames, height, width)).any(axis=1)
     size = f"{frames}x{height}x{width}"
     if other.any():
@@ -287,8 +281,3 @@ def tower(driver: str) -> str:
     """Say whose work a driver counts: `vision` (patches), `audio` (frames), `source` (an encoder's) or `language`."""
     counted = driver.removeprefix("image_").removeprefix("video_")
     return next((name for name, starts in _TOWERS.items() if counted.startswith(starts)), "language")
-
-
-def is_vision(driver: str) -> bool:
-    """Say whether a driver counts work on patches rather than on tokens."""
-    return tower(driver) == "vision"

@@ -1,7 +1,5 @@
 """FLOPs of a step: exact integers by component (or module) and phase, additive over micro-batches and ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -71,7 +69,7 @@ class FlopCount:
         part = sum(row.total for row in self.rows if row.name == prefix or row.name.startswith(prefix + "."))
         return part / self.total if self.total else 0.0
 
-    def split(self, ranks: int) -> list[FlopCount]:
+    def split(self, ranks: int) -> "list[FlopCount]":
         """Share the work evenly among ranks that hold one model together (tensor, sequence or expert parallel).
 
         Args:
@@ -103,7 +101,7 @@ class FlopCount:
             for i in range(ranks)
         ]
 
-    def __add__(self, other: FlopCount) -> FlopCount:
+    def __add__(self, other: "FlopCount") -> "FlopCount":
         if not isinstance(other, FlopCount):
             return NotImplemented
         if other.convention != self.convention:
@@ -121,6 +119,6 @@ class FlopCount:
             )
         return replace(self, rows=tuple(sums.values()))
 
-    def __radd__(self, other: int) -> FlopCount:
+    def __radd__(self, other: int) -> "FlopCount":
         """Let `sum(counts)` start from 0."""
         return self if other == 0 else NotImplemented

@@ -1,16 +1,12 @@
 """Read lengths, grids and boundaries: whole numbers from lists, arrays and CPU tensors, checked once."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import WorkloadError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Ints: TypeAlias = NDArray[np.int64]
 IntsLike: TypeAlias = Any  # a list, a numpy array or a CPU tensor of integers

@@ -4,8 +4,6 @@ Every function takes segment lengths [tokens] and returns an exact Python intege
 itself.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from headway.count.integers import Ints, IntsLike, as_ints

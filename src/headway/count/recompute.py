@@ -18,19 +18,13 @@ Source: torch.utils.checkpoint (PyTorch 2.11, early stop); torchtitan/distribute
 Megatron Core's TransformerConfig.recompute_granularity and recompute_modules (2026-03).
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from headway.count.rows import Row
 from headway.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headway.count.rows import Row
 
 _ATTENTION = "attention"
 _MAX_DIGITS = 9  # of a number of blocks
@@ -38,17 +32,11 @@ _MAX_DIGITS = 9  # of a number of blocks
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of a choice.
+    """One term of a choice."""
 
-    Attributes:
-        text: as written, without the `-`.
-        leaves_out: whether it takes operations away again.
-        every: N of `every:N`; 1 of `full` and `reentrant`; 0 of a name or pattern.
-    """
-
-    text: str
-    leaves_out: bool
-    every: int
+    text: str  # as written, without the `-`
+    leaves_out: bool  # whether it takes operations away again
+    every: int  # N of `every:N`; 1 of `full` and `reentrant`; 0 of a name or pattern
 
     @property
     def to_the_end(self) -> bool:

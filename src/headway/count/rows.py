@@ -1,12 +1,8 @@
 """What a cost model is made of: its parameters, and one row for each operation of each module."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Literal
 
 ALWAYS = -1
 """`Gradient.needs` of a gradient that flows on to an input of the model: it is computed whatever is trained."""
@@ -14,72 +10,43 @@ ALWAYS = -1
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter tensor of a model.
+    """One parameter tensor of a model."""
 
-    Attributes:
-        name: dotted name, as `named_parameters()` gives it.
-        numel: number of elements.
-        active: elements that one token's forward uses (top-k of the experts); `numel` where all are.
-        component: the component it belongs to, such as `vision.mlp`.
-        trainable: whether it gets a gradient.
-    """
-
-    name: str
-    numel: int
-    active: int
-    component: str
-    trainable: bool = True
+    name: str  # dotted name, as `named_parameters()` gives it
+    numel: int  # number of elements
+    active: int  # elements that one token's forward uses (top-k of the experts); `numel` where all are
+    component: str  # the component it belongs to, such as `vision.mlp`
+    trainable: bool = True  # whether it gets a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One matrix product of the backward pass.
+    """One matrix product of the backward pass."""
 
-    Attributes:
-        phase: `dgrad` for the gradient of an activation, `wgrad` for that of a weight.
-        flops: FLOPs per unit of the row's driver.
-        needs: bit i set when training parameter i makes autograd compute it; or `ALWAYS`.
-    """
-
-    phase: Literal["dgrad", "wgrad"]
-    flops: int
-    needs: int
+    phase: Literal["dgrad", "wgrad"]  # `dgrad` for the gradient of an activation, `wgrad` for that of a weight
+    flops: int  # FLOPs per unit of the row's driver
+    needs: int  # bit i set when training parameter i makes autograd compute it; or `ALWAYS`
 
     def runs(self, trained: int) -> bool:
-        """Whether autograd computes it.
-
-        Args:
-            trained: bit i set when parameter i is trained.
-        """
+        """Whether autograd computes it."""
         return self.needs == ALWAYS or bool(self.needs & trained)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation of one module.
+    """One operation of one module."""
 
-    Attributes:
-        module: dotted path of the module that ran it.
-        op: `linear`, `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
-        component: such as `language.mlp`.
-        driver: what its cost is proportional to (see `headway.count.drivers`).
-        forward: FLOPs per unit of the driver.
-        gradients: the backward's products.
-        block: the checkpointable block that holds it, "" for none.
-        recomputed: whether checkpointing that block runs this forward again. Recomputation stops at the last tensor
-            that backward needs, so a block's closing projection usually is not.
-        features: (in, out) of a linear module, for LoRA; None for other operations.
-    """
-
-    module: str
-    op: str
-    component: str
-    driver: str
-    forward: int
-    gradients: tuple[Gradient, ...] = ()
-    block: str = ""
+    module: str  # dotted path of the module that ran it
+    op: str  # `linear`, `matmul`, `convolution`, `experts`, `attention` or `recurrence`
+    component: str  # such as `language.mlp`
+    driver: str  # the quantity that its cost is proportional to (see `headway.count.drivers`)
+    forward: int  # FLOPs per unit of the driver
+    gradients: tuple[Gradient, ...] = ()  # the backward's products
+    block: str = ""  # the checkpointable block that holds it, "" for none
+    # whether checkpointing that block runs this forward again. Recomputation stops at the last tensor that backward
+    # needs, so a block's closing projection usually is not
     recomputed: bool = False
-    features: tuple[int, int] | None = None
+    features: tuple[int, int] | None = None  # (in, out) of a linear module, for LoRA; None for other operations
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,12 @@
 """Cost models as JSON: one line per row, parameter sets as ranges."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headway.count.cost_model import CostModel
 from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.errors import CostModelError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FORMAT = "headway-cost-model"
 VERSION = 1

@@ -4,17 +4,13 @@ A workload is built on the CPU, in the collator, from whatever the batch carries
 mask or restarting positions. Workloads add up, so micro-batches and ranks are summed with `+`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from headway.count.integers import NONE, Ints, IntsLike, as_ints, boundaries_of, grids_of, joined, lengths_of
 from headway.errors import WorkloadError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 def _per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
@@ -93,7 +89,7 @@ class Workload:
         )
 
     @classmethod
-    def _of_lengths(cls, lengths: Ints, images: IntsLike, videos: IntsLike, slots: int) -> Workload:
+    def _of_lengths(cls, lengths: Ints, images: IntsLike, videos: IntsLike, slots: int) -> "Workload":
         """Build a workload of lengths that were counted here, each at least 1 and together within the slots."""
         workload = object.__new__(cls)
         grids = {"_images": grids_of(images, "images"), "_videos": grids_of(videos, "videos")}
@@ -186,7 +182,7 @@ class Workload:
         return len(self._videos)
 
     @classmethod
-    def total(cls, workloads: Iterable[Workload]) -> Workload:
+    def total(cls, workloads: "Iterable[Workload]") -> "Workload":
         """Add workloads up, all at once.
 
         >>> Workload.total([Workload([3]), Workload([4], slots=8)])
@@ -209,12 +205,12 @@ class Workload:
         )
         return total
 
-    def __add__(self, other: Workload) -> Workload:
+    def __add__(self, other: "Workload") -> "Workload":
         if not isinstance(other, Workload):
             return NotImplemented
         return Workload.total((self, other))
 
-    def __radd__(self, other: int) -> Workload:
+    def __radd__(self, other: int) -> "Workload":
         """Let `sum(workloads)` start from 0."""
         return self if other == 0 else NotImplemented
 
@@ -256,7 +252,7 @@ class Workload:
         images: IntsLike = (),
         videos: IntsLike = (),
         slots: int | None = None,
-    ) -> Workload:
+    ) -> "Workload":
         """Build a workload from cumulative segment boundaries.
 
         Args:
@@ -282,7 +278,9 @@ class Workload:
         return cls(lengths[lengths > 0], images, videos, slots=end if slots is None else slots)
 
     @classmethod
-    def from_attention_mask(cls, attention_mask: IntsLike, *, images: IntsLike = (), videos: IntsLike = ()) -> Workload:
+    def from_attention_mask(
+        cls, attention_mask: IntsLike, *, images: IntsLike = (), videos: IntsLike = ()
+    ) -> "Workload":
         """Build a workload from a padding mask, or from a mask of segment numbers.
 
         Args:
@@ -320,7 +318,7 @@ class Workload:
         attention_mask: IntsLike | None = None,
         images: IntsLike = (),
         videos: IntsLike = (),
-    ) -> Workload:
+    ) -> "Workload":
         """Build a workload from positions that restart where a segment starts.
 
         Args:

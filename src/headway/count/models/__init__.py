@@ -3,19 +3,15 @@
 `tools/shipped_models.py` traces them again (torch and transformers needed); a test does so and compares.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headway.count.cost_model import CostModel
 from headway.errors import UnknownModelError
-
-if TYPE_CHECKING:
-    from headway.count.cost_model import CostModel
 
 FOLDER = Path(str(resources.files(__name__)))
 
