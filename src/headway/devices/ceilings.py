@@ -47,21 +47,13 @@ _SIZES = {"cpu": (64 * _MIB, 256 * _MIB), "cuda": (256 * _MIB, 1024 * _MIB), "mp
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The best rate that a device reached, in products of one dtype or in copying.
+    """The best rate that a device reached, in products of one dtype or in copying."""
 
-    Attributes:
-        device: its name.
-        what: the dtype of the products, such as "bf16"; or "copy".
-        measurements: one per shape or size.
-        measured_at: when, in UTC.
-        is_cached: whether it was read from the cache.
-    """
-
-    device: str
-    what: str
-    measurements: tuple[Measurement, ...]
-    measured_at: datetime
-    is_cached: bool
+    device: str  # name of the device
+    what: str  # the dtype of the products, such as "bf16"; or "copy"
+    measurements: tuple[Measurement, ...]  # one per shape or size
+    measured_at: datetime  # when, in UTC
+    is_cached: bool  # whether it was read from the cache
 
     @property
     def best(self) -> Measurement:
@@ -257,11 +249,7 @@ def _to_record(ceiling: Ceiling, key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
-    """Read what `_to_record` wrote.
-
-    Raises:
-        ValueError: it is of another device or holds nothing; other errors tell of a record that is none.
-    """
+    """Read what `_to_record` wrote."""
     if record["key"] != key:
         raise ValueError("it is another device's")
     found = tuple(

@@ -16,17 +16,11 @@ _COPY_PASSES = 2  # every byte is read once and written once
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One problem, repeated.
+    """One problem, repeated."""
 
-    Attributes:
-        shape: (m, k, n) of a product of m x k with k x n, or (bytes,) of a copy.
-        work: FLOPs of one product, or bytes that one copy reads and writes.
-        durations_s: seconds of each repetition.
-    """
-
-    shape: tuple[int, ...]
-    work: int
-    durations_s: tuple[float, ...]
+    shape: tuple[int, ...]  # (m, k, n) of a product of m x k with k x n, or (bytes,) of a copy
+    work: int  # FLOPs of one product, or bytes that one copy reads and writes
+    durations_s: tuple[float, ...]  # seconds of each repetition
 
     @property
     def best_per_s(self) -> float:
@@ -46,17 +40,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TimeBudget:
-    """How long a sweep over shapes may take.
+    """How long a sweep over shapes may take."""
 
-    Attributes:
-        shape_s: time for the repetitions of one shape [s].
-        total_s: time for all shapes; larger ones that would not fit any more are left out [s].
-        min_repeats: repetitions that each shape gets, whatever they take.
-    """
-
-    shape_s: float
-    total_s: float
-    min_repeats: int
+    shape_s: float  # time for the repetitions of one shape [s]
+    total_s: float  # time for all shapes; larger ones that would not fit any more are left out [s]
+    min_repeats: int  # repetitions that each shape gets, whatever they take
 
 
 def sweep_matmul(

@@ -12,16 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What the driver reports.
+    """What the driver reports."""
 
-    Attributes:
-        name: the device's name, such as "NVIDIA GH200 480GB".
-        num_sms: streaming multiprocessors, compute units or GPU cores; None where the driver does not say.
-        memory_bytes: the device's own memory [byte]; None where it shares the host's, or the driver does not say.
-    """
-
-    name: str
+    name: str  # the device's name, such as "NVIDIA GH200 480GB"
+    # streaming multiprocessors, compute units or GPU cores; None where the driver does not say
     num_sms: int | None = None
+    # the device's own memory [byte]; None where it shares the host's, or the driver does not say
     memory_bytes: int | None = None
 
 

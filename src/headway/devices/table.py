@@ -34,40 +34,24 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device as the framework sees it: a card, a die of a card, or a core of a chip.
+    """One device as the framework sees it: a card, a die of a card, or a core of a chip."""
 
-    Attributes:
-        key: name of its table in the file, such as "h100-sxm".
-        title: what to call it.
-        names: exact strings that drivers report; two devices may share one and are then told apart by `num_sms` or
-            memory.
-        aliases: what else a person may call it.
-        peak_flops_per_s: dense rate by dtype [FLOP/s], accumulated in fp32 as frameworks do.
-        fp16_accumulate_flops_per_s: the faster rate of some cards when they accumulate in fp16 [FLOP/s].
-        num_sms: streaming multiprocessors, compute units or GPU cores; None where not known.
-        memory_bytes: memory as the vendor prints it, in 10**9 bytes.
-        memory_bytes_per_s: memory bandwidth [byte/s].
-        board_power_w: the vendor's power limit [W].
-        source: where the numbers stand.
-        read_on: when they were read there.
-        disagreements: what other sources say.
-        origin: "shipped", or the user's file that it stands in.
-    """
-
-    key: str
-    title: str
+    key: str  # name of its table in the file, such as "h100-sxm"
+    title: str  # name to print
+    # exact strings that drivers report; two devices may share one and are then told apart by `num_sms` or memory
     names: tuple[str, ...]
-    aliases: tuple[str, ...]
-    peak_flops_per_s: Mapping[str, float]
+    aliases: tuple[str, ...]  # other names that people use
+    peak_flops_per_s: Mapping[str, float]  # dense rate by dtype [FLOP/s], accumulated in fp32 as frameworks do
+    # the faster rate of some cards when they accumulate in fp16 [FLOP/s]
     fp16_accumulate_flops_per_s: Mapping[str, float]
-    num_sms: int | None
-    memory_bytes: int | None
-    memory_bytes_per_s: float | None
-    board_power_w: float | None
-    source: str
-    read_on: date
-    disagreements: tuple[str, ...]
-    origin: str
+    num_sms: int | None  # streaming multiprocessors, compute units or GPU cores; None where not known
+    memory_bytes: int | None  # memory as the vendor prints it, in 10**9 bytes
+    memory_bytes_per_s: float | None  # memory bandwidth [byte/s]
+    board_power_w: float | None  # the vendor's power limit [W]
+    source: str  # where the numbers stand
+    read_on: date  # when they were read there
+    disagreements: tuple[str, ...]  # other sources with other numbers
+    origin: str  # "shipped", or the user's file that it stands in
 
     @property
     def is_shipped(self) -> bool:
@@ -141,11 +125,7 @@ def _read_file(path: Path, _modified_ns: int) -> tuple[Device, ...]:
 
 
 def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
-    """Check one entry and turn its units into FLOP/s and bytes.
-
-    Raises:
-        ConfigError: a key is missing, unknown, or of another kind.
-    """
+    """Check one entry and turn its units into FLOP/s and bytes."""
     where = f"{file}, [{key}]"
     if not isinstance(entry, dict):
         raise ConfigError(f"{file}: {key} = {entry!r} stands outside a table. A device is a table such as [{key}].")
