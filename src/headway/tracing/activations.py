@@ -4,48 +4,37 @@ The model runs as for its ledger, on shapes, but with its own dtypes and with th
 that what is saved is what a real step saves. Each storage counts once, however many operations save it or views of it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from headway.tracing import build
 from headway.tracing.fit import candidates, proportional, sum_of_drivers
-from headway.tracing.inputs.model_inputs import call, floats_of, inputs_for
+from headway.tracing.inputs.model_inputs import call, floats_of, inputs_for, rebuilt
 from headway.tracing.loops import alike
+from headway.tracing.operation import Operation
 from headway.tracing.phantom import Phantom, root
 from headway.tracing.record import Recorder
 from headway.tracing.stand_ins import recording
 from headway.tracing.strides import shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from headway.tracing.operation import Operation
 
 _View = tuple[int, tuple[tuple[int, int], ...]]  # offset, then (stride, size) of each direction, inner ones first
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What autograd saves of a forward.
+    """What autograd saves of a forward."""
 
-    Attributes:
-        rows: driver and bytes per unit of it.
-        reached: bit i set when parameter i gets a gradient.
-        left_out: modules whose saved bytes no driver explains; they are missing in `rows`.
-    """
-
-    rows: tuple[tuple[str, Fraction], ...]
-    reached: int
-    left_out: tuple[str, ...]
+    rows: tuple[tuple[str, Fraction], ...]  # driver and bytes per unit of it
+    reached: int  # bit i set when parameter i gets a gradient
+    left_out: tuple[str, ...]  # modules whose saved bytes no driver explains; they are missing in `rows`
 
 
 def saved_activations(
@@ -142,14 +131,11 @@ def _terms(sizes: Sequence[int], known: Mapping[str, Sequence[int]]) -> list[tup
 
 @dataclass
 class SavedRecorder(Recorder):
-    """Records the tensors that autograd saves, beside the operations.
+    """Records the tensors that autograd saves, beside the operations."""
 
-    Attributes:
-        kept: by the id of a storage's first tensor: that tensor, the module that saved it, and the views saved.
-        read: by id, the first tensors of the storages that products and attention read.
-    """
-
+    # by the id of a storage's first tensor: that tensor, the module that saved it, and the views saved
     kept: dict[int, tuple[Phantom, str, set[_View]]] = field(default_factory=dict)
+    # by id, the first tensors of the storages that products and attention read
     read: dict[int, Phantom] = field(default_factory=dict)
 
     def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -159,8 +145,8 @@ class SavedRecorder(Recorder):
             views.add(_view(tensor))
         return tensor
 
-    def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Any:
-        product: Operation | bool | None = super()._on_dispatch(func, args, out)
+    def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
+        product = super()._on_dispatch(func, args, out)
         if product is not None:
             self.read.update((id(root(t)), root(t)) for t in phantoms(args))
         return product
@@ -230,6 +216,4 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Give the phantoms among arguments a model's dtype."""
     if isinstance(value, Phantom):
         return Phantom(value.meta.to(dtype), fed=value.fed)
-    if isinstance(value, dict):
-        return {name: in_dtype(part, dtype) for name, part in value.items()}
-    return type(value)(in_dtype(part, dtype) for part in value) if isinstance(value, tuple | list) else value
+    return rebuilt(value, lambda part: in_dtype(part, dtype))

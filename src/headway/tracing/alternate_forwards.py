@@ -5,23 +5,16 @@ send videos where images go. A module that only such a pass runs costs the plain
 argument; a module that no pass reaches is unused.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
-from headway.tracing.inputs.model_inputs import Inputs
+from headway.count.workload import Workload
+from headway.tracing.inputs.model_inputs import ExampleInputs, GivenInputs, Inputs
 from headway.tracing.phantom import phantom_floats
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import nn
-
-    from headway.count.workload import Workload
-    from headway.tracing.inputs.model_inputs import ExampleInputs, GivenInputs
 
 _READ = 197  # positions of another model's states
 # arguments that hand a decoder the states of another model; left out, its cross attention rests
@@ -37,13 +30,7 @@ _TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated ma
 def alternate_forwards(
     model: nn.Module, inputs: Inputs | GivenInputs | ExampleInputs, workload: Workload
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Iterate over further forward passes: the arguments that lead another way, and all that the pass gets.
-
-    Args:
-        model: a phantom twin.
-        inputs: its inputs.
-        workload: one segment, with what its towers take.
-    """
+    """Iterate over further forward passes: the arguments that lead another way, and all that the pass gets."""
     if not isinstance(inputs, Inputs):
         return
     plain = inputs.arguments(workload)
@@ -62,13 +49,7 @@ def alternate_forwards(
 def without_arguments(
     inputs: Inputs | GivenInputs | ExampleInputs, workload: Workload, tried: Sequence[str]
 ) -> list[str]:
-    """Name the tensors that a forward takes for something of its own and that nothing gives.
-
-    Args:
-        inputs: a model's inputs.
-        workload: one segment, with what its towers take.
-        tried: arguments that were given another time.
-    """
+    """Name the tensor arguments of a forward that neither the plain pass nor an alternate one was given."""
     if not isinstance(inputs, Inputs):
         return ["whatever is not given"]
     given = {*inputs.arguments(workload), *_EVERYWHERE, *tried}

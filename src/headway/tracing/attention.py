@@ -5,10 +5,8 @@ is a real boolean tensor here, so the pairs it allows are counted, and the count
 kind of mask that the model names.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +17,7 @@ from headway.errors import TraceError
 from headway.tracing import scores
 from headway.tracing.operation import Operand, Operation
 from headway.tracing.phantom import Phantom, phantom
-
-if TYPE_CHECKING:
-    from headway.tracing.record import Recorder
+from headway.tracing.record import Recorder
 
 TEXT = "headway_trace"
 TOWER = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a name that contains "flash"

@@ -4,22 +4,17 @@ Masks of variable-length kernels are a causal flag and a window; segments come a
 integers in a trace. A block mask of `flex_attention` is evaluated over every query and key, on real integers.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from headway.count import masks
+from headway.count.integers import Ints
 from headway.errors import TraceError
 from headway.tracing.attention import attend, masked_pairs, plain_pairs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headway.count.integers import Ints
-    from headway.tracing.record import Recorder
+from headway.tracing.record import Recorder
 
 
 def _lengths(recorder: Recorder, boundaries: torch.Tensor, total: int, what: str) -> Ints:

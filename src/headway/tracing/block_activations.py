@@ -4,15 +4,15 @@ Fused operations - a compiled block, or one of fused kernels - keep what matrix 
 they made where an elementwise operation's backward needs it; what is elementwise is computed again from those.
 """
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from headway.count.activations import SavedActivations, SavedBlock
@@ -23,11 +23,6 @@ from headway.tracing.fit import candidates
 from headway.tracing.inputs.model_inputs import call, inputs_for
 from headway.tracing.phantom import Phantom, Stays, aten, root
 from headway.tracing.stand_ins import recording
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import nn
 
 # a gather writes what it picks: no elementwise kernel takes it up
 _PICKS = {aten.index, aten.index_select, aten.gather, aten.embedding}
@@ -101,24 +96,17 @@ def _by_block(
 
 @dataclass
 class _BlockRecorder(SavedRecorder):
-    """Records the tensors that autograd saves, and the tensors that elementwise operations made them from.
+    """Records the tensors that autograd saves, and the tensors that elementwise operations made them from."""
 
-    Attributes:
-        blocks: paths of the blocks.
-        entry: bytes that enter each block.
-        attention: bytes that attention's kernels give, by module.
-        origins: by the id of a storage's first tensor, the ids of those that elementwise operations made it of; a
-            product's result, what was picked and what enters or leaves a block are made of themselves.
-        held: the tensors by id, so that an id stays its own.
-    """
-
-    blocks: set[str] = field(default_factory=set)
-    entry: Counter[str] = field(default_factory=Counter)
-    attention: Counter[str] = field(default_factory=Counter)
+    blocks: set[str] = field(default_factory=set)  # paths of the blocks
+    entry: Counter[str] = field(default_factory=Counter)  # bytes that enter each block
+    attention: Counter[str] = field(default_factory=Counter)  # bytes that attention's kernels give, by module
+    # by the id of a storage's first tensor, the ids of those that elementwise operations made it of; a product's
+    # result, what was picked and what enters or leaves a block are made of themselves
     origins: dict[int, frozenset[int]] = field(default_factory=dict)
-    held: dict[int, Phantom] = field(default_factory=dict)
+    held: dict[int, Phantom] = field(default_factory=dict)  # the tensors by id, so that an id stays its own
 
-    def __enter__(self) -> _BlockRecorder:
+    def __enter__(self) -> "_BlockRecorder":
         super().__enter__()
         self._hooks.append(register_module_forward_pre_hook(self._enter_block))
         self._hooks.append(register_module_forward_hook(self._leave_block))
@@ -133,7 +121,7 @@ class _BlockRecorder(SavedRecorder):
             self._at_the_border(output)
 
     def _at_the_border(self, value: Any) -> int:
-        """Take what crosses the border of a block, a graph of its own, as made of itself; returns its bytes."""
+        """Take tensors that enter or leave a block, a graph of its own, as made of themselves; return their bytes."""
         crossing = [tensor for tensor in phantoms(value) if tensor.fed and tensor.known is None]
         for tensor in crossing:
             whole = root(tensor)

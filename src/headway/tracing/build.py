@@ -1,10 +1,9 @@
 """Phantom twins of models: the same modules over parameters that are only shapes."""
 
-from __future__ import annotations
-
 import copy
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +14,6 @@ from headway.tracing import attention, unwrap
 from headway.tracing.experts import keep_every_row
 from headway.tracing.families.attention import MASKED_TOWERS
 from headway.tracing.phantom import phantom
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def _bfloat16(_tensor: torch.Tensor) -> torch.dtype:
@@ -30,10 +26,6 @@ def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dty
 
     Tied parameters stay tied, and each keeps whether it is trained. What wraps or shards the model is left out. The
     model itself is not touched and no weight is copied.
-
-    Args:
-        model: the model.
-        dtype_of: the dtype of the phantom of a parameter or buffer of floats.
     """
     model = unwrap.whole(model)
     memo: dict[int, Any] = {}

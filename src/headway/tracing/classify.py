@@ -6,20 +6,16 @@ and convolutions inside such a module; experts are grouped products, the router 
 the head is the model's output embedding.
 """
 
-from __future__ import annotations
-
+import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
 from headway.count import drivers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from headway.tracing.fit import Fitted
-    from headway.tracing.operation import Operation
+from headway.tracing.fit import Fitted
+from headway.tracing.operation import Operation
 
 
 def inside(path: str, roots: Iterable[str]) -> bool:
@@ -197,23 +193,13 @@ def stacks_in_use(
 def active(
     name: str, shape: Sequence[int], shares: dict[str, tuple[int, int]], unused: set[str], in_use: int | None = None
 ) -> int:
-    """Count the elements of a parameter that one token uses.
-
-    Args:
-        name: of the parameter.
-        shape: of the parameter.
-        shares: `expert_shares(...)`.
-        unused: `unvisited_experts(...)`.
-        in_use: of this parameter, by `stacks_in_use(...)`.
-    """
+    """Count the elements of a parameter that one token uses."""
     path = _parent(name)
     while path and unused:
         if path in unused:
             return 0
         path = _parent(path)
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     if in_use is not None:
         return min(in_use, numel)
     visited, experts = shares.get(_parent(name), (1, 1))

@@ -1,7 +1,5 @@
 """What PyTorch's own formulas count in a real step, by the module that ran it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from typing import Any
@@ -22,31 +20,23 @@ _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 
 
 class CountedStep(TorchDispatchMode):
-    """Counts what PyTorch has a formula for, by the module whose forward, or whose forward's backward, runs it.
-
-    Attributes:
-        forward: FLOPs by module path.
-        backward: FLOPs by module path.
-        outer: FLOPs of outer products without parameters, by module path.
-        too_much: FLOPs of convolutions that PyTorch counts and no token has, by module path and whether it is backward.
-        unseen: kernels that PyTorch's counter has no formula for.
-        fused: the same, by module path.
-        of_expert: forward FLOPs of each expert of a list, by the list's path and its own.
-        softmaxes: places of each, those that no mask had hidden, and places for each query; by module path.
-    """
+    """Counts what PyTorch has a formula for, by the module whose forward, or whose forward's backward, runs it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._path_of = {id(module): path for path, module in model.named_modules()}
         self._stack: list[str] = [""]
         self._module_of_node: dict[int, str] = {}
-        self.forward: Counter[str] = Counter()
-        self.backward: Counter[str] = Counter()
-        self.outer: Counter[str] = Counter()
+        self.forward: Counter[str] = Counter()  # FLOPs by module path
+        self.backward: Counter[str] = Counter()  # FLOPs by module path
+        self.outer: Counter[str] = Counter()  # FLOPs of outer products without parameters, by module path
+        # FLOPs of convolutions that PyTorch counts and no token has, by module path and whether it is backward
         self.too_much: Counter[tuple[str, bool]] = Counter()
-        self.unseen: set[str] = set()
-        self.fused: dict[str, str] = {}
+        self.unseen: set[str] = set()  # kernels that PyTorch's counter has no formula for
+        self.fused: dict[str, str] = {}  # the same, by module path
+        # forward FLOPs of each expert of a list, by the list's path and its own
         self.of_expert: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        # places of each, those that no mask had hidden, and places for each query; by module path
         self.softmaxes: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
 
     def __enter__(self) -> Any:

@@ -6,41 +6,27 @@ recurrence are a bound from below, scores that end in no softmax one from above;
 for, or a recurrence of elementwise products, is not seen at all.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from headway.count import drivers
+from headway.count.rows import Row
 from headway.count.workload import Workload
 from headway.tracing.classify import inside, members
-from headway.tracing.counted_step import RECURRENCE
+from headway.tracing.counted_step import RECURRENCE, CountedStep
 from headway.tracing.families.experts import unchosen_rows
 from headway.tracing.families.padding import paddings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
-
-    from headway.count.rows import Row
-    from headway.tracing.counted_step import CountedStep
 
 
 @dataclass(frozen=True)
 class Billed:
-    """What a ledger bills one module for in a step.
+    """What a ledger bills one module for in a step."""
 
-    Attributes:
-        module: path.
-        rows: the ledger's rows of it.
-        trained: the parameters that are, as bits.
-        workload: of the step.
-    """
-
-    module: str
-    rows: tuple[Row, ...]
-    trained: int
+    module: str  # path
+    rows: tuple[Row, ...]  # the ledger's rows of it
+    trained: int  # the parameters that are, as bits
     workload: Workload
 
     @property
@@ -49,11 +35,7 @@ class Billed:
         return self.on(lambda driver: drivers.parse(driver)(self.workload))
 
     def on(self, units: Callable[[str], int]) -> tuple[int, int]:
-        """Count FLOPs forward and backward on other units than the workload's.
-
-        Args:
-            units: how many of a driver there are.
-        """
+        """Count FLOPs forward and backward on other units than the workload's."""
         forward = sum(units(row.driver) * row.forward for row in self.rows)
         backward = sum(
             units(row.driver) * sum(g.flops for g in row.gradients if g.runs(self.trained)) for row in self.rows
@@ -63,11 +45,6 @@ class Billed:
 
 def explain(billed: Billed, counted: CountedStep, model: nn.Module) -> str | None:
     """Say why what PyTorch counted for a module differs from what its ledger bills.
-
-    Args:
-        billed: what the ledger bills.
-        counted: of a real step.
-        model: that ran it.
 
     Returns:
         The reason; "" where the two are equal, None where no reason predicts what was counted.
@@ -206,12 +183,8 @@ def _squares(billed: Billed, counted: CountedStep, seen: tuple[int, int]) -> str
 def _unmasked_scores(softmaxes: list[tuple[int, int, int]], run: int) -> Iterator[int]:
     """Count the scores of a head that the real mask left visible, from the softmaxes that a module ran.
 
-    Args:
-        softmaxes: places, those of them that no mask had hidden, and places for each query.
-        run: scores of a head.
-
-    Yields:
-        The count, where each head has its scores alone; and where each query has one place more, a learnt sink.
+    A softmax is its places, those that no mask had hidden, and places for each query; a head has `run` scores. Two
+    counts are tried: each head has its scores alone, or each query has one place more, a learnt sink.
     """
     places, shown = (sum(numbers[i] for numbers in softmaxes) for i in (0, 1))
     for sinks in (0, sum(number // width for number, _, width in softmaxes)):

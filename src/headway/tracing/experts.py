@@ -5,33 +5,23 @@ How many rows that makes does not depend on which they are, so what those few di
 product over rows of tokens x top-k, like experts whose weights are one tensor.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from headway.tracing.classify import inside, members
 from headway.tracing.loops import one
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
-
-    from headway.tracing.operation import Operation
-    from headway.tracing.record import Recorder
+from headway.tracing.record import Recorder
 
 
 def merge_experts(model: nn.Module, recorder: Recorder) -> None:
     """Merge what a token's few experts ran into one operation of the list that holds them all, in place.
 
     Any gradient that depends on a parameter of one expert then depends on that parameter of each.
-
-    Args:
-        model: a phantom twin, whose parameters carry their source bits.
-        recorder: of its forward, and of its backward where it ran.
     """
     lists = dict(_routed(model, recorder))
     if not lists:
@@ -49,7 +39,7 @@ def merge_experts(model: nn.Module, recorder: Recorder) -> None:
             sources |= bits if sources & one_bit else 0
         return sources
 
-    found: dict[Any, list[Operation]] = {}
+    found: dict[Any, list[Any]] = {}
     numbers: defaultdict[tuple[str, str], int] = defaultdict(int)
     for op in recorder.operations:
         products = tuple((phase, flops, spread(sources)) for phase, flops, sources in op.products)

@@ -1,47 +1,31 @@
 """Find what each recorded operation's cost is proportional to, by comparing runs on workloads of other proportions.
 
-Costs that are a sum of drivers: tokens of the model's own beside those of the batch.
-
-A class token joins the patches of an image, a prompt joins each text, a picture's tokens see each other inside a causal
-text. Four runs leave an equation or two to spare, and factors must be those of such a thing, so nothing is left to
-chance.
+A cost may be a sum of drivers: a class token joins the patches of an image, a prompt each text, a picture's tokens
+see each other inside a causal text. Four runs leave an equation or two to spare, so no sum fits by chance.
 """
 
-from __future__ import annotations
-
 import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from headway.count import drivers
 from headway.count.workload import Workload
 from headway.errors import TraceError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from headway.tracing.operation import Operation
-
+from headway.tracing.operation import Operation
 
 _PAIRS = ("pairs:", "source_pairs", "audio_pairs")  # what attention is named after where lengths would do as well
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """An operation explained: its driver, FLOPs per unit, and the factor from recorded units to the driver's.
+    """An operation explained: its driver, FLOPs per unit, and the factor from recorded units to the driver's."""
 
-    Attributes:
-        driver: what the cost is proportional to.
-        forward: FLOPs per unit of the driver.
-        scale: what turns the recorded `unit_flops`, of forward or of a gradient, into FLOPs per unit of the driver.
-        per_unit: recorded units per unit of the driver: top-k for experts, 1 for most.
-    """
-
-    driver: str
-    forward: int
+    driver: str  # the quantity that the cost is proportional to
+    forward: int  # FLOPs per unit of the driver
+    # factor from the recorded `unit_flops`, of forward or of a gradient, to FLOPs per unit of the driver
     scale: Fraction
-    per_unit: Fraction
+    per_unit: Fraction  # recorded units per unit of the driver: top-k for experts, 1 for most
 
 
 def candidates(workloads: Sequence[Workload], names: Sequence[str]) -> dict[str, list[int]]:
@@ -67,11 +51,6 @@ def proportional(units: Sequence[int], known: Mapping[str, Sequence[int]]) -> li
 
 def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[str, list[int]]) -> list[Fitted]:
     """Explain one operation from its record in each run, by one driver or by a sum of drivers.
-
-    Args:
-        runs: the same operation on each workload.
-        workloads: what was run, in the same order.
-        known: `candidates(...)` for these workloads.
 
     Raises:
         TraceError: no driver explains how its cost grows.
@@ -116,11 +95,8 @@ def _without_padding(
 ) -> tuple[str, Fraction]:
     """Bill a convolution that runs on whole pieces of a clip for the frames that the clip has; the rest is padding.
 
-    Args:
-        runs: the operation on each workload.
-        driver: that was found; `audio/200` counts pieces of 200 frames, the last one whole.
-        ratio: positions that it makes of a piece.
-        names: of all drivers that could be meant.
+    The driver that was found, such as `audio/200`, counts pieces of 200 frames, the last one whole; the convolution
+    makes `ratio` positions of a piece. `names` are all drivers that could be meant.
     """
     tower, _, piece = driver.partition("/")
     windows = runs[0].windows

@@ -4,30 +4,21 @@ A mask may ride along with the states as one more channel; cut out again, it is 
 depend on unknown floats, such as the choice of a router, get placeholder values that a real run could have.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 aten = torch.ops.aten
 
 
+@dataclass(eq=False)
 class Parts:
-    """The known slices of a concatenation of real data and activations.
+    """The known slices of a concatenation of real data and activations."""
 
-    Args:
-        axis: along which they lie, from the end.
-        parts: first place, place after the last, and data of each.
-    """
-
-    def __init__(self, axis: int, parts: list[tuple[int, int, torch.Tensor]]) -> None:
-        self.axis = axis
-        self.parts = parts
+    axis: int  # along which they lie, from the end
+    parts: list[tuple[int, int, torch.Tensor]]  # first place, place after the last, and data of each
 
     def within(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the data from one place to another; None where not all of it is known."""
@@ -38,13 +29,7 @@ class Parts:
 
 
 def follow(packet: Any, args: tuple[Any, ...], made: Sequence[Any]) -> None:
-    """Note the known slices of a concatenation, or the data of a slice that is taken out of one.
-
-    Args:
-        packet: the operation.
-        args: its operands.
-        made: its results that are phantoms.
-    """
+    """Note the known slices of a concatenation, or the data of a slice that is taken out of one."""
     if packet is aten.cat and made:
         made[0].parts = _joined(args)
     source: Any = args[0] if args else None
@@ -93,13 +78,7 @@ def _taken(packet: Any, args: tuple[Any, ...], parts: Parts) -> list[torch.Tenso
 
 
 def integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
-    """Make placeholder integers or booleans where unknown floats decide; each place of a row is picked at most once.
-
-    Args:
-        packet: the operation.
-        args: its operands.
-        value: its result, on shapes alone; one with data is returned as it is.
-    """
+    """Make placeholder integers or booleans where unknown floats decide; each place of a row is picked at most once."""
     if not value.is_meta:
         return value
     if packet is aten.ne:  # unknown floats do not happen to be the number that code looks for

@@ -5,20 +5,15 @@ changes with the workload, what they compute in all does not change its kind. Th
 operation that did the work of them all.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.errors import TraceError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headway.tracing.operation import Operation
-    from headway.tracing.record import Recorder
+from headway.tracing.operation import Operation
+from headway.tracing.record import Recorder
 
 
 def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
@@ -27,10 +22,6 @@ def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
     Its state updates are multiply-adds that no product shows, so without a formula they would count as nothing. A cell
     whose state meets a weight shows its products, in the module or below it; the gates beside them are elementwise and
     of the state's own size.
-
-    Args:
-        runs: what was run on each workload.
-        tokens: of each workload.
 
     Raises:
         TraceError: a module multiplies activations at least once more for each token more, with no product beside.
@@ -62,9 +53,6 @@ def merged(runs: Sequence[Recorder]) -> list[list[Operation]]:
 
     What differs stays apart: the first step of a recurrence, whose state no parameter has touched, has no gradient to
     send back.
-
-    Args:
-        runs: forward and backward of each workload.
 
     Raises:
         TraceError: an operation occurs on one workload and not on another.

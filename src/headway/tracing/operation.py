@@ -1,17 +1,13 @@
 """One product that a model ran: how much work it did, and what its backward must compute."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from headway.tracing.phantom import Phantom, is_identity
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 
 class Running(Protocol):
@@ -34,7 +30,7 @@ class Operand:
     sources: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Operand:
+    def of(cls, tensor: torch.Tensor) -> "Operand":
         """Read an operand's past; a real tensor has none."""
         if not isinstance(tensor, Phantom):
             return cls(not is_identity(tensor), 0)
@@ -43,67 +39,42 @@ class Operand:
 
 @dataclass(frozen=True)
 class ConvolutionWindow:
-    """What a convolution does along one direction.
+    """What a convolution does along one direction."""
 
-    Attributes:
-        read: positions of its input.
-        made: positions of its output.
-        span: input positions that one output position reads, holes included.
-        stride: input positions from one output position to the next.
-        padding: positions added on each side.
-    """
-
-    read: int
-    made: int
-    span: int
-    stride: int
-    padding: int
+    read: int  # positions of its input
+    made: int  # positions of its output
+    span: int  # input positions that one output position reads, holes included
+    stride: int  # input positions from one output position to the next
+    padding: int  # positions added on each side
 
 
 @dataclass
 class Operation:
-    """One product that forward ran.
+    """One product that forward ran."""
 
-    Attributes:
-        module: path of the innermost module running.
-        kind: `matmul`, `convolution`, `experts`, `attention` or `recurrence`.
-        units: how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs,
-            tokens of a recurrence.
-        unit_flops: FLOPs per unit.
-        products: the backward's products as (phase, FLOPs per unit, sources of the gradient's operand).
-        driver: known driver, or several joined by a plus, where the mask says it; else found by comparing workloads.
-        weight: shape of the weight, () where there is none.
-        stacked: matrices of that shape that the weight is a stack of, each for rows of its own.
-        fed: whether it depends on the batch; a product of weights alone is done once per forward pass.
-        backward_flops: FLOPs that backward really dispatched.
-        saves_after: whether a tensor was saved for backward after it, inside its block.
-        by_hand: whether it is a product of attention whose softmax is written out by hand.
-        masked: whether its pairs come from a mask that names no window.
-        scored: earlier products that its scores were made from.
-        executed_flops: FLOPs that forward dispatched, where these are more than count.
-        windows: of a convolution, what it does along each direction.
-        longest: of attention over packed pieces, the length of the longest [positions].
-    """
-
-    module: str
-    kind: str
+    module: str  # path of the innermost module running
+    kind: str  # `matmul`, `convolution`, `experts`, `attention` or `recurrence`
+    # how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs, tokens of
+    # a recurrence
     units: int
-    unit_flops: int
+    unit_flops: int  # FLOPs per unit
+    # the backward's products as (phase, FLOPs per unit, sources of the gradient's operand)
     products: tuple[tuple[str, int, int], ...]
-    block: str
+    block: str  # path of the checkpointable block that holds the module, "" for none
+    # known driver, or several joined by a plus, where the mask says it; else found by comparing workloads
     driver: str = ""
-    weight: tuple[int, ...] = ()
-    stacked: int = 1
-    fed: bool = True
+    weight: tuple[int, ...] = ()  # shape of the weight, () where there is none
+    stacked: int = 1  # matrices of that shape that the weight is a stack of, each for rows of its own
+    fed: bool = True  # whether it depends on the batch; a product of weights alone is done once per forward pass
     from_input: bool = False
-    backward_flops: int = 0
-    saves_after: bool = False
-    by_hand: bool = False
-    masked: bool = False
-    scored: list[Operation] = field(default_factory=list)
-    executed_flops: int = 0
-    windows: tuple[ConvolutionWindow, ...] = ()
-    longest: int = 0
+    backward_flops: int = 0  # FLOPs that backward really dispatched
+    saves_after: bool = False  # whether a tensor was saved for backward after it, inside its block
+    by_hand: bool = False  # whether it is a product of attention whose softmax is written out by hand
+    masked: bool = False  # whether its pairs come from a mask that names no window
+    scored: "list[Operation]" = field(default_factory=list)  # earlier products that its scores were made from
+    executed_flops: int = 0  # FLOPs that forward dispatched, where these are more than count
+    windows: tuple[ConvolutionWindow, ...] = ()  # the windows of a convolution, one for each direction
+    longest: int = 0  # length of the longest piece of attention over packed pieces [positions]
 
     @property
     def forward_flops(self) -> int:

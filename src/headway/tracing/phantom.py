@@ -8,8 +8,6 @@ product of two activations that it came from, scaled, shifted, masked or normali
 a mask has not hidden; and, of a constant, `known`: its data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -46,14 +44,14 @@ class Phantom(torch.Tensor):
     meta: torch.Tensor
     sources: int
     fed: bool
-    base: Phantom | None
+    base: "Phantom | None"
     scores: Any
     stays: Stays
     writes: int
     picked: bool
 
     @staticmethod
-    def __new__(cls: type[Phantom], meta: torch.Tensor, *_past: Any, **_more: Any) -> Phantom:
+    def __new__(cls: "type[Phantom]", meta: torch.Tensor, *_past: Any, **_more: Any) -> "Phantom":
         """Wrap a meta tensor; `__init__` takes its past."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
@@ -64,7 +62,7 @@ class Phantom(torch.Tensor):
             device=torch.device("cpu"),
         )
 
-    def __init__(self, meta: torch.Tensor, sources: int = 0, fed: bool = False, base: Phantom | None = None) -> None:
+    def __init__(self, meta: torch.Tensor, sources: int = 0, fed: bool = False, base: "Phantom | None" = None) -> None:
         self.meta = meta
         self.sources = sources
         self.fed = fed

@@ -1,18 +1,13 @@
 """Read dispatched operations as products: what multiplies what, how many units of it, and what must be refused."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from headway.tracing.operation import ConvolutionWindow, Operand, Operation, Running
 from headway.tracing.phantom import aten
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
 
 # operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is
 # refused

@@ -5,13 +5,12 @@ operation whose autograd node it runs in, by the node's sequence number; what ba
 what the operands' pasts predict, or the trace fails.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,34 +19,23 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from headway.errors import TraceError
 from headway.tracing import scores
 from headway.tracing.classify import inside
+from headway.tracing.operation import Operation
 from headway.tracing.phantom import Phantom, Recording, Stays, aten
 from headway.tracing.readers import ELEMENTWISE, OPAQUE, READERS, backward_flops
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
-    from headway.tracing.operation import Operation
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice of places in rows of floats.
+    """One choice of places in rows of floats."""
 
-    Attributes:
-        rows: that it was made for.
-        options: places of each row.
-        picks: places chosen in each row; 0 where that is decided later, as after a sort.
-    """
-
-    rows: int
-    options: int
-    picks: int
+    rows: int  # rows that it was made for
+    options: int  # places of each row
+    picks: int  # places chosen in each row; 0 where that is decided later, as after a sort
 
     @classmethod
-    def of(cls, packet: Any, args: tuple[Any, ...]) -> Choice:
+    def of(cls, packet: Any, args: tuple[Any, ...]) -> "Choice":
         """Read the choice that an operation makes."""
         values, *more = args
         picks = 0
@@ -76,24 +64,18 @@ def _custom_function() -> str | None:
 
 @dataclass
 class Recorder:
-    """Collects the operations of one forward and backward of `model`.
-
-    Attributes:
-        operations: in forward order.
-        handed: paths of the modules that ran, each with whether it was handed picked rows every time.
-        parameters_read: source bits of all parameters that forward read.
-        choices: by the path of the module that made them, choices of places in rows of floats without data, by a top-k
-            and the like.
-        multiplied: elementwise products of activations by module path, and by whether one is spread over the other.
-        block_of: path of a module to the path of the checkpointable block that holds it.
-    """
+    """Collects the operations of one forward and backward of `model`."""
 
     model: nn.Module
-    block_of: Callable[[str], str]
-    operations: list[Operation] = field(default_factory=list)
+    block_of: Callable[[str], str]  # path of a module to the path of the checkpointable block that holds it
+    operations: list[Operation] = field(default_factory=list)  # in forward order
+    # paths of the modules that ran, each with whether it was handed picked rows every time
     handed: dict[str, bool] = field(default_factory=dict)
+    # by the path of the module that made them, choices of places in rows of floats without data, by a top-k and the
+    # like
     choices: defaultdict[str, list[Choice]] = field(default_factory=lambda: defaultdict(list))
-    parameters_read: int = 0
+    parameters_read: int = 0  # source bits of all parameters that forward read
+    # elementwise products of activations by module path, and by whether one is spread over the other
     multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -137,7 +119,7 @@ class Recorder:
         """Return a module's path in the model; the running module's for a stranger."""
         return self._path_of.get(id(module), self.module)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> "Recorder":
         def enter(module: nn.Module, args: Any) -> None:
             path = self._path_of.get(id(module), self.module)
             picked = any(isinstance(a, Phantom) and a.picked for a in args)
@@ -154,11 +136,9 @@ class Recorder:
         self._dispatch.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._dispatch.__exit__()
-        self._saved.__exit__(kind, value, traceback)
+        self._saved.__exit__(*exception)
         for hook in self._hooks:
             hook.remove()
 

@@ -12,19 +12,14 @@ of them compute costs a fixed amount per token:
 docs/recurrences.md derives each family's formula from its paper and says how others count.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from headway.tracing.operation import Operand, Operation
 from headway.tracing.phantom import Phantom, phantom
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headway.tracing.record import Recorder
+from headway.tracing.record import Recorder
 
 
 class _Recur(torch.autograd.Function):

@@ -5,18 +5,14 @@ hidden, a fill, a choice. What they lay is real data, so the pairs that stay are
 about by position could hide a pair that nobody can name; scores that meet such a tensor are unclear.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from headway.tracing.phantom import Phantom, Stays, aten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 UNCLEAR: Stays = "unclear"  # something may be hidden, and nobody can say which pairs
 HIDDEN = -9e3  # masks hide by -1e4 or far below it; a bias, learnt or of distance, stays above
@@ -107,9 +103,8 @@ def name(mask: torch.Tensor) -> str:
     seen, place = _seen(mask), torch.arange(1, queries + 1)
     most = int(seen.max())
     falls = (seen.diff() < 0).nonzero()
-    size = (
-        1 - int(seen.diff()[falls[0, 0]]) if len(falls) else 1
-    )  # of a block or chunk: from its last token to the next
+    # of a block or chunk: from its last token to the next
+    size = 1 - int(seen.diff()[falls[0, 0]]) if len(falls) else 1
     if not most:
         return ""
     banded = bool(mask[-1, -most:].all())

@@ -8,14 +8,13 @@ A model may have imported an attention function by name, kept it in an attribute
 these hold the same function object, so what is exchanged is that object's code; no reference has to be found.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +26,7 @@ from headway.tracing import attention_packages
 from headway.tracing.attention import attend, masked_pairs, of_one_batch, plain_pairs, set_recorder
 from headway.tracing.phantom import Phantom, aten, blank, phantom
 from headway.tracing.readers import READERS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import CodeType
-
-    from headway.tracing.record import Recorder
-
+from headway.tracing.record import Recorder
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
@@ -193,9 +186,6 @@ def _code_calling(replacement: Callable[..., Any], function: FunctionType) -> Co
 
 class Swapped:
     """While entered, calls of each function go to its replacement.
-
-    Args:
-        replacements: what each function is replaced by.
 
     >>> def double(x): return 2 * x
     >>> held = [double]

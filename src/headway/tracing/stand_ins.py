@@ -1,25 +1,20 @@
 """Replace the functions that run recurrences, experts or windows by stand-ins while a model is recorded or watched."""
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from headway.errors import TraceError
 from headway.tracing.families import attention, experts
 from headway.tracing.families.attention import unpadded_settings
 from headway.tracing.families.recurrences import FUNCTIONS, KERNELS, METHODS, written_out
+from headway.tracing.record import Recorder
 from headway.tracing.seams import Seams
 from headway.tracing.unwrap import plain_checkpoints
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
-
-    from headway.tracing.record import Recorder
 
 
 @contextmanager
@@ -31,7 +26,7 @@ def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Record every recurrence of `model` with `recorder`; run convolutions in PyTorch, experts and windows as meant.
+    """Put stand-ins for recurrences, experts and windows of `model`, and for kernels of convolutions, in their places.
 
     Raises:
         TraceError: a Triton kernel is launched: one that is not known here would meet tensors without data.

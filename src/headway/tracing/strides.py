@@ -5,20 +5,14 @@ give every length that the encoder works on, exactly, remainders included; where
 its first convolution reads pieces of one length. Nothing is believed that the lengths of all runs do not bear out.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headway.count.drivers import shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from headway.count.workload import Workload
-    from headway.tracing.operation import ConvolutionWindow, Operation
+from headway.count.workload import Workload
+from headway.tracing.operation import ConvolutionWindow, Operation
 
 _MOST_PADDING = 1 << 10  # positions that code adds by hand before a convolution, at most
 _GROUPS = range(2, 17)  # positions that an encoder may merge into one after its convolutions
@@ -26,21 +20,14 @@ _GROUPS = range(2, 17)  # positions that an encoder may merge into one after its
 
 @dataclass(frozen=True)
 class _Length:
-    """A length that an encoder works on: positions `stride` frames apart, of which the first needs `first` frames.
+    """A length that an encoder works on: positions `stride` frames apart, of which the first needs `first` frames."""
 
-    Attributes:
-        stride: frames.
-        first: frames; 0 or less where padding makes more positions than there are strides.
-        piece: frames after which the encoder starts afresh; 0 where it does not.
-        seen: the length in each run [positions], () where no convolution reads it.
-    """
+    stride: int  # frames
+    first: int  # frames; 0 or less where padding makes more positions than there are strides
+    piece: int  # frames after which the encoder starts afresh; 0 where it does not
+    seen: tuple[int, ...]  # the length in each run [positions], () where no convolution reads it
 
-    stride: int
-    first: int
-    piece: int
-    seen: tuple[int, ...]
-
-    def after(self, windows: Sequence[ConvolutionWindow]) -> _Length | None:
+    def after(self, windows: Sequence[ConvolutionWindow]) -> "_Length | None":
         """Follow the length through a convolution, given its window in each run; None if it reads another length."""
         one = windows[0]
         if not self.seen:
@@ -52,7 +39,7 @@ class _Length:
         first = self.first + self.stride * (one.span - 1 - added)
         return _Length(self.stride * one.stride, first, self.piece, tuple(w.made for w in windows))
 
-    def merged(self) -> Iterator[_Length]:
+    def merged(self) -> "Iterator[_Length]":
         """Give the lengths after merging groups of positions, with and without a last one that is partly filled."""
         for size in _GROUPS:
             yield _Length(self.stride * size, self.first, self.piece, ())
@@ -81,12 +68,7 @@ def shortened(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]
 
 
 def _strides(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]) -> list[str]:
-    """List what may follow the slash of a driver of sources or audio, likeliest first.
-
-    Args:
-        runs: the operations of each run, alike in all of them.
-        workloads: what was run; the sources or clips of one run have one length.
-    """
+    """List what may follow the slash of a driver of sources or audio, likeliest first."""
     frames = [{*w.audio.tolist(), *w.sources.tolist()} for w in workloads]
     if any(len(lengths) != 1 for lengths in frames):
         return []

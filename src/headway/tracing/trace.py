@@ -1,17 +1,17 @@
 """`trace`: read a model's cost rows off its own forward and backward, run once on tensors without data."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from headway.count.cost_model import CostModel
 from headway.count.rows import ALWAYS, Gradient, Parameter, Row
+from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing import build, classify
 from headway.tracing.alternate_forwards import alternate_forwards, without_arguments
@@ -19,15 +19,10 @@ from headway.tracing.experts import merge_experts
 from headway.tracing.fit import Fitted, candidates, fit
 from headway.tracing.inputs.model_inputs import asking, backward_from, call, inputs_for
 from headway.tracing.loops import alike, check_loops, merged
+from headway.tracing.operation import Operation
 from headway.tracing.record import Recorder
 from headway.tracing.stand_ins import recording
 from headway.tracing.strides import shortened
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headway.count.workload import Workload
-    from headway.tracing.operation import Operation
 
 
 def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
@@ -115,12 +110,7 @@ def _watch(model: nn.Module, model_inputs: Any) -> tuple[list[Recorder], list[Wo
 
 
 def _elsewhere(
-    model: nn.Module,
-    model_inputs: Any,
-    workload: Workload,
-    first: Recorder,
-    parameters: Sequence[str],
-    idle: list[str],
+    model: nn.Module, model_inputs: Any, workload: Workload, first: Recorder, parameters: Sequence[str], idle: list[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Look for idle modules in alternate forward passes.
 

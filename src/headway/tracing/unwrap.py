@@ -1,11 +1,9 @@
-"""One logical model under whatever runs it: wrappers stripped, shards seen whole, checkpointing left to the count.
+"""Strip a model of what runs it: wrappers, shards, activation checkpointing, hooks that only watch.
 
 Data parallelism, sharding and activation checkpointing change where and how often a model's operations run, not what
 one step must compute. All of them leave marks on the modules (wrappers, subclasses, hooks, sharded parameters), which
 a twin does without. So do hooks by which others watch the model. The model itself is not touched.
 """
-
-from __future__ import annotations
 
 import copy
 import dis
@@ -13,8 +11,9 @@ import functools
 import itertools
 import sys
 import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -22,9 +21,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from headway.errors import TraceError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _COMPOSABLE_STATE = "__composable_api_state_key"  # under such keys fully_shard keeps its state in a module's __dict__
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -125,11 +121,6 @@ def _only_watches(hook: Any, own: set[nn.Module], packages: set[str]) -> bool:
     lays hooks on for normalised weights, transformers to collect hidden states. A function that returns something else
     than None changes what the module takes or gives; of a lambda, which returns whatever it calls, nobody can say, and
     it is taken to watch.
-
-    Args:
-        hook: of one of the modules.
-        own: the model's modules.
-        packages: that their classes come from.
     """
     while isinstance(hook, functools.partial):
         hook = hook.func

@@ -5,12 +5,14 @@ are then expected, and `differences` says which. What runs inside a recurrence i
 module, which must agree.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+
+from headway.count.cost_model import CostModel
+from headway.count.workload import Workload
 from headway.tracing import trace
 from headway.tracing.build import configs, run_every_layer
 from headway.tracing.counted_step import RECURRENCE, CountedStep
@@ -18,31 +20,16 @@ from headway.tracing.differences import Billed, explain
 from headway.tracing.inputs.model_inputs import backward_from, call, inputs_for
 from headway.tracing.stand_ins import watched
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from headway.count.cost_model import CostModel
-    from headway.count.rows import Row
-    from headway.count.workload import Workload
-
 
 @dataclass(frozen=True)
 class Line:
-    """One module's FLOPs in one step, by the ledger and by PyTorch.
+    """One module's FLOPs in one step, by the ledger and by PyTorch."""
 
-    Attributes:
-        module: path.
-        op: what the ledger says it runs.
-        ledger: forward and backward FLOPs by the ledger.
-        counted: forward and backward FLOPs that PyTorch's formulas give for what was dispatched.
-        explanation: why the two differ; "" where they are equal, None where nothing explains it.
-    """
-
-    module: str
-    op: str
-    ledger: tuple[int, int]
-    counted: tuple[int, int]
-    explanation: str | None
+    module: str  # path
+    op: str  # kind of operation, by the ledger
+    ledger: tuple[int, int]  # forward and backward FLOPs by the ledger
+    counted: tuple[int, int]  # forward and backward FLOPs that PyTorch's formulas give for what was dispatched
+    explanation: str | None  # why the two differ; "" where they are equal, None where nothing explains it
 
 
 def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple[list[Line], set[str]]:
@@ -84,7 +71,7 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
 
 
 def _compare(cost: CostModel, counted: CountedStep, workload: Workload, model: nn.Module) -> list[Line]:
-    rows: defaultdict[str, list[Row]] = defaultdict(list)
+    rows: defaultdict[str, list[Any]] = defaultdict(list)
     for row in cost.rows:
         rows[row.module + RECURRENCE if row.op == "recurrence" else row.module].append(row)
     lines = []

@@ -5,23 +5,17 @@ of the method that it replaces, runs the module's own projections on real positi
 position sees.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
 from headway.count import masks
 from headway.errors import TraceError
 from headway.tracing.attention import attend
+from headway.tracing.record import Recorder
 from headway.tracing.scores import data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
-
-    from headway.tracing.record import Recorder
 
 
 def _heads(x: torch.Tensor, number: int) -> torch.Tensor:

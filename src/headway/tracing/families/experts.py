@@ -1,17 +1,12 @@
 """Experts known by name, whose code runs rows that their router did not choose."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from headway.tracing.record import Recorder
+from headway.tracing.record import Recorder
 
 
 def _two_experts(
@@ -30,13 +25,7 @@ def _two_experts(
 
 
 def unchosen_rows(module: nn.Module, experts: int, chosen: int) -> str | None:
-    """Explain why every token meets all experts of a module; None where its class is not known to do that.
-
-    Args:
-        module: that holds the experts.
-        experts: number of them.
-        chosen: experts that a token is routed to.
-    """
+    """Explain why every token meets all experts of a module; None where its class is not known to do that."""
     if (type(module).__name__, "forward") not in METHODS:
         return None
     return (

@@ -3,33 +3,23 @@
 Source: transformers' code of each class; the units are derived beside each.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from headway.count import drivers
 from headway.count.workload import Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
-
 
 @dataclass(frozen=True)
 class Padding:
-    """How much more than a model needs its code runs.
+    """How much more than a model needs its code runs."""
 
-    Attributes:
-        workload: of the step, padding included.
-        run: units that really run, of the drivers whose count on that workload they exceed.
-        reason: for a reader.
-    """
-
-    workload: Workload
-    run: dict[str, int]
-    reason: str
+    workload: Workload  # of the step, padding included
+    run: dict[str, int]  # units that really run, of the drivers whose count on that workload they exceed
+    reason: str  # a sentence for people
 
     def units(self, driver: str) -> int:
         """Count the units of a driver that really run."""
@@ -37,10 +27,7 @@ class Padding:
 
 
 def paddings(model: nn.Module, workload: Workload) -> Iterator[tuple[str, Padding]]:
-    """Iterate over the modules whose code runs more than the model needs, each with how much more.
-
-    Source: transformers' code of each class; the units are derived beside each.
-    """
+    """Iterate over the modules whose code runs more than the model needs, each with how much more."""
     read = int(workload.sources[0]) if workload.sources.size else 0
 
     def padded(length: int, run: dict[str, int], reason: str) -> Padding:

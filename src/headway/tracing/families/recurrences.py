@@ -5,23 +5,18 @@ one a model calls depends on what is installed. Each is known here by its name, 
 under the kernels' own names, records the recurrence and returns shapes: the ledger is the same on every machine.
 """
 
-from __future__ import annotations
-
 import inspect
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from headway.errors import TraceError
+from headway.tracing.record import Recorder
 from headway.tracing.recurrences import recur
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headway.tracing.record import Recorder
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str) -> Any:
@@ -134,11 +129,7 @@ def _wkv(
 
 
 def _lru(
-    _module: nn.Module,
-    recorder: Recorder,
-    hidden_states: torch.Tensor,
-    recurrent_gate: torch.Tensor,
-    **_options: Any,
+    _module: nn.Module, recorder: Recorder, hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, **_options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand in for Griffin's real-gated linear recurrent unit: one number a channel."""
     batch, length, channels = hidden_states.shape
@@ -183,10 +174,7 @@ def _mlstm(
 
 
 def _lightning(
-    module: Any,
-    recorder: Recorder,
-    hidden_states: torch.Tensor,
-    **_options: Any,
+    module: Any, recorder: Recorder, hidden_states: torch.Tensor, **_options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand in for MiniMax's mixer, whose recurrence is written out between its own projections."""
     batch, length, _ = hidden_states.shape

@@ -1,25 +1,18 @@
 """Audio clips whose features take the places of tokens in the text."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 
+from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing.build import subconfigs
 from headway.tracing.inputs import speech_layout
-from headway.tracing.inputs.form import InputForm, plain_token
+from headway.tracing.inputs.form import Floats, InputForm, plain_token
 from headway.tracing.inputs.probe import Probe
+from headway.tracing.inputs.speech_layout import SpeechLayout
 from headway.tracing.phantom import phantom_floats
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from headway.count.workload import Workload
-    from headway.tracing.inputs.form import Floats
-    from headway.tracing.inputs.speech_layout import SpeechLayout
 
 _FEATURES = "get_audio_features"
 _TOKENS = ("audio_token_id", "audio_token_index")
@@ -33,13 +26,6 @@ class AudioFeatures(InputForm):
     """Clips as features [clips, features, frames] or [clips, frames, features]: `input_features` beside `input_ids`.
 
     The model is run to find the layout of clips and the number of text positions that one takes.
-
-    Args:
-        model: a phantom twin, or a real model.
-
-    Attributes:
-        speech: layout of the argument.
-        token: number of the token that a clip's positions hold.
     """
 
     takes = "input_features"
@@ -49,10 +35,10 @@ class AudioFeatures(InputForm):
         self._accepted = inspect.signature(model.forward).parameters
         self._probe = Probe(model)
         self._positions: dict[int, int] = {}
-        self.token = self._find_token()
+        self.token = self._find_token()  # number of the token that a clip's positions hold
         self._has_method = self._probe.has(_FEATURES)
         try:
-            self.speech = self._find()
+            self.speech = self._find()  # layout of the argument
         except TraceError:
             if not self._has_method:
                 raise
@@ -68,7 +54,7 @@ class AudioFeatures(InputForm):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature."""
+        """Read the form off a model's signature."""
         accepted = inspect.signature(model.forward).parameters
         beside = cls.takes in accepted and "input_ids" in accepted and "decoder_input_ids" not in accepted
         # some families leave the tower out where its configuration is None
@@ -156,7 +142,7 @@ class AddedAudio(AudioFeatures):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model that hears and whose configuration has no token for what it hears."""
+        """Read the form off a model that hears and whose configuration has no token for what it hears."""
         hears = any(hasattr(type(module), _FEATURES) for module in model.modules())
         named = hears and any(hasattr(c, name) for c in subconfigs(model.config) for name in _TOKENS)
         return super().of(model) if hears and not named else None

@@ -1,52 +1,39 @@
 """The interface of a form of input: workloads that exercise a tower, and the arguments that carry its inputs."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+
+from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing.build import subconfigs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
-
-    from headway.count.workload import Workload
-
-    Floats = Callable[[Sequence[int]], torch.Tensor]  # makes an input of floats of a shape: phantoms, or random numbers
-
+Floats = Callable[[Sequence[int]], torch.Tensor]  # makes an input of floats of a shape: phantoms, or random numbers
 WINDOW_SIDES = range(2, 65)  # window sizes of vision attention that are tried [patches]
 
 
 class InputForm(ABC):
-    """How one tower of a model takes its inputs.
+    """How one tower of a model takes its inputs."""
 
-    Attributes:
-        takes: the forward argument that carries them, such as `pixel_values`.
-        drivers: candidates for what the tower's costs are proportional to.
-        strided: drivers, up to the slash, that may count frames after strided convolutions, as `audio` in `audio/2`.
-        routes: arguments that choose another route through the model, as a finer connector.
-        fills: whether the inputs fix the length of the text.
-        notes: for the ledger's `source`, such as that only single frames were traced.
-    """
-
-    takes: ClassVar[str]
-    drivers: Sequence[str]
+    takes: ClassVar[str]  # the forward argument that carries them, such as `pixel_values`
+    drivers: Sequence[str]  # candidates for what the tower's costs are proportional to
+    # drivers, up to the slash, that may count frames after strided convolutions, as `audio` in `audio/2`
     strided: Sequence[str] = ()
-    routes: Sequence[str] = ()
-    fills: ClassVar[bool] = False
+    routes: Sequence[str] = ()  # arguments that choose another route through the model, as a finer connector
+    fills: ClassVar[bool] = False  # whether the inputs fix the length of the text
+    # for the ledger's `source`, such as that only single frames were traced
     notes: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     @abstractmethod
-    def of(cls, model: Any) -> InputForm | None:
-        """Read the part from a model's signature and configuration; None where the model takes no such input."""
+    def of(cls, model: Any) -> "InputForm | None":
+        """Read the form off a model's signature and configuration; None where the model takes no such input."""
 
-    def along(self, route: str) -> InputForm:
-        """Copy the part so that it gives one of its routes' arguments."""
+    def along(self, route: str) -> "InputForm":
+        """Copy the form so that it gives one of its routes' arguments."""
         raise TraceError(f"{type(self).__name__} has no other way named {route}.")
 
     @abstractmethod

@@ -1,43 +1,30 @@
 """Images and videos as patches with `image_grid_thw`: the Qwen-VL family, and those that lay patches out otherwise."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 
 from headway.count.cost_model import SINGLE_FRAMES
 from headway.count.workload import Workload
-from headway.tracing.inputs.form import WINDOW_SIDES
+from headway.tracing.inputs.form import WINDOW_SIDES, Floats
 from headway.tracing.inputs.images import Grid, Images, side
 from headway.tracing.phantom import phantom_floats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
-
-    from headway.tracing.inputs.form import Floats
 
 _MERGES = ("spatial_merge_size", "merge_size", "merge_kernel_size")
 _TEMPORAL = ("temporal_patch_size", "patch_temporal")
 
 
 class Grids(Images):
-    """Patches with the grids that they come from.
-
-    Attributes:
-        merge: patches along a side that merge into one token.
-        layout: makes the patches as the model's tower takes them.
-        deep: whether one grid may hold several frames.
-    """
+    """Patches with the grids that they come from."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         names = [getattr(self.vision, name) for name in _MERGES if hasattr(self.vision, name)]
-        self.merge = side(names[0], 1) if names else 2
+        self.merge = side(names[0], 1) if names else 2  # patches along a side that merge into one token
         self.temporal = next((getattr(self.vision, n) for n in _TEMPORAL if hasattr(self.vision, n)), 1)
-        self.layout, self.deep = self._ask()
+        self.layout, self.deep = self._ask()  # whether one grid may hold several frames
         if not self.deep:
             self.notes = SINGLE_FRAMES
         self.drivers = ["patches", "patch_pairs:frame", "patch_pairs:grid"]
@@ -48,7 +35,7 @@ class Grids(Images):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature."""
+        """Read the form off a model's signature."""
         return super().of(model) if "image_grid_thw" in inspect.signature(model.forward).parameters else None
 
     def _ask(self) -> tuple[Callable[..., dict[str, Any]], bool]:

@@ -4,26 +4,19 @@ A tower of one fixed size (`Frames`) does the same work on every frame, however 
 driven by the number of frames. How many text positions an image takes is asked of the model itself (`probe`).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 
 from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing.build import subconfigs
-from headway.tracing.inputs.form import InputForm
+from headway.tracing.inputs.form import Floats, InputForm
 from headway.tracing.inputs.probe import Probe
 from headway.tracing.phantom import phantom_floats
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from headway.tracing.inputs.form import Floats
 
 Grid = tuple[int, int, int]
 _TOKENS = ("image_token_id", "image_token_index", "image_patch_id")
@@ -42,18 +35,7 @@ def has_tower(model: Any) -> bool:
 
 
 class Images(InputForm):
-    """Images whose features take the places of tokens in the text, or stand before it.
-
-    Args:
-        model: a phantom twin, or a real model.
-
-    Attributes:
-        config: of the model.
-        vision: of its tower.
-        accepted: the arguments of its forward.
-        probe: asks the model.
-        placed: whether the features stand in the text; else the text, if there is one, has a tower of its own.
-    """
+    """Images whose features take the places of tokens in the text, or stand before it."""
 
     takes = "pixel_values"
     features = "get_image_features"
@@ -61,13 +43,15 @@ class Images(InputForm):
 
     def __init__(self, model: Any) -> None:
         self.config: Any = model.config
+        # the tower's configuration
         self.vision: Any = next(
             (c for c in subconfigs(model.config) if getattr(c, "patch_size", None)), _vision_config(model.config)
         )
-        self.accepted = inspect.signature(model.forward).parameters
-        self.probe = Probe(model)
+        self.accepted = inspect.signature(model.forward).parameters  # the arguments of its forward
+        self.probe = Probe(model)  # asks the model
         self.patch = side(getattr(self.vision, "patch_size", None), 16)
         self.channels = side(getattr(self.vision, "num_channels", None), 3)
+        # whether the features stand in the text; else the text, if there is one, has a tower of its own
         self.placed = "input_ids" in self.accepted and not self.probe.has("get_text_features")
         named = [getattr(c, name, None) for c in subconfigs(model.config) for name in _TOKENS]
         self.token: int | None = next((token for token in named if token is not None), None)
@@ -75,7 +59,7 @@ class Images(InputForm):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature."""
+        """Read the form off a model's signature."""
         takes = "pixel_values" in inspect.signature(model.forward).parameters and has_tower(model)
         return cls(model) if takes else None
 
@@ -84,7 +68,7 @@ class Images(InputForm):
         """Make the arguments that carry the images in a text."""
 
     def grids(self, workload: Workload) -> list[Grid]:
-        """List what of a workload this part carries: all grids, or its images or videos alone."""
+        """List the grids of a workload that this form carries: all, or those of images or of videos alone."""
         return [tuple(grid) for grid in getattr(workload, self.shown).tolist()]
 
     def positions_of(self, grid: Grid) -> int:
@@ -130,17 +114,12 @@ class Images(InputForm):
 
 
 class Frames(Images):
-    """Images or tiles [frames, channels, height, width] of the one size that the tower takes.
-
-    Attributes:
-        size: pixels along a frame's side.
-        edge: patches along a frame's side.
-    """
+    """Images or tiles [frames, channels, height, width] of the one size that the tower takes."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.size = side(getattr(self.vision, "image_size", None), 224)
-        self.edge = max(self.size // self.patch, 1)
+        self.size = side(getattr(self.vision, "image_size", None), 224)  # pixels along a frame's side
+        self.edge = max(self.size // self.patch, 1)  # patches along a frame's side
         self.drivers = [f"frames:{self.edge}:{self.edge}"]
         if self.shown == "grids" and has_video_tower(model):
             self.shown, self.drivers = "images", [f"image_frames:{self.edge}:{self.edge}"]
@@ -176,7 +155,7 @@ class VideoFrames(Frames):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's modules."""
+        """Read the form off a model's modules."""
         return cls(model) if has_video_tower(model) else None
 
     def sizes(self, run: int) -> dict[str, Any]:
@@ -201,14 +180,14 @@ class NestedFrames(Frames):
         self.route: dict[str, Any] = {}
 
     def along(self, route: str) -> Self:
-        """Copy the part so that all tiles of its text take the route."""
+        """Copy the form so that all tiles of its text take the route."""
         other = copy.copy(self)
         other.route, other._positions = {route: torch.ones(1, dtype=torch.bool)}, {}
         return other
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature."""
+        """Read the form off a model's signature."""
         accepted = inspect.signature(model.forward).parameters
         nested = "pixel_attention_mask" in accepted and "spatial_shapes" not in accepted
         return super().of(model) if nested else None
@@ -226,7 +205,7 @@ class RobotFrames(NestedFrames):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature."""
+        """Read the form off a model's signature."""
         return super().of(model) if "actions" in inspect.signature(model.forward).parameters else None
 
     def positions_of(self, grid: Grid) -> int:
@@ -252,7 +231,7 @@ class TiledFrames(Frames):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's configuration, which lists the sizes that images are cut from."""
+        """Read the form off a model's configuration, which lists the sizes that images are cut from."""
         pinpoints = getattr(getattr(model, "config", None), "image_grid_pinpoints", None)
         return super().of(model) if pinpoints else None
 
@@ -285,7 +264,7 @@ class CrossAttentionFrames(Frames):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature."""
+        """Read the form off a model's signature."""
         accepted = inspect.signature(model.forward).parameters
         return super().of(model) if not {"image_attention_mask", "aspect_ratio_ids"}.isdisjoint(accepted) else None
 

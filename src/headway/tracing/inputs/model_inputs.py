@@ -4,13 +4,12 @@ A model takes text (`input_ids`), and whatever its towers take in one of the for
 model the user gives a function from a workload to arguments, or one example of arguments.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,9 +23,6 @@ from headway.tracing.inputs.registry import FORMS
 from headway.tracing.phantom import Phantom, phantom_floats
 from headway.tracing.scores import HIDDEN
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
 _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
 _PRIME_GAP = 60  # the next prime is nearer than that, as far as segments reach
@@ -36,9 +32,6 @@ class Inputs:
     """The inputs of a model that takes `input_ids`, with what its towers take.
 
     Of an encoder-decoder the segment is `decoder_input_ids`, and what the encoder reads is a part.
-
-    Args:
-        model: a phantom twin, or a real model.
 
     Raises:
         TraceError: its forward takes no `input_ids`, or images in a form that no part knows; or its data decides how
@@ -97,7 +90,7 @@ class Inputs:
             Workload([_next_prime(length + (extra if run else 0))], **plans[run]) for run, length in enumerate(lengths)
         ]
 
-    def routed(self) -> Iterator[tuple[str, Inputs]]:
+    def routed(self) -> "Iterator[tuple[str, Inputs]]":
         """Name each argument that sends images another way through the model, with inputs that take it."""
         for place, part in enumerate(self.parts):
             for name in part.routes:
@@ -230,10 +223,6 @@ def call(model: nn.Module, arguments: Any) -> Any:
 def backward_from(output: Any, *, on_shapes: bool = False) -> None:
     """Run backward from the sum of what `floats_of` finds in an output.
 
-    Args:
-        output: of a forward.
-        on_shapes: whether the forward was given tensors without data.
-
     Raises:
         TraceError: the output holds no tensor of floats, or real ones where there should be none.
     """
@@ -276,7 +265,7 @@ def as_phantoms(value: Any) -> Any:
             return value.detach().to("cpu", torch.bfloat16)
         made = Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
         return made.requires_grad_().clone() if value.requires_grad else made  # no leaf: a model may write into it
-    return _rebuilt(value, as_phantoms)
+    return rebuilt(value, as_phantoms)
 
 
 def asking(model: nn.Module, arguments: Any) -> Iterator[tuple[str, Phantom]]:
@@ -307,10 +296,10 @@ def on_device(value: Any, device: torch.device) -> Any:
     """Move the tensors among arguments to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    return _rebuilt(value, lambda part: on_device(part, device))
+    return rebuilt(value, lambda part: on_device(part, device))
 
 
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """Change the parts of a dictionary, a list, a tuple or a named one; anything else stays."""
     if isinstance(value, dict):
         return {name: change(part) for name, part in value.items()}

@@ -1,20 +1,14 @@
 """Images in the source of an encoder-decoder, among its text or after it (Florence-2, UDOP)."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 
+from headway.count.workload import Workload
 from headway.tracing import build
+from headway.tracing.inputs.form import Floats
 from headway.tracing.inputs.images import Frames
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from headway.count.workload import Workload
-    from headway.tracing.inputs.form import Floats
 
 
 class EncoderFrames(Frames):
@@ -25,14 +19,11 @@ class EncoderFrames(Frames):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature: ids for an encoder and a decoder, and features in one of them."""
+        """Read the form off a model's signature: ids for an encoder and a decoder, and features in one of them."""
         accepted = inspect.signature(model.forward).parameters
         apart = any(hasattr(type(module), cls.features) for module in model.modules())
-        return (
-            super().of(model)
-            if apart and {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys()
-            else None
-        )
+        fits = apart and {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys()
+        return super().of(model) if fits else None
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -60,14 +51,13 @@ class EncoderFrames(Frames):
 class PageFrames(Frames):
     """A picture of a page after the page's words, each of which has a bounding box (UDOP).
 
-    The length of a source counts its words and the patches of the picture.
-
-    A patch under a word joins the word, and its place is left empty; transformers computes empty places too.
+    The length of a source counts its words and the patches of the picture. A patch under a word joins the word, and its
+    place is left empty; transformers computes empty places too.
     """
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature: boxes of words, and of what is seen."""
+        """Read the form off a model's signature: boxes of words, and of what is seen."""
         accepted = inspect.signature(model.forward).parameters
         return cls(model) if {"bbox", "visual_bbox", cls.takes, "decoder_input_ids"} <= accepted.keys() else None
 

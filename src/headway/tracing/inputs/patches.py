@@ -3,22 +3,15 @@
 All images of a run have one size, since most of these forms pad to the largest, and padding is no work that counts.
 """
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 
-from headway.tracing.inputs.form import WINDOW_SIDES
+from headway.count.workload import Workload
+from headway.tracing.inputs.form import WINDOW_SIDES, Floats
 from headway.tracing.inputs.images import Grid, Images, has_tower
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
-
-    from headway.count.workload import Workload
-    from headway.tracing.inputs.form import Floats
 
 _UNIT = 12  # patches: towers merge 2, 3, 4 or 6 of them along a side
 
@@ -106,7 +99,7 @@ class Patches(Images):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from the arguments of a model's forward, and of the method that runs its tower."""
+        """Read the form off the arguments of a model's forward, and of the method that runs its tower."""
         accepted = set(inspect.signature(model.forward).parameters)
         if "pixel_values" not in accepted or not has_tower(model):
             return None
@@ -138,7 +131,7 @@ class FlattenedPatches(Patches):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature."""
+        """Read the form off a model's signature."""
         return cls(model, cls.takes) if cls.takes in inspect.signature(model.forward).parameters else None
 
     def __init__(self, model: Any, form: str) -> None:

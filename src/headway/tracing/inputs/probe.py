@@ -1,29 +1,20 @@
 """Ask a model how many text positions its own towers make of an input, by running them on shapes alone."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from headway.tracing import build
 from headway.tracing.phantom import Phantom
 from headway.tracing.record import Recorder
 from headway.tracing.seams import Seams
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
 
 class Probe:
-    """Runs a model's towers apart from its text.
-
-    Args:
-        model: a phantom twin, or a real model, of which a twin is made on first use.
-    """
+    """Runs a model's towers apart from its text."""
 
     def __init__(self, model: nn.Module) -> None:
         self._given = model
@@ -110,7 +101,7 @@ class Probe:
         return methods[-1]
 
     def _setting(self, name: str) -> Any:
-        """Look up what a forward reads from a configuration and hands to its methods (Llama 4 in transformers 5.17)."""
+        """Look up a value of a configuration that a forward hands to its methods (Llama 4 in transformers 5.17)."""
         configs: list[Any] = build.subconfigs(self._given.config)
         return next((getattr(config, name) for config in configs if hasattr(config, name)), None)
 

@@ -1,19 +1,12 @@
 """Proteins that a text reads by cross attention, which transformers registers among the models of images (Evolla)."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 
-from headway.tracing.inputs.form import InputForm
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from headway.count.workload import Workload
-    from headway.tracing.inputs.form import Floats
+from headway.count.workload import Workload
+from headway.tracing.inputs.form import Floats, InputForm
 
 
 class Proteins(InputForm):
@@ -24,7 +17,7 @@ class Proteins(InputForm):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature."""
+        """Read the form off a model's signature."""
         return cls() if cls.takes in inspect.signature(model.forward).parameters else None
 
     def sizes(self, run: int) -> dict[str, Any]:

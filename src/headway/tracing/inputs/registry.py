@@ -1,13 +1,7 @@
 """The table of forms in which models take images, sound or sources: a model takes the first that fits each argument."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from headway.tracing.inputs import audio, grids, images, pages, patches, proteins, single_images, sources
-
-if TYPE_CHECKING:
-    from headway.tracing.inputs.form import InputForm
+from headway.tracing.inputs.form import InputForm
 
 FORMS: tuple[type[InputForm], ...] = (
     sources.SourceIds,

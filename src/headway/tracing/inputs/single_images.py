@@ -1,20 +1,14 @@
 """Models that take one image, or one clip of a fixed number of frames, with each text."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 
 from headway.count.workload import Workload
+from headway.tracing.inputs.form import Floats
 from headway.tracing.inputs.images import Frames, Grid
 from headway.tracing.phantom import phantom_floats
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from headway.tracing.inputs.form import Floats
 
 
 class SingleImages(Frames):
@@ -41,7 +35,7 @@ class SingleImages(Frames):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the part from a model's signature: no method that gives features for tokens, or one that asks more."""
+        """Read the form off a model's signature: no method that gives features for tokens, or one that asks more."""
         accepted = inspect.signature(model.forward).parameters
         text = not {"input_ids", "decoder_input_ids"}.isdisjoint(accepted)
         apart = any(hasattr(type(m), cls.features) for m in model.modules()) or "image_embeds_position_mask" in accepted

@@ -1,22 +1,17 @@
 """Sources of encoder-decoders: text, or speech as features or as a waveform, beside the decoder's segment."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing.inputs import speech_layout
-from headway.tracing.inputs.form import InputForm, plain_token
+from headway.tracing.inputs.form import Floats, InputForm, plain_token
 from headway.tracing.inputs.probe import Probe
+from headway.tracing.inputs.speech_layout import SpeechLayout
 from headway.tracing.phantom import phantom_floats
-
-if TYPE_CHECKING:
-    from headway.count.workload import Workload
-    from headway.tracing.inputs.form import Floats
-    from headway.tracing.inputs.speech_layout import SpeechLayout
 
 # primes that any table of positions holds; windows of the encoder are added from the second run on
 _SOURCES = (149, 311, 409, 229)
@@ -24,11 +19,7 @@ _PAIRS = ("source_pairs:full", "pairs:cross", "source_pairs:relative", "source_o
 
 
 def _source_of(workload: Workload) -> int:
-    """Return the length that a segment's encoder reads.
-
-    Raises:
-        TraceError: there is none.
-    """
+    """Return the length that a segment's encoder reads."""
     if not workload.sources.sum():
         raise TraceError(
             "the model reads a source for each segment, and the workload holds none: give Workload(sources=[...])."
@@ -37,11 +28,7 @@ def _source_of(workload: Workload) -> int:
 
 
 class SourceIds(InputForm):
-    """A text that the encoder reads: `input_ids` beside `decoder_input_ids`.
-
-    Args:
-        config: of the model.
-    """
+    """A text that the encoder reads: `input_ids` beside `decoder_input_ids`."""
 
     takes = "input_ids"
 
@@ -53,8 +40,8 @@ class SourceIds(InputForm):
         self._token = plain_token(config)
 
     @classmethod
-    def of(cls, model: Any) -> SourceIds | None:
-        """Read the part from a model's signature."""
+    def of(cls, model: Any) -> "SourceIds | None":
+        """Read the form off a model's signature."""
         accepted = inspect.signature(model.forward).parameters
         return cls(model.config) if {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys() else None
 
@@ -68,14 +55,7 @@ class SourceIds(InputForm):
 
 
 class SourceFeatures(InputForm):
-    """Speech that the encoder reads as features: `input_features` beside `decoder_input_ids`.
-
-    Args:
-        model: a phantom twin, or a real model.
-
-    Attributes:
-        speech: layout of the argument.
-    """
+    """Speech that the encoder reads as features: `input_features` beside `decoder_input_ids`."""
 
     takes = "input_features"
 
@@ -87,7 +67,7 @@ class SourceFeatures(InputForm):
             sound = phantom_floats(speech.of(1, frames))
             probe.run({self.takes: sound, "decoder_input_ids": ids, "use_cache": False})
 
-        self.speech = speech_layout.find(model.config, self.takes, hear)
+        self.speech = speech_layout.find(model.config, self.takes, hear)  # layout of the argument
         sizes = speech_layout.windows(model.config)
         if self.speech.fixed:
             self.drivers = [f"sources:{self.speech.fixed}", "pairs:cross"]
@@ -95,8 +75,8 @@ class SourceFeatures(InputForm):
             self.drivers = self.strided = ["sources", *_PAIRS, *speech_layout.windowed("source_pairs", sizes)]
 
     @classmethod
-    def of(cls, model: Any) -> SourceFeatures | None:
-        """Read the part from a model's signature."""
+    def of(cls, model: Any) -> "SourceFeatures | None":
+        """Read the form off a model's signature."""
         accepted = inspect.signature(model.forward).parameters
         return cls(model) if {cls.takes, "decoder_input_ids"} <= accepted.keys() else None
 

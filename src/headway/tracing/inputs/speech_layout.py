@@ -4,17 +4,13 @@ Configurations have a dozen names for the width of a frame of features, and none
 features. A wrong guess does not fit the first convolution or linear layer, so the model itself tells.
 """
 
-from __future__ import annotations
-
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.errors import TraceError
 from headway.tracing.build import LONGEST_WINDOW, subconfigs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 # one length a run; no two alike in what strides of 4 or 8 leave over, nor all in the same half of 16
 _FREE = (1201, 2011, 1606, 2408)
@@ -29,19 +25,13 @@ MISFITS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionE
 
 @dataclass(frozen=True)
 class SpeechLayout:
-    """The layout of a model's speech argument.
+    """The layout of a model's speech argument."""
 
-    Attributes:
-        shape: axes after the clips: "frames" for that axis, numbers for the others, as (80, "frames").
-        lengths: of clips in each of four runs [frames]; all alike where a model takes one length only.
-        fixed: that length, else 0.
-        multiple: what clips are padded to a multiple of, under a mask [frames].
-    """
-
+    # axes after the clips: "frames" for that axis, numbers for the others, as (80, "frames")
     shape: tuple[int | str, ...]
-    lengths: tuple[int, ...]
-    fixed: int = 0
-    multiple: int = 1
+    lengths: tuple[int, ...]  # of a clip in each of four runs [frames]; all alike where a model takes one length only
+    fixed: int = 0  # the one length that a model takes, else 0
+    multiple: int = 1  # clips are padded to a multiple of it, under a mask [frames]
 
     def padded(self, frames: int) -> int:
         """Give the length that clips of so many frames are handed over in."""
