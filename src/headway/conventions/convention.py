@@ -1,17 +1,12 @@
 """What a convention is: a named, versioned rule that bills a step, and the parts of its bill."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+from headway.conventions.architecture import Architecture
+from headway.count.workload import Workload
 from headway.errors import NotExpressibleError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from headway.conventions.architecture import Architecture
-    from headway.count.workload import Workload
 
 # linear: projections, dense MLPs and whatever else is billed per token; experts: routed and shared experts, routers
 PARTS = ("linear", "experts", "attention", "recurrence", "head", "embedding", "vision", "audio", "recompute")
@@ -22,17 +17,11 @@ Parts: TypeAlias = "Mapping[str, Number]"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step as a tool sees it.
+    """One step as a tool sees it."""
 
-    Attributes:
-        workload: segments, grids and slots, all devices together.
-        seq_len: the row length that the tool is configured with [tokens]; some bill it whatever the rows hold.
-        recompute: activation checkpointing, as `CostModel.count` takes it; only `hardware` looks at it.
-    """
-
-    workload: Workload
-    seq_len: int
-    recompute: str = "none"
+    workload: Workload  # segments, grids and slots, all devices together
+    seq_len: int  # the row length that the tool is configured with [tokens]; some bill it whatever the rows hold
+    recompute: str = "none"  # activation checkpointing, as `CostModel.count` takes it; only `hardware` looks at it
 
     def __post_init__(self) -> None:
         if self.seq_len < 1:
@@ -57,50 +46,32 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """The FLOPs that a convention charges for a step.
+    """The FLOPs that a convention charges for a step."""
 
-    Attributes:
-        convention: its name.
-        flops: FLOPs of the step, all devices together; None where the convention cannot express the model.
-        parts: the sum's terms by `PARTS`; empty where there is no number.
-        tokens: token positions that it charges for.
-        reason: why there is no number, "" where there is one.
-        note: what is left out of the number though its tool may bill it, "" for nothing.
-    """
-
-    convention: str
-    flops: Number | None
-    parts: Parts = field(default_factory=dict)
-    tokens: int = 0
-    reason: str = ""
-    note: str = ""
+    convention: str  # name of the rule
+    flops: Number | None  # FLOPs of the step, all devices together; None where the convention cannot express the model
+    parts: Parts = field(default_factory=dict)  # the sum's terms by `PARTS`; empty where there is no number
+    tokens: int = 0  # token positions that it charges for
+    reason: str = ""  # why there is no number, "" where there is one
+    note: str = ""  # what is left out of the number though its tool may bill it, "" for nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """A named rule for what is counted.
+    """A named rule for what is counted."""
 
-    Attributes:
-        name: such as "torchtitan".
-        version: of the rule: a number for our own, otherwise the date of the code that was read.
-        tool: whose peak rule divides it (`tool_peaks`), "" for the datasheet.
-        why: one line on what it counts differently from `useful/1`.
-        price: the rule itself, a pure function; raises `NotExpressibleError`.
-        tokens: which token positions it charges for: "real", "slots" or "rows" (of the configured length).
-        scope: what its attention spans: "segments", or "rows" of the configured length; "none" without attention.
-        reads: "sizes" for a formula of the configuration's sizes, "rows" where the cost model or its parameters decide.
-        towers: whether it is a formula of a vision tower's sizes too.
-    """
-
-    name: str
-    version: str
-    tool: str
-    why: str
-    price: Callable[[Architecture, Step], Parts]
+    name: str  # such as "torchtitan"
+    version: str  # a number for our own rules, else the date of the code that was read
+    tool: str  # whose peak rule divides it (`tool_peaks`), "" for the datasheet
+    why: str  # one line on what it counts differently from `useful/1`
+    price: Callable[[Architecture, Step], Parts]  # the rule itself, a pure function; raises `NotExpressibleError`
+    # which token positions it charges for: "real", "slots" or "rows" (of the configured length)
     tokens: Literal["real", "slots", "rows"]
+    # positions that its attention spans: "segments", or "rows" of the configured length; "none" without attention
     scope: Literal["segments", "rows", "none"]
+    # "sizes" for a formula of the configuration's sizes, "rows" where the cost model or its parameters decide
     reads: Literal["sizes", "rows"] = "sizes"
-    towers: bool = False
+    towers: bool = False  # whether it is a formula of a vision tower's sizes too
 
     @property
     def full_name(self) -> str:

@@ -4,16 +4,11 @@ The ledger was read off the code that runs, so it settles what a configuration l
 sizes of a configuration do not make the model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headway.count import drivers
-
-if TYPE_CHECKING:
-    from headway.count.cost_model import CostModel
-    from headway.count.rows import Row
+from headway.count.cost_model import CostModel
+from headway.count.rows import Row
 
 _FEED_FORWARD = frozenset({"language.mlp", "language.experts", "language.router"})
 _ADAPTERS = (".lora_A", ".lora_B")
@@ -21,27 +16,16 @@ _ADAPTERS = (".lora_A", ".lora_B")
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A language model's layers, as traced.
+    """A language model's layers, as traced."""
 
-    Attributes:
-        masks: the driver of each attention, in the order of the layers, such as "pairs:sliding:4096".
-        projections: matrix elements of all attention projections that one token meets.
-        feed_forward: those of MLPs, active experts, shared experts and routers.
-        head: those of the head.
-        pair_features: features that one query-key pair multiplies, query-key and value heads, over all layers.
-        expert_layers: modules of routed experts.
-        experts: elements of all routed experts.
-        active_experts: those of the experts that one token is routed to.
-    """
-
-    masks: tuple[str, ...]
-    projections: int
-    feed_forward: int
-    head: int
-    pair_features: int
-    expert_layers: int = 0
-    experts: int = 0
-    active_experts: int = 0
+    masks: tuple[str, ...]  # the driver of each attention, in the order of the layers, such as "pairs:sliding:4096"
+    projections: int  # matrix elements of all attention projections that one token meets
+    feed_forward: int  # matrix elements of MLPs, active experts, shared experts and routers
+    head: int  # matrix elements of the head
+    pair_features: int  # features that one query-key pair multiplies, query-key and value heads, over all layers
+    expert_layers: int = 0  # modules of routed experts
+    experts: int = 0  # elements of all routed experts
+    active_experts: int = 0  # elements of the experts that one token is routed to
 
     @property
     def windows(self) -> tuple[int | None, ...]:

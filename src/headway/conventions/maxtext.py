@@ -1,12 +1,7 @@
 """MaxText: three times the forward's products at batch x max_target_length."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from headway.conventions.architecture import Architecture
-    from headway.conventions.convention import Number, Parts, Step
+from headway.conventions.architecture import Architecture
+from headway.conventions.convention import Number, Parts, Step
 
 
 def maxtext(model: Architecture, step: Step) -> Parts:

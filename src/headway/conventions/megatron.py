@@ -1,14 +1,8 @@
 """Megatron-Bridge (and Megatron-LM): three times the forward's products, attention halved for the causal mask."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from headway.conventions.architecture import Architecture, Vision
+from headway.conventions.convention import Number, Parts, Step
 from headway.errors import NotExpressibleError
-
-if TYPE_CHECKING:
-    from headway.conventions.architecture import Architecture, Vision
-    from headway.conventions.convention import Number, Parts, Step
 
 _VOCAB_MULTIPLE = 128  # make_vocab_size_divisible_by's default, at a tensor-parallel size of 1
 

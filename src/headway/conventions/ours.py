@@ -1,20 +1,13 @@
 """Conventions that read the cost model's own rows: useful work, what the hardware ran, what PyTorch's counter sees."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from headway.conventions.convention import PARTS
+from headway.conventions.architecture import Architecture
+from headway.conventions.convention import PARTS, Number, Parts, Step
 from headway.count import drivers
+from headway.count.cost_model import CostModel
 from headway.count.masks import full_pairs
+from headway.count.rows import Row
 from headway.count.workload import Workload
 from headway.errors import NotExpressibleError
-
-if TYPE_CHECKING:
-    from headway.conventions.architecture import Architecture
-    from headway.conventions.convention import Number, Parts, Step
-    from headway.count.cost_model import CostModel
-    from headway.count.rows import Row
 
 _FLASH_BACKWARD = 2.5  # products of a flash kernel's backward over those of its forward: 5 matmuls against 2
 
@@ -88,16 +81,6 @@ def flop_counter(model: Architecture, step: Step) -> Parts:
             backward = int(_FLASH_BACKWARD * row.forward)
         parts[part_of(row.component)] += units * (row.forward + backward)
     return parts
-
-
-def square_attention(cost_model: CostModel, lengths: list[int]) -> int:
-    """Bill language attention, forward and backward, for the full square of every length [tokens].
-
-    The yardstick by which an audit tells a missing document mask from a missing causal mask.
-    """
-    pairs = full_pairs(lengths)
-    rows = (row for row in cost_model.rows if row.op == "attention" and drivers.tower(row.driver) == "language")
-    return sum(pairs * (row.forward + sum(gradient.flops for gradient in row.gradients)) for row in rows)
 
 
 def _units(row: Row, workload: Workload, squares: int) -> int:

@@ -5,20 +5,15 @@ knows (whether an MLP has a gate, which layers a window is for) is read off the 
 else is it guessed. Sizes that do not multiply to the ledger's rows are refused with the reason.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.conventions.architecture import Architecture, Mla, Vision
 from headway.conventions.ledger import Decoder, decoder
+from headway.count.cost_model import CostModel
 from headway.count.models import presets
 from headway.errors import UnknownModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headway.count.cost_model import CostModel
 
 _SAME = 1e-3  # sizes make the model if they multiply to the ledger's weights within this share
 _MASKS = ("pairs:causal", "pairs:full", "pairs:sliding:", "pairs:chunked:")
@@ -236,10 +231,7 @@ def _pairs(read: Architecture, ledger: Decoder) -> dict[str, tuple[int, int]]:
         "weights of attention projections": (read.layers * read.attention_weights, ledger.projections),
         "weights that one token meets in MLPs, experts and routers": (read.feed_forward_weights, feed_forward),
         "weights of the head": (read.hidden * read.vocab, ledger.head),
-        "features of a query-key pair": (
-            read.layers * read.heads * (read.qk_dim + read.v_dim),
-            ledger.pair_features,
-        ),
+        "features of a query-key pair": (read.layers * read.heads * (read.qk_dim + read.v_dim), ledger.pair_features),
         "layers with experts": (read.moe_layers, ledger.expert_layers),
         "elements of the experts that one token is routed to": (
             ledger.experts * read.top_k // max(read.num_experts, 1),

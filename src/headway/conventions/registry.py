@@ -1,7 +1,5 @@
 """The conventions by name."""
 
-from __future__ import annotations
-
 import difflib
 
 from headway.conventions import maxtext, megatron, ours, veomni, verl, weights

@@ -3,8 +3,6 @@
 These are other people's rules, wrong ones included; the peaks to trust are in `headway.devices`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 
@@ -152,16 +150,12 @@ _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
 
 @dataclass(frozen=True, slots=True)
 class ToolPeak:
-    """The peak that a tool divides by on a device.
+    """The peak that a tool divides by on a device."""
 
-    Attributes:
-        flops_per_s: FLOP/s of one device; infinite where the tool does not know it and prints 0; None where the tool
-            prints no MFU at all.
-        note: what is odd about it, "" for nothing.
-    """
-
+    # FLOP/s of one device; infinite where the tool does not know it and prints 0; None where the tool prints no MFU at
+    # all
     flops_per_s: float | None
-    note: str = ""
+    note: str = ""  # what is odd about it, "" for nothing
 
 
 def tool_peak(tool: str, device_name: str) -> ToolPeak:

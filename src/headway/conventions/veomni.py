@@ -1,20 +1,14 @@
 """VeOmni: real tokens, the full square of each segment, Qwen's vision towers, and less for what does not train."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from headway.conventions.architecture import Architecture, Vision
+from headway.conventions.convention import Parts, Step
 from headway.conventions.verl import VEOMNI, both_heads, linear, listed, pictures, tower_weights
+from headway.count.cost_model import CostModel
+from headway.count.rows import Parameter
 from headway.errors import NotExpressibleError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headway.conventions.architecture import Architecture, Vision
-    from headway.conventions.convention import Parts, Step
-    from headway.count.cost_model import CostModel
-    from headway.count.rows import Parameter
 
 _OLD_TOWERS = frozenset({"qwen2_vl", "qwen2_5_vl"})  # VeOmni does not bill their patch embedding
 _ADAPTER = ".lora_"
@@ -34,23 +28,14 @@ _TARGETS = {
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """FLOPs per weight and pair, which depend on the parameters that are trained.
+    """FLOPs per weight and pair, which depend on the parameters that are trained."""
 
-    Attributes:
-        language: FLOPs per weight of the language model and token: 6, or 4 below adapters.
-        tower: FLOPs per weight of the vision tower and patch.
-        embed: FLOPs per weight of the patch embedding.
-        tower_pairs: FLOPs per feature and query-key pair of the tower.
-        adapters: weights of the language model's adapters.
-        tower_adapters: weights of the tower's adapters.
-    """
-
-    language: int = 6
-    tower: int = 6
-    embed: int = 6
-    tower_pairs: int = 12
-    adapters: int = 0
-    tower_adapters: int = 0
+    language: int = 6  # FLOPs per weight of the language model and token: 6, or 4 below adapters
+    tower: int = 6  # FLOPs per weight of the vision tower and patch
+    embed: int = 6  # FLOPs per weight of the patch embedding
+    tower_pairs: int = 12  # FLOPs per feature and query-key pair of the tower
+    adapters: int = 0  # weights of the language model's adapters
+    tower_adapters: int = 0  # weights of the tower's adapters
 
 
 def veomni(model: Architecture, step: Step) -> Parts:
@@ -114,11 +99,7 @@ def _tower(model: Architecture, tower: Vision, sizes: list[int], setup: _Setup, 
 
 
 def _setup(model: Architecture) -> _Setup:
-    """Read off a ledger what its rule asks of a run: whether the tower trains, and which adapters there are.
-
-    Raises:
-        NotExpressibleError: adapters that its LoRA rule does not know.
-    """
+    """Read off a ledger what its rule asks of a run: whether the tower trains, and which adapters there are."""
     cost_model = model.cost_model
     if cost_model is None:
         return _Setup()

@@ -1,14 +1,8 @@
 """verl and LMMs-Engine, and what they share with VeOmni: real tokens, squared lengths, a list of model types."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from headway.conventions.architecture import Architecture, Vision
+from headway.conventions.convention import Number, Parts, Step
 from headway.errors import NotExpressibleError
-
-if TYPE_CHECKING:
-    from headway.conventions.architecture import Architecture, Vision
-    from headway.conventions.convention import Number, Parts, Step
 
 _LMMS_ENGINE = frozenset({
     "llama", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3",

@@ -1,16 +1,11 @@
 """Conventions that multiply parameters by tokens: 6ND and its relatives."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
+from headway.conventions.architecture import Architecture
+from headway.conventions.convention import Parts, Step
 from headway.conventions.ledger import linear_weights
 from headway.errors import NotExpressibleError
-
-if TYPE_CHECKING:
-    from headway.conventions.architecture import Architecture
-    from headway.conventions.convention import Parts, Step
 
 _BLOCK_NORM = re.compile(r"\.\d+\.[^.]*(?:norm|ln)[^.]*\.(?:weight|bias)$")  # a norm of a block, in none of its modules
 
