@@ -12,26 +12,17 @@ Not counted: the CUDA context (about 0.5 GiB), communication buffers, attention'
 operations and what the allocator cannot use; leave them a tenth of the device.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
-from headway.count import drivers
-from headway.count.activations import bytes_of
+from headway.count import CostModel, Workload, drivers
+from headway.count.activations import SavedActivations, bytes_of
 from headway.count.recompute import recomputed_blocks
-from headway.count.rows import hidden_matrices
+from headway.count.rows import Parameter, hidden_matrices
 from headway.plan.recompute import block_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
-
-    from headway.count import CostModel, Workload
-    from headway.count.activations import SavedActivations
-    from headway.count.rows import Parameter
 
 FLOAT32, BFLOAT16 = 4, 2
 """Bytes of a number."""
@@ -39,91 +30,53 @@ FLOAT32, BFLOAT16 = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How processes share a model.
+    """How processes share a model."""
 
-    Attributes:
-        shards: processes that hold one copy of the weights between them.
-        gathers: whether FSDP2 gathers them block by block; a lone process has a plain model.
-        sequence: processes that share each pack.
-        expert: processes that the experts of a layer are spread over.
-        reshard: whether a block's gathered weights are freed between forward and backward.
-        reduce_each_pack: whether gradients are summed after every pack; otherwise whole ones wait for the last.
-        reduce_bytes: of a number in which gradients are summed.
-        offload: whether weights, gradients and state lie in the host's memory.
-    """
-
-    shards: int = 1
-    gathers: bool = False
-    sequence: int = 1
-    expert: int = 1
-    reshard: bool = True
+    shards: int = 1  # processes that hold one copy of the weights between them
+    gathers: bool = False  # whether FSDP2 gathers them block by block; a lone process has a plain model
+    sequence: int = 1  # processes that share each pack
+    expert: int = 1  # processes that the experts of a layer are spread over
+    reshard: bool = True  # whether a block's gathered weights are freed between forward and backward
+    # whether gradients are summed after every pack; otherwise whole ones wait for the last
     reduce_each_pack: bool = True
-    reduce_bytes: int = FLOAT32
-    offload: bool = False
+    reduce_bytes: int = FLOAT32  # bytes of a number in which gradients are summed
+    offload: bool = False  # whether weights, gradients and state lie in the host's memory
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Dtypes of weights, gradients and optimizer state, and of forward's products.
+    """Dtypes of weights, gradients and optimizer state, and of forward's products."""
 
-    Attributes:
-        weight_bytes: of a weight as the optimizer sees it.
-        compute_bytes: of a weight as matrix products see it.
-        moment_bytes: of one of the optimizer's moments; 8-bit codes and their scales are 1 + 4 / 256.
-        muon: whether matrices of hidden layers have one moment instead of two.
-        averaged: whether there is a moving average of the weights that learn, in float32.
-        accumulates: whether a step sums several packs.
-        recompute: which blocks are computed again, as for `recomputed_blocks`.
-        fused: whether blocks are compiled or run on fused kernels.
-        chunk: slots whose logits exist at a time [slots]; None for those of a whole pack.
-    """
-
-    weight_bytes: int = FLOAT32
-    compute_bytes: int = BFLOAT16
-    moment_bytes: float = FLOAT32
-    muon: bool = False
-    averaged: bool = False
-    accumulates: bool = False
-    recompute: str = "none"
-    fused: bool = False
-    chunk: int | None = None
+    weight_bytes: int = FLOAT32  # bytes of a weight as the optimizer sees it
+    compute_bytes: int = BFLOAT16  # bytes of a weight as matrix products see it
+    moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
+    muon: bool = False  # whether matrices of hidden layers have one moment instead of two
+    averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
+    accumulates: bool = False  # whether a step sums several packs
+    recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
+    fused: bool = False  # whether blocks are compiled or run on fused kernels
+    chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes that one device holds, by part.
+    """Bytes that one device holds, by part."""
 
-    Attributes:
-        weights: this device's share, as the optimizer sees them.
-        casts: copies of the weights in the dtype of the products, where nothing else makes them; as forward ends.
-        recasts: of these, the copies that are there in backward: of blocks that are not recomputed, and of one that is.
-        gradients: this device's share, whole at the end of backward.
-        optimizer: moments.
-        average: the moving average of the weights.
-        gathered: weights that are whole for a while.
-        reducing: gradients of a unit on their way to being summed.
-        activations: kept from forward to backward.
-        recomputing: of the largest block that is computed again, while it is.
-        passing: of the block that backward is in, the gradients of what it computes.
-        head: logits, and gradients made with them.
-        head_gradients: what the head leaves to backward: the gradients of the hidden states and of its weight.
-        host: what lies in the host's memory instead.
-    """
-
-    weights: int
-    casts: int
+    weights: int  # this device's share, as the optimizer sees them
+    casts: int  # copies of the weights in the dtype of the products, where nothing else makes them; as forward ends
+    # of these copies, the ones that exist in backward: of blocks that are not recomputed, and of one that is
     recasts: int
-    gradients: int
-    optimizer: int
-    average: int
-    gathered: int
-    reducing: int
-    activations: int
-    recomputing: int
-    passing: int
-    head: int
-    head_gradients: int
-    host: int
+    gradients: int  # this device's share, whole at the end of backward
+    optimizer: int  # moments
+    average: int  # the moving average of the weights
+    gathered: int  # weights that are whole for a while
+    reducing: int  # gradients of a unit on their way to being summed
+    activations: int  # kept from forward to backward
+    recomputing: int  # the largest recomputed block, while it is computed again
+    passing: int  # gradients of activations in the block that backward is in
+    head: int  # logits, and gradients made with them
+    head_gradients: int  # gradients that the head leaves to backward: of the hidden states and of its weight
+    host: int  # bytes in the host's memory instead
     accumulates: bool
 
     @property
@@ -133,13 +86,13 @@ class MemoryPlan:
 
     @property
     def forward_peak(self) -> int:
-        """At the end of a forward, with the loss at hand."""
+        """Bytes at the end of a forward, with the loss at hand."""
         earlier = self.gradients if self.accumulates else 0
         return self.always + self.casts + self.gathered + earlier + self.activations + self.head
 
     @property
     def backward_peak(self) -> int:
-        """In backward: as it begins, with all activations and no gradients, or as it ends, with the opposite."""
+        """Bytes in backward: as it begins, with all activations and no gradients, or as it ends, with the opposite."""
         working = self.gathered + self.recasts + self.recomputing + self.passing + self.reducing
         begins = self.activations + self.head_gradients + (self.gradients if self.accumulates else 0)
         return self.always + working + max(begins, self.gradients)

@@ -15,20 +15,14 @@ _HOW_MANY = "(torchrun --nproc-per-node; --devices in a dry run)"
 class MeshShape:
     """How many processes each kind of parallelism takes.
 
-    Attributes:
-        replicate: copies of the sharded weights [processes].
-        shard: processes that share one copy of the weights, times `sequence` [processes].
-        sequence: processes that share each pack [processes].
-        expert: processes that the experts of a layer are spread over [processes].
-
     >>> MeshShape.of(8, sequence=2)
     MeshShape(replicate=1, shard=4, sequence=2, expert=1)
     """
 
-    replicate: int = 1
-    shard: int = 1
-    sequence: int = 1
-    expert: int = 1
+    replicate: int = 1  # copies of the sharded weights [processes]
+    shard: int = 1  # processes that share one copy of the weights, times `sequence` [processes]
+    sequence: int = 1  # processes that share each pack [processes]
+    expert: int = 1  # processes that the experts of a layer are spread over [processes]
 
     @classmethod
     def of(
@@ -40,14 +34,7 @@ class MeshShape:
         sequence: int = 1,
         expert: int = 1,
     ) -> "MeshShape":
-        """The shape that so many processes form.
-
-        Args:
-            world_size: processes that train together.
-            replicate: as the attribute.
-            shard: as the attribute; "auto" for all that the others leave.
-            sequence: as the attribute.
-            expert: as the attribute.
+        """Find the shape that `world_size` processes form; a shard of "auto" takes all that the others leave.
 
         Raises:
             ConfigError: the processes do not fit, or the experts' do not divide those that share the weights.

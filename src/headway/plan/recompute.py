@@ -1,35 +1,22 @@
 """Choose what to recompute, as little as possible, so that what blocks keep from forward to backward fits a budget."""
 
-from __future__ import annotations
-
 import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from headway.count.activations import bytes_of
+from headway.count import CostModel, Workload
+from headway.count.activations import SavedActivations, bytes_of
 from headway.errors import PlanError
 from headway.report import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from headway.count import CostModel, Workload
-    from headway.count.activations import SavedActivations
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """Activations that one block keeps from forward to backward [bytes].
+    """Activations that one block keeps from forward to backward [bytes]."""
 
-    Attributes:
-        whole: where it is not recomputed.
-        entry: where it is: what enters it.
-        attention: what it keeps beside its entry where attention does not run again.
-    """
-
-    whole: int
-    entry: int
-    attention: int = 0
+    whole: int  # where it is not recomputed
+    entry: int  # where it is: what enters it
+    attention: int = 0  # kept beside the entry where attention does not run again
 
     def kept(self, keeps_attention: bool) -> int:
         """What it keeps where it is recomputed."""
@@ -62,12 +49,7 @@ def block_bytes(
 
 
 def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, bool]) -> int:
-    """The most that blocks hold at a time: what all keep, and what the largest recomputed one makes again [bytes].
-
-    Args:
-        blocks: by name.
-        recomputed: by the name of each recomputed block, whether its attention is kept.
-    """
+    """The most that blocks hold at a time: what all keep, and what the largest recomputed one makes again [bytes]."""
     kept = {name: blocks[name].kept(keeps) for name, keeps in recomputed.items()}
     again = max((blocks[name].whole - size for name, size in kept.items()), default=0)
     return sum(kept.get(name, block.whole) for name, block in blocks.items()) + again

@@ -4,35 +4,23 @@ Each identity is a product of quantities that equals 1, such as tokens/s x step 
 single unknown gives it; one without must hold.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headway.errors import PlanError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _TOLERANCE = 0.005  # given values may be rounded this much before they contradict each other
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """One quantity of a plan.
+    """One quantity of a plan."""
 
-    Attributes:
-        key: its name in `solve`.
-        label: as printed.
-        unit: such as "s"; "" for counts and fractions.
-        option: how the command line takes it, "" where it does not.
-    """
-
-    key: str
-    label: str
-    unit: str = ""
-    option: str = ""
+    key: str  # its name in `solve`
+    label: str  # name to print
+    unit: str = ""  # such as "s"; "" for counts and fractions
+    option: str = ""  # how the command line takes it, "" where it does not
 
 
 QUANTITIES = (
@@ -86,17 +74,11 @@ _IDENTITIES: tuple[_Identity, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Everything that follows.
+    """Everything that follows."""
 
-    Attributes:
-        values: all known quantities by key.
-        given: keys of those that were given.
-        warnings: what cannot be right, and why that may be.
-    """
-
-    values: Mapping[str, float]
-    given: frozenset[str]
-    warnings: tuple[str, ...] = ()
+    values: Mapping[str, float]  # all known quantities by key
+    given: frozenset[str]  # keys of those that were given
+    warnings: tuple[str, ...] = ()  # numbers that cannot be right, with likely causes
 
     @property
     def unknown(self) -> tuple[Quantity, ...]:
