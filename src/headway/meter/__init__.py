@@ -12,13 +12,4 @@ from headway.meter.goodput_report import GoodputReport
 from headway.meter.meter import Meter
 from headway.meter.window import Window
 
-__all__ = [
-    "Goodput",
-    "GoodputReport",
-    "Meter",
-    "Sink",
-    "Sinks",
-    "Window",
-    "open_sink",
-    "workload_of",
-]
+__all__ = ["Goodput", "GoodputReport", "Meter", "Sink", "Sinks", "Window", "open_sink", "workload_of"]

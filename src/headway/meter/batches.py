@@ -1,18 +1,12 @@
 """Read a workload off the tensors of a batch; those on an accelerator are copied aside and read once they have come."""
 
-from __future__ import annotations
+import math
+from collections.abc import Mapping
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from headway.count import Workload
-from headway.count.integers import boundaries_of
+from headway.count import CostModel, Workload
+from headway.count.integers import Ints, boundaries_of
 from headway.errors import WorkloadError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headway.count import CostModel
-    from headway.count.integers import Ints
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
 # the tensors whose values, not only shapes, are read
@@ -28,7 +22,6 @@ _READ = (
     "decoder_attention_mask",
 )
 _IDS = ("input_ids", "inputs_embeds", "tokens")
-_TWO_DIMENSIONS = 2
 
 
 def input_gradients_of(batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -48,10 +41,6 @@ def read_or_copy(batch: Any, cost_model: CostModel) -> Workload | Mapping[str, A
     """Read the workload of a batch on the CPU; of one on a CUDA device, begin to copy what `workload_of` will read.
 
     Nothing waits for the device. The copies have come when it has passed any later point.
-
-    Args:
-        batch: a `Workload`, or a forward's arguments by name.
-        cost_model: of the model.
 
     Returns:
         The workload, or the copies, for `workload_of`; of tensors that it does not read, only shapes.
@@ -152,7 +141,7 @@ def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str,
             )
         return Workload.from_cu_seqlens(padded, unpadded=real, slots=rows * slots, **grids)
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and mask.ndim != _TWO_DIMENSIONS:
+    if mask is not None and mask.ndim != 2:
         mask = None if positions is not None else mask
     if positions is not None and _fits(positions, shape):
         return Workload.from_position_ids(positions, attention_mask=mask, **grids)
@@ -208,7 +197,4 @@ def _frames(pixels: Any, cost_model: CostModel | None) -> list[tuple[int, int, i
             "is: add the grids to the batch, or pass a Workload."
         )
     height, width = map(int, fixed[0].split(":")[1:])
-    number = 1
-    for size in pixels.shape[:-3]:
-        number *= int(size)
-    return [(1, height, width)] * number
+    return [(1, height, width)] * math.prod(pixels.shape[:-3])

@@ -6,15 +6,12 @@ long, so step times cannot tell a slow device from a heavy pack. The FLOPs of a 
 computed them can: a heavy pack has more of both, a slow device less of one for the other.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
 
@@ -54,7 +51,7 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, other: Mark) -> float:
+    def seconds_since(self, other: "Mark") -> float:
         """Measure the time between two points that the device has passed, by its own clock if it has one [s]."""
         if self._event is None:
             return self.host_s - other.host_s
@@ -62,12 +59,7 @@ class Mark:
 
 
 def mark(device: Any = None, host_s: float | None = None) -> Mark:
-    """Mark the point that the host, and a device's queue, have reached now.
-
-    Args:
-        device: a `torch.device`, or None for the CPU.
-        host_s: reading of another host clock than `now_s` [s].
-    """
+    """Mark the point that the host, and a device's queue, have reached now."""
     return Mark(device, now_s() if host_s is None else host_s)
 
 
@@ -112,13 +104,9 @@ class ForwardTimer:
     Two marks a forward, and two for each group of parameters that `fully_shard` gathers in it; nothing is waited for.
     Exchanges within the forward of one pack (tensor, sequence and expert parallelism) are not taken out: ranks that
     share a forward are equally busy.
-
-    Args:
-        model: as the loop calls it.
-        mark: marks a point of the loop.
     """
 
-    def __init__(self, model: nn.Module, mark: Callable[[], Mark]) -> None:
+    def __init__(self, model: "nn.Module", mark: Callable[[], Mark]) -> None:
         self._model = weakref.ref(model)  # the timer, found by its model, must not keep it alive
         self._mark = mark
         self._begin: Mark | None = None
@@ -147,7 +135,7 @@ class ForwardTimer:
         if model is not None and _timers.get(model) is self:
             del _timers[model]
 
-    def before(self, model: nn.Module) -> None:
+    def before(self, model: "nn.Module") -> None:
         """Note that a forward of the model begins."""
         if self._wrapped is None:  # `fully_shard` may have come after the meter
             self._wrapped = [group for module in model.modules() for group in sharded_groups(module)]
@@ -175,17 +163,17 @@ class ForwardTimer:
 
 
 # The hooks find their timer here: so a model that is metered can be copied and pickled, and the copy has none.
-_timers: weakref.WeakKeyDictionary[nn.Module, ForwardTimer] = weakref.WeakKeyDictionary()
+_timers: "weakref.WeakKeyDictionary[nn.Module, ForwardTimer]" = weakref.WeakKeyDictionary()
 
 
-def _before_forward(model: nn.Module, _args: Any) -> None:
+def _before_forward(model: "nn.Module", _args: Any) -> None:
     import torch
 
     if not torch.compiler.is_compiling() and model.training and (timer := _timers.get(model)) is not None:
         timer.before(model)
 
 
-def _after_forward(model: nn.Module, _args: Any, _output: Any) -> None:
+def _after_forward(model: "nn.Module", _args: Any, _output: Any) -> None:
     import torch
 
     if not torch.compiler.is_compiling() and (timer := _timers.get(model)) is not None:

@@ -1,15 +1,11 @@
-"""Energy that a GPU has drawn, from the counter that the board itself keeps; measured, or not told at all."""
-
-from __future__ import annotations
+"""Energy that a GPU has drawn, from the counter that the board itself keeps; None where there is no such counter."""
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.errors import UsageError
-
-if TYPE_CHECKING:
-    from headway.meter.tally import Sums
+from headway.meter.tally import Sums
 
 
 class EnergyMeter:
@@ -74,9 +70,6 @@ class WindowEnergy:
     """Energy of the steps that a meter counts, read when a window ends and around what is not training.
 
     The energy of a step that compiles in the middle of a window is included, as nobody knew that it would.
-
-    Args:
-        device: a `torch.device`; only that of an NVIDIA GPU is known.
     """
 
     def __init__(self, device: Any) -> None:

@@ -1,22 +1,17 @@
 """What the meter asks of a model, its device and the compiler; nothing here waits for a device."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.count import CostModel
+from headway.devices import Peak
 from headway.errors import HeadwayError, UnknownDeviceError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headway.devices import Peak
-    from headway.meter.memory_traffic import Traffic
+from headway.meter.memory_traffic import Traffic
 
 
 def device_here() -> Any:
@@ -40,13 +35,6 @@ def device_of(model: Any) -> Any:
             "Meter the part on each device with a Meter of its own, from that part's cost model."
         )
     return next(iter(devices), None)
-
-
-def trace_of(model: Any) -> CostModel:
-    """Trace a model's ledger."""
-    from headway.tracing import trace
-
-    return trace(model)
 
 
 def peak_of(model: Any, device: Any) -> Peak:
@@ -89,12 +77,7 @@ def traffic_or_warn(model: Any, optimizer: Any, cost_model: CostModel, recompute
 
 
 class Compilation:
-    """Notices when torch.compile compiles in this process, and tells when it begins and ends.
-
-    Args:
-        begin: called before something is compiled.
-        end: called afterwards.
-    """
+    """Notices when torch.compile compiles in this process, and tells when it begins and ends."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._num_graphs = _num_graphs()

@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from headway.errors import UsageError
@@ -175,9 +174,7 @@ class Goodput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -193,7 +190,7 @@ class Goodput:
         self._last_ns = now_ns
 
     def _settle(self) -> None:
-        """Move what `move` was told of, as far as the file does not have it yet."""
+        """Apply the moves that are owed, as far as the file does not have their time yet."""
         for (source, target), owed in list(self._owed.items()):
             moved = min(owed, self._ns[source])
             self._ns[source] -= moved
@@ -258,9 +255,7 @@ class _Span:
         self._outer = self._ledger._current
         self._ledger.switch(self._bucket)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._ledger.switch(self._outer)
 
 

@@ -98,10 +98,6 @@ def account(lines: Iterable[Mapping[str, Any]], source: str) -> GoodputReport:
 
     Time between two processes is `idle`. Lost progress is the `step` time since the checkpoint that a restart loaded.
 
-    Args:
-        lines: as `Goodput` writes them.
-        source: what to call the file in errors.
-
     Raises:
         LogError: a line is not one of a ledger.
     """

@@ -1,15 +1,11 @@
 """All-gather of whole numbers between hosts, so that no device is waited for: once a log, and never in between."""
 
-from __future__ import annotations
-
 import atexit
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.errors import RankLostError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _HALF = 62  # bits of the lower of the two words that hold a count: a window's FLOPs pass 2**63
 
@@ -18,9 +14,6 @@ class HostAllGather:
     """Exchange lists of whole numbers between the ranks of a run over a gloo group of its own.
 
     Every rank must make one, after `torch.distributed` has been set up, and exchange equally often.
-
-    Args:
-        timeout_s: how long the other ranks are waited for [s].
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:

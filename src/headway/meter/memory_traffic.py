@@ -3,38 +3,24 @@
 What is counted, and why it is a lower bound, is in docs/mbu.md.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from headway.count import drivers
+from headway.count import Workload, drivers
 from headway.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from fractions import Fraction
-
-    from headway.count import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that one rank's step must move, reads and writes together.
+    """Bytes that one rank's step must move, reads and writes together."""
 
-    Attributes:
-        weights: read by forward, by the gradients of activations, and once more by recomputation.
-        gradients: of parameters, written by backward, added up over micro-batches and read by the update.
-        optimizer: parameters and optimizer state, read and written by the update.
-        activations: saved for backward, written once and read once.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
+    weights: int  # read by forward, by the gradients of activations, and once more by recomputation
+    gradients: int  # of parameters, written by backward, added up over micro-batches and read by the update
+    optimizer: int  # parameters and optimizer state, read and written by the update
+    activations: int  # saved for backward, written once and read once
 
     @property
     def total(self) -> int:
@@ -44,43 +30,27 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class ParameterBytes:
-    """Bytes that the parameters of a part of a model make one rank move.
+    """Bytes that the parameters of a part of a model make one rank move."""
 
-    Attributes:
-        forward: weights that products of one forward read.
-        dgrad: weights that products of one backward read.
-        recomputed: weights that the recomputation of one forward reads.
-        gradients: moved for gradients in each micro-batch.
-        gradients_of_step: added once for each optimizer step; below 0 where its first micro-batch only writes what
-            later ones read and write, and no update reads it.
-        gradients_of_update: of these, what the update reads.
-        update: parameters and optimizer state that one update reads and writes.
-    """
-
-    forward: int = 0
-    dgrad: int = 0
-    recomputed: int = 0
-    gradients: int = 0
+    forward: int = 0  # weights that products of one forward read
+    dgrad: int = 0  # weights that products of one backward read
+    recomputed: int = 0  # weights that the recomputation of one forward reads
+    gradients: int = 0  # moved for gradients in each micro-batch
+    # added once for each optimizer step; below 0 where its first micro-batch only writes what later ones read and
+    # write, and no update reads it
     gradients_of_step: int = 0
-    gradients_of_update: int = 0
-    update: int = 0
+    gradients_of_update: int = 0  # gradients that the update reads
+    update: int = 0  # parameters and optimizer state that one update reads and writes
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a model and its optimizer move per micro-batch, per update and per unit of a batch's drivers.
+    """Bytes that a model and its optimizer move per micro-batch, per update and per unit of a batch's drivers."""
 
-    Attributes:
-        always: what every micro-batch uses.
-        towers: what only micro-batches with images, videos or audio clips use.
-        saved: driver and bytes that autograd saves per unit of it.
-        left_out: modules whose saved activations no driver explains; they are missing.
-    """
-
-    always: ParameterBytes
-    towers: ParameterBytes
-    saved: tuple[tuple[str, Fraction], ...]
-    left_out: tuple[str, ...] = ()
+    always: ParameterBytes  # parameters that every micro-batch uses
+    towers: ParameterBytes  # parameters that only micro-batches with images, videos or audio clips use
+    saved: tuple[tuple[str, Fraction], ...]  # driver and bytes that autograd saves per unit of it
+    left_out: tuple[str, ...] = ()  # modules whose saved activations no driver explains; they are missing
 
     @cached_property
     def _saved(self) -> list[tuple[Callable[[Workload], int], int, int]]:
@@ -135,7 +105,7 @@ class Traffic:
 
 
 def mbu(num_bytes: int, wall_s: float, bytes_per_s: float) -> float:
-    """Return the share of what the memory could have moved that had to be moved at least.
+    """Return the MBU: bytes that had to be moved at least, over bytes that the memory could have moved.
 
     Args:
         num_bytes: of one device [bytes].

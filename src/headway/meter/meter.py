@@ -1,13 +1,15 @@
 """Measure any training loop: exact FLOPs against the one clock, in three lines and at no cost to the loop."""
 
-from __future__ import annotations
-
 import math
 import warnings
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 from headway.count import CostModel, Workload
+from headway.devices import Peak
 from headway.errors import RankLostError, UsageError
+from headway.log.sink import Sink
 from headway.log.sinks import Sinks
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.clock import ForwardTimer
@@ -17,22 +19,14 @@ from headway.meter.environment import (
     device_of,
     largest_memory,
     peak_of,
-    trace_of,
     traffic_or_warn,
 )
+from headway.meter.goodput import Goodput
 from headway.meter.host_gather import HostAllGather
 from headway.meter.pending import Billing, PendingStep, PendingSteps
 from headway.meter.step_clock import StepClock
 from headway.meter.tally import Tally, Yardstick
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from headway.devices import Peak
-    from headway.log.sink import Sink
-    from headway.meter.goodput import Goodput
-    from headway.meter.window import Window
+from headway.meter.window import Window
 
 
 class Meter(StepClock):
@@ -116,7 +110,11 @@ class Meter(StepClock):
             device = device_here() if isinstance(model, CostModel) else device_of(model)
         super().__init__(device, goodput, clock)
         given = model if isinstance(model, CostModel) else cost_model
-        self.cost_model = given if given is not None else trace_of(model)
+        if given is None:
+            from headway.tracing import trace
+
+            given = trace(model)
+        self.cost_model = given
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps

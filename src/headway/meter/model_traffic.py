@@ -3,19 +3,21 @@
 Bytes of optimizer state per parameter: read off the state that is there, or off a first step on shapes.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from headway.count import CostModel
 from headway.count.drivers import tower
 from headway.count.recompute import run_again
+from headway.count.rows import Row
 from headway.errors import UsageError
 from headway.meter.clock import sharded_groups
 from headway.meter.memory_traffic import ParameterBytes, Traffic
@@ -23,28 +25,14 @@ from headway.tracing import trace, unwrap
 from headway.tracing.activations import saved_activations
 from headway.tracing.phantom import phantom
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.optim import Optimizer
-
-    from headway.count import CostModel
-    from headway.count.rows import Row
-
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One parameter as a rank holds it.
+    """One parameter as a rank holds it."""
 
-    Attributes:
-        parameter: what the optimizer updates; one rank's shard where it is sharded.
-        dtype: in which forward sees it.
-        sharded: whether it is gathered for forward and backward.
-    """
-
-    parameter: torch.Tensor
-    dtype: torch.dtype
-    sharded: bool
+    parameter: torch.Tensor  # tensor that the optimizer updates; one rank's shard where it is sharded
+    dtype: torch.dtype  # in which forward sees it
+    sharded: bool  # whether it is gathered for forward and backward
 
     @property
     def whole_bytes(self) -> int:
@@ -173,11 +161,7 @@ def _of_towers(cost: CostModel, read: tuple[int, int, int]) -> int:
 
 
 def _held(model: nn.Module) -> list[_Held]:
-    """List a model's parameters as this rank holds them, tied ones once.
-
-    Raises:
-        UsageError: ranks hold parts of one product.
-    """
+    """List a model's parameters as this rank holds them, tied ones once."""
     gathered: dict[int, Any] = {}
     for module in model.modules():
         for group in sharded_groups(module):

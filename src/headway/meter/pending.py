@@ -1,40 +1,28 @@
 """Steps on their way from a loop to its log: held until the device has passed them, then added up."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headway.count import Workload
+from headway.count import CostModel, Workload
 from headway.meter.batches import workload_of
+from headway.meter.clock import Mark, Span
+from headway.meter.goodput import Goodput
+from headway.meter.memory_traffic import Traffic
+from headway.meter.step_clock import StepTime
 from headway.meter.tally import NS, Sums
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from headway.count import CostModel
-    from headway.meter.clock import Mark, Span
-    from headway.meter.goodput import Goodput
-    from headway.meter.memory_traffic import Traffic
-    from headway.meter.step_clock import StepTime
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
 
 @dataclass(frozen=True, slots=True)
 class Billing:
-    """How a batch is billed.
+    """How a batch is billed."""
 
-    Attributes:
-        model: which of the models computed it; 0 is the one that is trained.
-        forward_only: it has no backward.
-        input_gradients: names of its arguments that require a gradient.
-    """
-
-    model: int = 0
-    forward_only: bool = False
-    input_gradients: tuple[str, ...] = ()
+    model: int = 0  # which of the models computed it; 0 is the one that is trained
+    forward_only: bool = False  # it has no backward
+    input_gradients: tuple[str, ...] = ()  # names of its arguments that require a gradient
 
     @property
     def trains(self) -> bool:
@@ -44,25 +32,15 @@ class Billing:
 
 @dataclass(slots=True)
 class PendingStep:
-    """One step as it was noted down.
+    """One step as it was noted down."""
 
-    Attributes:
-        number: of the meter's steps, from 1.
-        time: when it ended, and what was in between.
-        forwards: of the model, each with its waits for other ranks.
-        skipped: its update was left out.
-        left_out: warm-up, or some rank compiled something in it.
-        batches: what was computed, and how it is billed.
-        extra: the loop's own numbers.
-    """
-
-    number: int
-    time: StepTime
-    forwards: list[tuple[Span, list[Span]]]
-    skipped: bool
-    left_out: bool
-    batches: list[tuple[Any, Billing]]
-    extra: Mapping[str, Any]
+    number: int  # number of the step, from 1
+    time: StepTime  # when it ended, and what was in between
+    forwards: list[tuple[Span, list[Span]]]  # forwards of the model, each with its waits for other ranks
+    skipped: bool  # whether the update was left out
+    left_out: bool  # warm-up, or some rank compiled something in it
+    batches: list[tuple[Any, Billing]]  # what was computed, and how it is billed
+    extra: Mapping[str, Any]  # the loop's own numbers
 
 
 class PendingSteps:

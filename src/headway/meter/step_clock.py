@@ -1,40 +1,26 @@
 """When steps begin and end, what they wait for, and what is not training: every second of a loop in one place."""
 
-from __future__ import annotations
-
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 from headway.errors import UsageError
 from headway.meter import clock as meter_clock
-from headway.meter.clock import Span
+from headway.meter.clock import Mark, Span
 from headway.meter.energy import WindowEnergy
 from headway.meter.environment import Compilation
+from headway.meter.goodput import Goodput
+from headway.meter.goodput_report import Bucket
 from headway.meter.tally import NS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
-
-    from headway.meter.clock import Mark
-    from headway.meter.goodput import Goodput
-    from headway.meter.goodput_report import Bucket
 
 
 class StepTime(NamedTuple):
-    """The time of one step, which began at the end of the one before.
-
-    Attributes:
-        end: its end.
-        away_s: time within it that was not training, by the host's clock [s].
-        waits: for data.
-        compiled: whether something was compiled in it.
-    """
+    """The time of one step, which began at the end of the one before."""
 
     end: Mark
-    away_s: float
-    waits: list[Span]
-    compiled: bool
+    away_s: float  # time within it that was not training, by the host's clock [s]
+    waits: list[Span]  # waits for data
+    compiled: bool  # whether something was compiled in it
 
 
 class StepClock:
@@ -105,7 +91,7 @@ class StepClock:
         self._charge("step")
 
     def leave(self, bucket: Bucket = "evaluation") -> None:
-        """Leave the time from now until `back` out of the steps': it is not training. Waits for the device.
+        """Leave the time from now until `back` out of the steps' time, as no training. Waits for the device.
 
         Args:
             bucket: what it is in the run's goodput, such as "evaluation" or "checkpoint".
@@ -157,11 +143,7 @@ class StepClock:
                 self.back()
 
     def _end_step(self) -> StepTime:
-        """End a step, and begin the next one.
-
-        Raises:
-            UsageError: the clock stepped back.
-        """
+        """End a step, and begin the next one."""
         self.got_data()
         self.back()
         end = self._mark()

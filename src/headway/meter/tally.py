@@ -1,20 +1,14 @@
 """What steps add up to: sums of one rank, as whole numbers that ranks exchange exactly, and windows of all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headway.count import FlopCount, FlopRow
+from headway.count import FlopCount, FlopRow, Workload
+from headway.devices import Peak
 from headway.meter.window import Window
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headway.count import Workload
-    from headway.devices import Peak
 
 NS = 1_000_000_000
 COUNTED = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames")
@@ -56,10 +50,10 @@ class Sums:
         """List all numbers in one order."""
         return [*self.totals.values(), *(n for row in zip(*self.flops, strict=True) for n in row)]
 
-    def __add__(self, other: Sums) -> Sums:
+    def __add__(self, other: "Sums") -> "Sums":
         return Sums(self.keys, [a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)])
 
-    def left_out(self) -> Sums:
+    def left_out(self) -> "Sums":
         """Return what stays of steps that are left out: how many, and their time."""
         sums = Sums(self.keys)
         sums.totals["num_left_out"] = self.totals["num_steps"] + self.totals["num_left_out"]
@@ -96,30 +90,17 @@ class Sums:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Peaks, and what else a window needs to turn sums into fractions.
+    """Peaks, and what else a window needs to turn sums into fractions."""
 
-    Attributes:
-        peak: what one device can do.
-        ceiling_flops_per_s: rate measured on one such device [FLOP/s]; NaN where it was not.
-        peak_bytes_per_s: memory bandwidth of one device [B/s]; NaN where it is not known.
-        packing_length: tokens that a micro-batch has room for; None where it was not said.
-        batch_ranks: ranks in a row that work on each batch together, of which the first counts it.
-    """
-
-    peak: Peak
-    ceiling_flops_per_s: float = math.nan
-    peak_bytes_per_s: float = math.nan
-    packing_length: int | None = None
-    batch_ranks: int = 1
+    peak: Peak  # of one device
+    ceiling_flops_per_s: float = math.nan  # rate measured on one such device [FLOP/s]; NaN where it was not
+    peak_bytes_per_s: float = math.nan  # memory bandwidth of one device [B/s]; NaN where it is not known
+    packing_length: int | None = None  # tokens that a micro-batch has room for; None where it was not said
+    batch_ranks: int = 1  # ranks in a row that work on each batch together, of which the first counts it
 
 
 class Tally:
-    """Sums of all ranks, since the run began and in its last windows.
-
-    Args:
-        yardstick: what they are measured against.
-        smooth_over: windows that a window's `smoothed` numbers go over.
-    """
+    """Sums of all ranks, since the run began and in its last windows."""
 
     def __init__(self, yardstick: Yardstick, smooth_over: int) -> None:
         self._yardstick = yardstick
@@ -130,14 +111,7 @@ class Tally:
         self._memory = 0
 
     def window(self, ranks: list[Sums], memory: int, step: int, extra: dict[str, Any]) -> Window | None:
-        """Add steps of all ranks; None if all of them are left out, or the first rank's device has passed none.
-
-        Args:
-            ranks: sums of each rank.
-            memory: largest memory of any rank [bytes].
-            step: number of the last step.
-            extra: the loop's own numbers.
-        """
+        """Add steps of all ranks; None if all of them are left out, or the first rank's device has passed none."""
         self._run = _added(self._run, ranks)
         self._memory = max(self._memory, memory)
         ranks = _added(self._carried, ranks)

@@ -1,17 +1,13 @@
 """What steps made of the hardware: MFU, HFU, rates and waste, of one device's step or of a window of all ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headway.count import FlopCount
+from headway.devices import Peak
 from headway.meter.memory_traffic import mbu
-
-if TYPE_CHECKING:
-    from headway.count import FlopCount
-    from headway.devices import Peak
 
 SCHEMA_VERSION = 1
 _SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
@@ -181,7 +177,7 @@ class Window(Utilisation):
     energy_j: float = math.nan
     bytes_moved: int = 0
     peak_bytes_per_s: float = math.nan
-    smoothed: Window | None = None
+    smoothed: "Window | None" = None
     extra: dict[str, float]
 
     @property
