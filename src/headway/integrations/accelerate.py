@@ -1,20 +1,15 @@
 """Loops written with Hugging Face's Accelerate: the meter with its accumulation, wrappers and trackers."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headway.count import Workload
 from headway.integrations.loops import LOGGED, ForwardCalls, logged
-from headway.meter import Meter
+from headway.meter import Meter, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from accelerate import Accelerator
     from torch import nn
-
-    from headway.count import Workload
-    from headway.meter import Window
 
 
 class AccelerateMeter(Meter):
@@ -44,8 +39,8 @@ class AccelerateMeter(Meter):
 
     def __init__(
         self,
-        accelerator: Accelerator,
-        model: nn.Module,
+        accelerator: "Accelerator",
+        model: "nn.Module",
         *,
         completed_steps: int = 0,
         prefix: str = "headway",

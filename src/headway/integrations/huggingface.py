@@ -1,30 +1,22 @@
 """Hugging Face's Trainer, and trainers that build on it (TRL): MFU, tokens and waste in its own log."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-from transformers import DefaultFlowCallback, Trainer, TrainerCallback
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from headway.count import CostModel, Workload
+from headway.devices import Peak
 from headway.errors import UsageError
 from headway.integrations.loops import LOGGED, ForwardCalls, caller_of, logged
-from headway.meter import Meter
+from headway.meter import Meter, Window
 from headway.tracing import trace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from headway.count import CostModel, Workload
-    from headway.devices import Peak
-    from headway.meter import Window
 
 
 class HeadwayCallback(TrainerCallback):
@@ -70,11 +62,7 @@ class HeadwayCallback(TrainerCallback):
         self._accelerator: Any = None
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Trace the models and start the clock."""
         del control
@@ -120,37 +108,21 @@ class HeadwayCallback(TrainerCallback):
         flow = [i for i, callback in enumerate(callbacks) if isinstance(callback, DefaultFlowCallback)]
         callbacks.insert(flow[0] + 1 if flow else 0, self)  # after the one that says what a step is followed by
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End an optimizer step; the next one begins, unless the Trainer evaluates or saves."""
         assert self.meter is not None
         self.meter.step(skipped=self._accelerator.optimizer_step_was_skipped)
         self.on_epoch_end(args, state, control, **kwargs)
 
     def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave training if the Trainer is to evaluate or save now."""
         del args, state, kwargs
         if (meter := self._training) and (control.should_evaluate or control.should_save):
             meter.leave("evaluation" if control.should_evaluate else "checkpoint")
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Go on after an evaluation, with a checkpoint if there is to be one."""
         del state, kwargs
         if (meter := self._training) is None:
@@ -164,13 +136,7 @@ class HeadwayCallback(TrainerCallback):
         if meter := self._training:
             meter.back()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the window since the last log to what the Trainer logs of a step."""
         del args, control
         logs: dict[str, Any] | None = kwargs.get("logs")
@@ -224,10 +190,6 @@ class _References:
 
     A trainer whose `ref_model` is None runs the trained model with its adapters switched off as the reference, which is
     traced as a model of its own.
-
-    Args:
-        trainer: a `transformers.Trainer` or what is like one.
-        model: the model that is trained.
     """
 
     def __init__(self, trainer: Any, model: nn.Module) -> None:

@@ -1,24 +1,19 @@
 """Lightning's Trainer: MFU, tokens and waste in its loggers."""
 
-from __future__ import annotations
-
 import functools
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from headway.count import Workload
 from headway.errors import UsageError
 from headway.integrations.loops import LOGGED, ForwardCalls, logged
-from headway.meter import Meter
+from headway.meter import Meter, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from lightning.pytorch import Callback, LightningModule, Trainer
-
-    from headway.count import Workload
-    from headway.meter import Window
 else:
     # one library under two names, each with a Callback of its own; what is installed of them takes this one
     _PACKAGES = [name for name in ("lightning", "pytorch_lightning") if find_spec(name) is not None]
@@ -67,7 +62,7 @@ class HeadwayMonitor(Callback):
         self._calls: ForwardCalls | None = None
         self._num_updates = self._num_calls = 0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Trace the model and start the clock."""
         path = _only_module(pl_module) if self._path is None else self._path
         model = pl_module.get_submodule(path)
@@ -96,24 +91,26 @@ class HeadwayMonitor(Callback):
         profiler.start = noted  # nor when a batch is asked for, which comes after logging
         meter.await_data()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Wait for the first batches, for which workers may have to be started."""
         del trainer, pl_module
         assert self.meter is not None
         self.meter.await_data()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
+    ) -> None:
         """Note that the batch has come."""
         del trainer, pl_module, batch, batch_idx
         assert self.meter is not None
         self.meter.got_data()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: "Trainer", pl_module: "LightningModule", *_: Any) -> None:
         """End an optimizer step if an optimizer has stepped, and log."""
         assert self.meter is not None
         self._end_step(trainer, pl_module, self.meter)
 
-    def _end_step(self, trainer: Trainer, pl_module: LightningModule, meter: Meter) -> None:
+    def _end_step(self, trainer: "Trainer", pl_module: "LightningModule", meter: Meter) -> None:
         assert self._calls is not None
         if trainer.global_step == self._num_updates:
             return  # accumulating
@@ -133,31 +130,31 @@ class HeadwayMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(logged(window, self._names, self._prefix), step=place)  # rank 0 writes
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Leave the validation out of the steps' time."""
         del pl_module
         if self._calls is not None and self.meter is not None and not trainer.sanity_checking:
             self.meter.leave("evaluation")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Go on after a validation."""
         del trainer, pl_module
         if self._calls is not None and self.meter is not None:
             self.meter.back()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Sum the run up in `run`."""
         del pl_module
         self._let_go(trainer)
         if self.meter is not None and self.meter.num_steps:
             self.run = self.meter.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
         """Leave the model and the Trainer as they were."""
         del pl_module, exception
         self._let_go(trainer)
 
-    def _let_go(self, trainer: Trainer) -> None:
+    def _let_go(self, trainer: "Trainer") -> None:
         if self._calls is not None:
             self._calls.__exit__()
             self._calls = None
@@ -165,12 +162,8 @@ class HeadwayMonitor(Callback):
             del trainer.save_checkpoint, profiler.start
 
 
-def _only_module(pl_module: LightningModule) -> str:
-    """Name the one module with parameters that a LightningModule holds.
-
-    Raises:
-        UsageError: it holds several, or none.
-    """
+def _only_module(pl_module: "LightningModule") -> str:
+    """Name the one module with parameters that a LightningModule holds."""
     held = [name for name, child in pl_module.named_children() if next(child.parameters(), None) is not None]
     if len(held) != 1:
         raise UsageError(

@@ -1,18 +1,13 @@
 """Megatron-style loops, which say explicitly what each micro-batch held: `accumulate(tokens, cu_seqlens=...)`."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.count import Workload
 from headway.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from headway.meter import Meter, Window
+from headway.meter import Meter, Window
 
 _LEFT_OUT: Any = object()
 
@@ -171,11 +166,7 @@ class FlopsAccumulator:
 
 
 def _check_no_patches(name: str, numbers: Iterable[Any]) -> None:
-    """Refuse numbers of patches that come without grids, unless they are 0 and that is known without waiting for it.
-
-    Raises:
-        UsageError: there may be patches.
-    """
+    """Refuse numbers of patches that come without grids, unless they are 0 and that is known without waiting for it."""
     for number in numbers:
         on_host = str(getattr(number, "device", "cpu")) == "cpu"
         if number is None or (on_host and not int(number)):

@@ -1,42 +1,34 @@
 """torchtitan: exact MFU, HFU and tokens/s in the metrics of its own MetricsProcessor, beside its own mfu(%)."""
 
-from __future__ import annotations
-
 import copy
-import dataclasses
 import functools
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torchtitan.components.metrics import build_metrics_processor
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols import BaseModelArgs
+from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_module, device_type
 from torchtitan.train import Trainer
 
 from headway.count import CostModel, Workload
+from headway.devices import Peak
 from headway.errors import HeadwayError, TraceError, UsageError, WorkloadError
 from headway.integrations.loops import caller_of
-from headway.meter import Meter
+from headway.meter import Meter, Window
 from headway.meter.environment import peak_of
 from headway.tracing import trace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
-    from torchtitan.config import JobConfig
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.protocols import BaseModelArgs
-    from torchtitan.protocols.train_spec import TrainSpec
-
-    from headway.devices import Peak
-    from headway.meter import Window
 
 _ROOM = 1 << 15  # positions that the traced twin has, so that segments may be longer than any window [tokens]
 _IN_PERCENT = {"mfu": "mfu(%)", "hfu": "hfu(%)", "padding_share": "padding(%)"}
@@ -56,8 +48,7 @@ def with_headway(
 
     What torchtitan logs, writes to TensorBoard and sends to W&B gains `headway/mfu(%)` and the others. The batches of
     the training dataloader are counted on the CPU, before anything moves or splits them; validation and checkpoints
-    are left out of the steps' time.
-    Ranks that share a batch (tensor, context, pipeline parallel) bill it once.
+    are left out of the steps' time. Ranks that share a batch (tensor, context, pipeline parallel) bill it once.
 
     Args:
         spec: such as `get_train_spec("llama3")`.
@@ -74,7 +65,7 @@ def with_headway(
     >>> register_train_spec("llama3_measured", with_headway(get_train_spec("llama3")))   # doctest: +SKIP
     """
     hook = _Hook(spec, cost_model, peak, workload_of, on_window, meter_options)
-    return dataclasses.replace(
+    return replace(
         spec,
         build_dataloader_fn=hook.build_dataloader,
         build_metrics_processor_fn=hook.build_metrics_processor,
@@ -86,7 +77,7 @@ def with_headway(
 class _CountedDataLoader:
     """A dataloader whose batches are counted as the trainer draws them; its state is that of the one inside."""
 
-    def __init__(self, loader: Any, hook: _Hook) -> None:
+    def __init__(self, loader: Any, hook: "_Hook") -> None:
         self._loader = loader
         self._hook = hook
 
@@ -104,35 +95,26 @@ class _CountedDataLoader:
         self._loader.load_state_dict(state_dict)
 
 
+@dataclass
 class _Hook:
     """Wraps the builders of a TrainSpec, in the order in which a Trainer calls them, to count and time steps."""
 
-    meter: Meter
-    trainer: Trainer
-
-    def __init__(
-        self,
-        spec: TrainSpec,
-        cost_model: CostModel | None,
-        peak: Peak | None,
-        workload_of: Callable[[dict[str, Any], torch.Tensor], Workload] | None,
-        on_window: Callable[[Window], None] | None,
-        meter_options: dict[str, Any],
-    ) -> None:
-        self._spec = spec
-        self._meter_options = meter_options
-        self._cost_model = cost_model
-        self._peak = peak
-        self._workload_of = workload_of or self._rows
-        self._on_window = on_window
-        self._end_token: int | None = None
-        self._ends_segments = False
-        self._billed = True
-        self._knows_recompute = True
+    spec: TrainSpec
+    cost_model: CostModel | None
+    peak: Peak | None
+    workload_of: Callable[[dict[str, Any], torch.Tensor], Workload] | None
+    on_window: Callable[[Window], None] | None
+    meter_options: dict[str, Any]
+    meter: Meter = field(init=False)
+    trainer: Trainer = field(init=False)
+    _end_token: int | None = None
+    _ends_segments: bool = False
+    _billed: bool = True
+    _knows_recompute: bool = True
 
     def build_dataloader(self, *args: Any, **kwargs: Any) -> _CountedDataLoader:
         self._end_token = getattr(kwargs.get("tokenizer"), "eos_id", None)
-        return _CountedDataLoader(self._spec.build_dataloader_fn(*args, **kwargs), self)
+        return _CountedDataLoader(self.spec.build_dataloader_fn(*args, **kwargs), self)
 
     def build_metrics_processor(
         self,
@@ -141,15 +123,15 @@ class _Hook:
         model_args: BaseModelArgs | None = None,
         tag: str | None = None,
     ) -> Any:
-        build = self._spec.build_metrics_processor_fn or build_metrics_processor
+        build = self.spec.build_metrics_processor_fn or build_metrics_processor
         processor = build(job_config, parallel_dims, model_args, **({"tag": tag} if tag else {}))
         self.trainer = caller_of(Trainer, "with_headway's builders")
         assert model_args is not None  # a Trainer hands its own over
         self._ends_segments = _ends_segments(model_args)
         meshes = [parallel_dims.get_optional_mesh(name) for name in ("tp", "cp", "pp")]
         self._billed = all(mesh is None or mesh.get_local_rank() == 0 for mesh in meshes)
-        model = _plain_model(self._spec, model_args)
-        cost_model = self._cost_model or _trace(model, model_args)
+        model = _plain_model(self.spec, model_args)
+        cost_model = self.cost_model or _trace(model, model_args)
         recompute = _recompute(job_config, cost_model)
         self._knows_recompute = recompute is not None
         if recompute is None:
@@ -157,11 +139,11 @@ class _Hook:
         device = torch.device(device_type, device_module.current_device())
         self.meter = Meter(
             cost_model,
-            peak=self._peak or peak_of(model.to(_dtype(job_config, parallel_dims)), device),
+            peak=self.peak or peak_of(model.to(_dtype(job_config, parallel_dims)), device),
             log_every=sys.maxsize,  # windows end where torchtitan logs
             recompute=recompute or "none",
-            on_window=self._on_window,
-            **self._meter_options,
+            on_window=self.on_window,
+            **self.meter_options,
         )
         processor.log = partial(self._log, processor.log)
         processor.close = partial(self._close, processor.close)
@@ -181,13 +163,13 @@ class _Hook:
         checkpointer.save = save_away
 
     def build_optimizers(self, *args: Any, **kwargs: Any) -> Any:
-        optimizers = self._spec.build_optimizers_fn(*args, **kwargs)
+        optimizers = self.spec.build_optimizers_fn(*args, **kwargs)
         optimizers.register_step_post_hook(self._on_step)
         return optimizers
 
     def build_validator(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._spec.build_validator_fn is not None
-        validator = self._spec.build_validator_fn(*args, **kwargs)
+        assert self.spec.build_validator_fn is not None
+        validator = self.spec.build_validator_fn(*args, **kwargs)
         validate = validator.validate
 
         def measured_validate(*args: Any, **kwargs: Any) -> Any:
@@ -198,12 +180,8 @@ class _Hook:
         return validator
 
     def count(self, inputs: dict[str, Any], labels: torch.Tensor) -> None:
-        """Count one micro-batch as the dataloader made it.
-
-        Raises:
-            WorkloadError: it would be billed for other tokens than it holds.
-        """
-        workload = self._workload_of(inputs, labels)
+        """Count one micro-batch as the dataloader made it."""
+        workload = (self.workload_of or self._rows)(inputs, labels)
         if workload.slots != labels.numel():
             raise WorkloadError(
                 f"the workload of a batch bills {workload.slots} slots, but its labels are {tuple(labels.shape)}: "
@@ -259,8 +237,8 @@ class _Hook:
             except UsageError as error:  # a short run may have no counted step, which is no reason to fail it
                 logger.warning(f"headway: {error}")
             else:
-                if self._on_window is not None:
-                    self._on_window(run)
+                if self.on_window is not None:
+                    self.on_window(run)
         close()
 
 
@@ -280,11 +258,7 @@ def _plain_model(spec: TrainSpec, model_args: BaseModelArgs) -> nn.Module:
 
 
 def _trace(model: Any, model_args: BaseModelArgs) -> CostModel:
-    """Trace torchtitan's own model on segments of tokens, with the masks that it makes for them.
-
-    Raises:
-        TraceError: it cannot be run on shapes.
-    """
+    """Trace torchtitan's own model on segments of tokens, with the masks that it makes for them."""
     masked = getattr(model_args, "attn_type", "sdpa") in ("flex", "varlen")
 
     def arguments(workload: Workload) -> dict[str, Any]:
