@@ -8,12 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.compat.mfu_tracker.flops import (
-        FlopProfile,
-        flash_attn_flops,
-        profile_flops,
-        profile_flops_with_hfu,
-    )
+    from headway.compat.mfu_tracker.flops import FlopProfile, flash_attn_flops, profile_flops, profile_flops_with_hfu
     from headway.compat.mfu_tracker.gpu_spec import GPUSpec, compute_mbu, compute_mfu, get_gpu_spec
     from headway.compat.mfu_tracker.integrations.hf_trainer import MFUCallback
     from headway.compat.mfu_tracker.ledgers import param_bytes

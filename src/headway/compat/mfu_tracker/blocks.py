@@ -1,40 +1,30 @@
 """What a block of a loop computed: stated as a number, seen in the forwards of models, or told batch by batch."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from headway.compat.mfu_tracker.ledgers import Call, Ledger
+from headway.compat.mfu_tracker.ledgers import Call, Ledger, Setup
 from headway.count import CostModel, FlopCount, FlopRow, Workload
 from headway.errors import UsageError
+from headway.meter import Meter, Window
 from headway.meter.batches import read_or_copy, workload_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from headway.compat.mfu_tracker.ledgers import Setup
-    from headway.meter import Meter, Window
-
-
 _ledgers: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
-_open: list[Watch] = []  # blocks under way, the innermost last; backwards come from threads of their own
+_open: "list[Watch]" = []  # blocks under way, the innermost last; backwards come from threads of their own
 
 
 class Watch:
     """Watches models between entry and exit: notes every forward, and whether its backward ran.
 
     What counts is what ran between entry and exit: a forward without a backward is billed as one, in whatever mode.
-
-    Args:
-        ledgers: of the models.
     """
 
     def __init__(self, ledgers: tuple[Ledger, ...]) -> None:
@@ -42,7 +32,7 @@ class Watch:
         self.forwards: list[Call] = []
         self.backwards: list[Call] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         _open.append(self)
         return self
 
@@ -96,19 +86,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The FLOPs of a block, its workload, and how often the weights were read.
-
-    Attributes:
-        flops: of the block.
-        workload: what it was asked to compute; empty where nothing says.
-        num_passes: times that the weights were read: once in each forward and once in each backward.
-        dtype: of autocast in it; None without.
-    """
+    """The FLOPs of a block, its workload, and how often the weights were read."""
 
     flops: FlopCount
-    workload: Workload
-    num_passes: int
-    dtype: torch.dtype | None = None
+    workload: Workload  # what it was asked to compute; empty where nothing says
+    num_passes: int  # times that the weights were read: once in each forward and once in each backward
+    dtype: torch.dtype | None = None  # that autocast has in the block; None without autocast
 
 
 class TrackedBlock(AbstractContextManager["TrackedBlock"]):
@@ -120,11 +103,7 @@ class TrackedBlock(AbstractContextManager["TrackedBlock"]):
 
 
 class StatedBlock(TrackedBlock):
-    """A block whose FLOPs somebody states.
-
-    Args:
-        flops: of the block.
-    """
+    """A block whose FLOPs somebody states."""
 
     def __init__(self, flops: int | float) -> None:
         self._flops = flops

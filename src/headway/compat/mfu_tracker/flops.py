@@ -1,36 +1,27 @@
 """Profiles of a model under mfu-tracker's names: numbers of FLOPs that remember what they were counted from."""
 
-from __future__ import annotations
-
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.compat.mfu_tracker.blocks import ledger_of
-from headway.compat.mfu_tracker.ledgers import param_bytes
+from headway.compat.mfu_tracker.ledgers import Ledger, param_bytes
 from headway.count.masks import causal_pairs, full_pairs
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
-
-    from headway.compat.mfu_tracker.ledgers import Ledger
 
 __all__ = ["FlopProfile", "flash_attn_flops", "param_bytes", "profile_flops", "profile_flops_with_hfu"]
 
 
 class AttentionFlops(int):
-    """FLOPs of one call of attention; see `flash_attn_flops`.
+    """FLOPs of one call of attention; see `flash_attn_flops`."""
 
-    Attributes:
-        flops_per_pair: of its forward, for one query and key.
-    """
+    flops_per_pair: int  # FLOPs of its forward for one query and key
 
-    flops_per_pair: int
-
-    def __new__(cls, flops: int, flops_per_pair: int) -> AttentionFlops:
+    def __new__(cls, flops: int, flops_per_pair: int) -> "AttentionFlops":
         self = super().__new__(cls, flops)
         self.flops_per_pair = flops_per_pair
         return self
@@ -49,16 +40,12 @@ class ProfiledFlops(int):
     models; adding `flash_attn_flops` of attention that the ledger holds already changes nothing, and a warning says so.
     Multiplying by a whole number multiplies the number (and what was added), not what is counted. `int(profile)` is the
     bare number, which `track` takes as stated.
-
-    Attributes:
-        ledgers: of the models.
-        added: FLOPs that plain numbers have added.
     """
 
-    ledgers: tuple[Ledger, ...]
-    added: int
+    ledgers: tuple[Ledger, ...]  # one for each model
+    added: int  # FLOPs that plain numbers have added
 
-    def __new__(cls, flops: int, ledgers: tuple[Ledger, ...], added: int = 0) -> ProfiledFlops:
+    def __new__(cls, flops: int, ledgers: tuple[Ledger, ...], added: int = 0) -> "ProfiledFlops":
         self = super().__new__(cls, flops)
         self.ledgers, self.added = ledgers, added
         return self
@@ -109,7 +96,7 @@ class FlopProfile:
 
 
 def profile_flops(
-    model: nn.Module,
+    model: "nn.Module",
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -144,7 +131,7 @@ def profile_flops(
 
 
 def profile_flops_with_hfu(
-    model: nn.Module,
+    model: "nn.Module",
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,

@@ -1,12 +1,11 @@
 """What one device can do at best, as mfu-tracker's calls ask for it: a peak per dtype and a memory bandwidth."""
 
-from __future__ import annotations
-
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +15,6 @@ from headway.devices.names import OVERRIDE_VARIABLE, matches
 from headway.devices.probe import report
 from headway.devices.table import FILE_VARIABLE
 from headway.errors import UnknownDeviceError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)

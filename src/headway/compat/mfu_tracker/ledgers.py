@@ -1,11 +1,10 @@
 """What the forwards of a model cost: how it is set up, what it checkpoints, and its traces, one per form of input."""
 
-from __future__ import annotations
-
 import inspect
 import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,30 +18,19 @@ from headway.tracing import trace
 from headway.tracing.classify import checkpointable_blocks
 from headway.tracing.unwrap import whole
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
 _IDS = ("input_ids", "inputs_embeds")
 _ONE = Workload([1])  # an example of arguments is billed as one segment
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a model is set up while a block runs.
+    """How a model is set up while a block runs."""
 
-    Attributes:
-        trained: of each parameter, whether it is.
-        checkpointed: paths of the blocks that are run again in the backward.
-        num_blocks: blocks that could be.
-        to_the_end: whether they are run again to their ends, as `use_reentrant=True` does.
-        version: of the model: another number for other parameters.
-    """
-
-    trained: tuple[bool, ...]
-    checkpointed: tuple[str, ...]
-    num_blocks: int
-    to_the_end: bool
-    version: int
+    trained: tuple[bool, ...]  # for each parameter, whether it is trained
+    checkpointed: tuple[str, ...]  # paths of the blocks that are run again in the backward
+    num_blocks: int  # blocks that could be
+    to_the_end: bool  # whether they are run again to their ends, as `use_reentrant=True` does
+    version: int  # changes when the model gets other parameters
 
     def recompute(self) -> str:
         """Say what is run again, as `CostModel.count` takes it.
@@ -121,22 +109,16 @@ class SetupReader:
 
 @dataclass(slots=True)
 class Call:
-    """One forward of a model, as it was noted down.
+    """One forward of a model, as it was noted down."""
 
-    Attributes:
-        ledger: of the model.
-        given: its workload; its arguments, where they are read later; or what is wrong with them. None where it is not
-            to be counted.
-        dtype: of autocast while it ran; None without.
-        input_gradients: names of its arguments that require a gradient, where the model takes tokens.
-    """
-
-    ledger: Ledger
+    ledger: "Ledger"
+    # its workload; or its arguments, to be read later; or the error that they raised; None where it is not counted
     given: Any
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # that autocast had while it ran; None without autocast
+    # names of its arguments that require a gradient, where the model takes tokens
     input_gradients: tuple[str, ...] = ()
 
-    def arrived(self) -> Call:
+    def arrived(self) -> "Call":
         """Wait until what is read later has come from the device."""
         if not isinstance(self.given, Workload) and self.ledger.device is not None:
             clock.mark(self.ledger.device).wait()
@@ -148,9 +130,6 @@ class Ledger:
 
     A model that takes `input_ids` has one cost model, and its batches are read as `headway.meter.workload_of` reads
     them. Of any other, each new shape of arguments is traced by itself: its integers must not steer what it costs.
-
-    Args:
-        model: as the loop calls it, wrapped and compiled or not.
 
     Raises:
         UsageError: it lies on several devices.
@@ -246,12 +225,6 @@ class Ledger:
     ) -> tuple[FlopCount, Workload]:
         """Count a forward that was noted down, and its backward; its copies have come.
 
-        Args:
-            call: the forward.
-            setup: of the model while it ran.
-            recompute: as for `CostModel.count`; what the setup says when None.
-            forward_only: leave the backward out.
-
         Returns:
             The FLOPs, and the workload; that of a model without tokens is empty.
 
@@ -307,11 +280,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _refuse_past(given: Mapping[str, Any]) -> None:
-    """Refuse a forward that goes on from cached keys and values: its batch does not say how many.
-
-    Raises:
-        WorkloadError: it does.
-    """
+    """Refuse a forward that goes on from cached keys and values: its batch does not say how many."""
     cache = given.get("past_key_values")
     ids = next((given[name] for name in _IDS if given.get(name) is not None), None)
     if cache is None or ids is None or not hasattr(cache, "get_seq_length"):

@@ -1,25 +1,19 @@
 """An optimizer that measures the steps it is used in; to schedulers, scalers and trainers it is the one inside."""
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from headway.compat.mfu_tracker.blocks import ledger_of
 from headway.compat.mfu_tracker.flops import ProfiledFlops, profile_flops
+from headway.compat.mfu_tracker.results import UtilizationResult
 from headway.compat.mfu_tracker.tracking import check_backward_factor, track
 from headway.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import torch
-    from torch import nn
-
-    from headway.compat.mfu_tracker.results import UtilizationResult
 
 _METHODS = (
     "add_param_group",

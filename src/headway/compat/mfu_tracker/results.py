@@ -1,27 +1,21 @@
 """What a tracked block made of the hardware; nothing waits for the device until a number is read."""
 
-from __future__ import annotations
-
 import math
 import warnings
+from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from headway.compat.mfu_tracker.blocks import ListedBlock
+from headway.compat.mfu_tracker.blocks import Counted, ListedBlock, TrackedBlock
+from headway.compat.mfu_tracker.gpu_spec import GPUSpec
+from headway.count import FlopCount
 from headway.errors import UsageError
+from headway.meter import Window
 from headway.meter import clock as meter_clock
+from headway.meter.clock import Mark
 from headway.meter.window import Utilisation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headway.compat.mfu_tracker.blocks import Counted, TrackedBlock
-    from headway.compat.mfu_tracker.gpu_spec import GPUSpec
-    from headway.count import FlopCount
-    from headway.meter import Window
-    from headway.meter.clock import Mark
 
 _warned: set[str] = set()
 
@@ -30,9 +24,6 @@ class Clock:
     """Times a block: on CUDA by the device's own clock, read late; on a CPU by the host's.
 
     Any other accelerator is waited for at both ends.
-
-    Args:
-        device: that runs the block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,11 +109,7 @@ class UtilizationResult:
         self._block.count(batch, forward_only=not torch.is_grad_enabled() if forward_only is None else forward_only)
 
     def end(self, kind: type[BaseException] | None) -> None:
-        """End the block; `track` does so.
-
-        Args:
-            kind: of the exception that ends it; None where all went well.
-        """
+        """End the block; `track` does so."""
         self._clock.stop()
         self._failed = kind is not None
         self._block.__exit__(kind, None, None)

@@ -1,12 +1,11 @@
 """`track`: the FLOPs of a block of anyone's loop against the clock, as a context manager or around a function."""
 
-from __future__ import annotations
-
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -25,9 +24,6 @@ from headway.compat.mfu_tracker.results import Clock, UtilizationResult
 from headway.count import CostModel
 from headway.errors import UsageError
 from headway.meter import Meter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -178,11 +174,7 @@ class _Source:
 
 
 def _source(tracked: Any, recompute: str | None, given: Sequence[str]) -> _Source:
-    """Find where the FLOPs come from.
-
-    Raises:
-        UsageError: it is nothing that can be tracked, or an option that cannot take effect.
-    """
+    """Find where the FLOPs come from."""
     if isinstance(tracked, nn.Module):
         tracked = ProfiledFlops(0, (ledger_of(tracked),))
     if isinstance(tracked, ProfiledFlops):

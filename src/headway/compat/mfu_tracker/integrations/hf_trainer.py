@@ -1,13 +1,13 @@
 """mfu-tracker's callback for Hugging Face's Trainer, under its names and with the numbers of `HeadwayCallback`."""
 
-from __future__ import annotations
-
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from headway.compat.mfu_tracker.gpu_spec import check_devices, get_gpu_spec
 from headway.compat.mfu_tracker.ledgers import SetupReader
@@ -16,15 +16,9 @@ from headway.devices import Peak
 from headway.devices.table import DTYPES
 from headway.errors import UnknownDeviceError, UsageError
 from headway.integrations.huggingface import HeadwayCallback
+from headway.meter import Window
 from headway.meter.batches import workload_of
 from headway.meter.environment import device_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from headway.meter import Window
 
 
 class MFUCallback(HeadwayCallback):
@@ -72,11 +66,7 @@ class MFUCallback(HeadwayCallback):
         self._device = device
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Look the device up, trace the model and start the clock."""
         model = kwargs["model"]
