@@ -1,46 +1,28 @@
 """The same step in every convention: FLOPs, rate, MFU against the peak each tool would use."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from headway.conventions import PARTS, conventions, get_convention, tool_peak
+from headway.conventions import PARTS, Architecture, Bill, Convention, Step, conventions, get_convention, tool_peak
+from headway.devices import Peak
 from headway.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headway.conventions import Architecture, Bill, Convention, Step
-    from headway.devices import Peak
 
 _NOTED = 0.0005  # differences below this share of the useful FLOPs are left out of the explanation
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One convention's view of a step.
+    """One convention's view of a step."""
 
-    Attributes:
-        convention: the rule.
-        bill: what it charges, all devices together.
-        flops_per_s: FLOP/s of one device; None where it has no number.
-        peak_flops_per_s: what its tool divides by; infinite for a device that the tool does not know.
-        mfu: fraction; 0.0 against an infinite peak, None without a number.
-        ratio: bill over useful FLOPs; None without a number.
-        differences: part of the model -> (bill - useful) / useful total, for parts that differ.
-        note: what is odd about the peak, "" for nothing.
-    """
-
-    convention: Convention
-    bill: Bill
-    flops_per_s: float | None
-    peak_flops_per_s: float
-    mfu: float | None
-    ratio: float | None
-    differences: Mapping[str, float]
-    note: str
+    convention: Convention  # the rule
+    bill: Bill  # the FLOPs that the rule charges, all devices together
+    flops_per_s: float | None  # FLOP/s of one device; None where it has no number
+    peak_flops_per_s: float  # the peak that the tool divides by; infinite for a device that the tool does not know
+    mfu: float | None  # fraction; 0.0 against an infinite peak, None without a number
+    ratio: float | None  # bill over useful FLOPs; None without a number
+    differences: Mapping[str, float]  # part of the model -> (bill - useful) / useful total, for parts that differ
+    note: str  # an oddity of the peak, "" for none
 
     @property
     def why(self) -> str:

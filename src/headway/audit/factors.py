@@ -4,42 +4,31 @@ The chain starts at the tool's bill and ends at the useful FLOPs. Each link repl
 what `useful` does; its factor is the sum before over the sum after, so that the product of all is the bill over useful.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from headway.conventions import PARTS, get_convention
+from headway.conventions import PARTS, Architecture, Convention, Step, get_convention
 from headway.count.masks import full_pairs
 
-if TYPE_CHECKING:
-    from headway.conventions import Architecture, Convention, Step
-
+# factor, the part of a bill that it replaces, and its meaning
 _PARTS_IN_ORDER = (
-    ("causal", "attention"),
-    ("vision", "vision"),
-    ("head", "head"),
-    ("embedding", "embedding"),
-    ("experts", "experts"),
-    ("other weights", "linear"),
-    ("recompute", "recompute"),
+    ("causal", "attention", "attention billed for pairs that the causal mask or a window forbids"),
+    ("vision", "vision", "the vision tower left out, billed per text token, or with other mergers"),
+    ("head", "head", "the language-model head: vocabulary padding, extra heads"),
+    ("embedding", "embedding", "the embedding look-up billed as a matrix product"),
+    ("experts", "experts", "experts that a token does not use, or experts and routers left out"),
+    ("other weights", "linear", "norms and biases billed as matrices, or layers that are not trained"),
+    ("recompute", "recompute", "forward passes that checkpointing runs again"),
 )
 _NONE = 2e-5  # a factor this close to 1 is left out
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One reason why a reported number differs from the useful one.
+    """One reason why a reported number differs from the useful one."""
 
-    Attributes:
-        name: such as "document mask".
-        ratio: reported over useful that it explains.
-        meaning: one line.
-    """
-
-    name: str
-    ratio: float
-    meaning: str
+    name: str  # such as "document mask"
+    ratio: float  # reported over useful that it explains
+    meaning: str  # one line
 
 
 def factors(convention: Convention, model: Architecture, step: Step, trained: Architecture) -> list[Factor]:
@@ -85,24 +74,8 @@ def factors(convention: Convention, model: Architecture, step: Step, trained: Ar
         share = full_pairs(workload.segments) / (workload.tokens * step.seq_len)
         meaning = "attention billed over the configured row instead of within each segment"
         link("document mask", {**parts, "attention": parts["attention"] * share}, meaning)
-    for name, part in _PARTS_IN_ORDER:
-        link(name, {**parts, part: useful.get(part, 0.0)}, _meaning(name))
+    for name, part, meaning in _PARTS_IN_ORDER:
+        link(name, {**parts, part: useful.get(part, 0.0)}, meaning)
     frozen = get_convention("useful").bill(trained, step).parts
-    link(
-        "frozen",
-        {name: float(frozen.get(name, 0)) for name in PARTS},
-        "gradients that frozen weights do not need",
-    )
+    link("frozen", {name: float(frozen.get(name, 0)) for name in PARTS}, "gradients that frozen weights do not need")
     return found
-
-
-def _meaning(name: str) -> str:
-    return {
-        "causal": "attention billed for pairs that the causal mask or a window forbids",
-        "vision": "the vision tower left out, billed per text token, or with other mergers",
-        "head": "the language-model head: vocabulary padding, extra heads",
-        "embedding": "the embedding look-up billed as a matrix product",
-        "experts": "experts that a token does not use, or experts and routers left out",
-        "other weights": "norms and biases billed as matrices, or layers that are not trained",
-        "recompute": "forward passes that checkpointing runs again",
-    }[name]

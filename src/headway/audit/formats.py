@@ -3,18 +3,14 @@
 Each reader takes the lines of one process and counts what it leaves out, by reason.
 """
 
-from __future__ import annotations
-
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from functools import partial
 
 from headway.audit.rows import LogRow, near, printed
-
-if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _WHOLE = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
@@ -69,15 +65,7 @@ def _torchtitan(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]
         )
 
 
-def _maxtext(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
-    return _maxtext_rows(_MAXTEXT, lines)
-
-
-def _maxtext_old(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
-    return _maxtext_rows(_MAXTEXT_OLD, lines)
-
-
-def _maxtext_rows(pattern: re.Pattern[str], lines: Iterable[str]) -> Iterator[LogRow]:
+def _maxtext(pattern: re.Pattern[str], lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
     for line in lines:
         if (found := pattern.search(line)) is not None:
             step, seconds, tflops, tokens = found.groups()
@@ -229,29 +217,21 @@ def _seconds(stamp: re.Match[str]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A tool's lines.
+    """A tool's lines."""
 
-    Attributes:
-        tool: who writes them.
-        conventions: the rules that it has used, newest first.
-        read: finds the rows in the lines of one process.
-        whole_job: whether rates are those of all devices together.
-        smoothed: whether its MFU is a running mean.
-    """
-
-    tool: str
-    conventions: tuple[str, ...]
-    read: Callable[[Sequence[str], Counter[str]], Iterator[LogRow]]
-    whole_job: bool = False
-    smoothed: bool = False
+    tool: str  # who writes them
+    conventions: tuple[str, ...]  # the rules that it has used, newest first
+    read: Callable[[Sequence[str], Counter[str]], Iterator[LogRow]]  # finds the rows in the lines of one process
+    whole_job: bool = False  # whether rates are those of all devices together
+    smoothed: bool = False  # whether its MFU is a running mean
 
 
 _MEGATRON_RULES = ("megatron-bridge", "megatron-bridge-2026-05", "megatron-bridge-2025", "megatron-lm-2025-02")
 _TORCHTITAN_RULES = ("torchtitan", "torchtitan-2026-06", "torchtitan-2025-12-vlm")
 FORMATS = (
     Format("torchtitan", _TORCHTITAN_RULES, _torchtitan),
-    Format("MaxText", ("maxtext", "maxtext-2025-06"), _maxtext),
-    Format("MaxText", ("maxtext-2025-06",), _maxtext_old),  # lines of before July 2025
+    Format("MaxText", ("maxtext", "maxtext-2025-06"), partial(_maxtext, _MAXTEXT)),
+    Format("MaxText", ("maxtext-2025-06",), partial(_maxtext, _MAXTEXT_OLD)),  # lines of before July 2025
     Format("Primus", _TORCHTITAN_RULES, _primus_torchtitan),
     Format("Primus", (*_MEGATRON_RULES, *_TORCHTITAN_RULES), _primus),
     Format("Megatron", _MEGATRON_RULES, _megatron),

@@ -1,20 +1,12 @@
 """Find which rule, row length and peak explain a log's numbers, from the log's own arithmetic within its rounding."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from headway.audit.rows import Interval, common, hull
-from headway.conventions import conventions, get_convention
+from headway.audit.rows import Interval, Log, common, hull
+from headway.conventions import Architecture, Convention, Step, conventions, get_convention
 from headway.conventions.tool_peaks import plausible_peaks
 from headway.errors import LogError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from headway.audit.rows import Log
-    from headway.conventions import Architecture, Convention, Step
 
 _SAME = 1e-9  # rules whose numbers agree to this share are one rule on this model
 _SLACK = 1e-9  # for the arithmetic of floats
@@ -24,42 +16,27 @@ _JOB_SIZES = sorted({1, 2, 3, 4, 5, 6, 7, *(8 * k for k in range(1, 65)), *(2**k
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A rule, with a configuration, that explains the log.
+    """A rule, with a configuration, that explains the log."""
 
-    Attributes:
-        convention: the rule.
-        seq_len: row length [tokens].
-        flops_per_token: what it bills per token position that the log counts [FLOP].
-        num_ranks: devices of the job, where the log's numbers fix them.
-    """
-
-    convention: Convention
-    seq_len: int
-    flops_per_token: float
-    num_ranks: int | None = None
+    convention: Convention  # the rule
+    seq_len: int  # row length [tokens]
+    flops_per_token: float  # FLOPs that it bills per token position that the log counts [FLOP]
+    num_ranks: int | None = None  # devices of the job, where the log's numbers fix them
 
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """The counting rule, row length and peak that a log's numbers imply.
+    """The counting rule, row length and peak that a log's numbers imply."""
 
-    Attributes:
-        fit: the rule that explains them; None where several do and rounding does not decide.
-        fits: every rule that does, with different numbers, the tool's own first.
-        same: names of rules that give the same number as the first fit on this model.
-        flops_per_token: implied by tokens/s and FLOP/s over all rows [FLOP]; None where the log lacks one.
-        peak_flops_per_s: implied by MFU over all rows [FLOP/s of one device]; None where the log prints no MFU.
-        peak: the peak in that interval that some tool uses; None where none or several do.
-        consistent: whether one number of FLOPs per token explains all rows.
-    """
-
-    fit: Fit | None
-    fits: tuple[Fit, ...]
-    same: tuple[str, ...]
+    fit: Fit | None  # the rule that explains them; None where several do and rounding does not decide
+    fits: tuple[Fit, ...]  # every rule that does, with different numbers, the tool's own first
+    same: tuple[str, ...]  # names of rules that give the same number as the first fit on this model
+    # implied by tokens/s and FLOP/s over all rows [FLOP]; None where the log lacks one
     flops_per_token: Interval | None
+    # implied by MFU over all rows [FLOP/s of one device]; None where the log prints no MFU
     peak_flops_per_s: Interval | None
-    peak: float | None
-    consistent: bool = True
+    peak: float | None  # the peak in that interval that some tool uses; None where none or several do
+    consistent: bool = True  # whether one number of FLOPs per token explains all rows
 
 
 def bill_per_token(convention: Convention, model: Architecture, step: Step) -> float | None:

@@ -3,21 +3,15 @@
 Text logs are told by their lines (`formats.py`); JSON is the Hugging Face Trainer's trainer_state.json, or our records.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from headway.audit.formats import FORMATS
+from headway.audit.formats import FORMATS, Format
 from headway.audit.rows import Log, LogRow, Recorded, near, printed
 from headway.errors import LogError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from headway.audit.formats import Format
 
 _JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

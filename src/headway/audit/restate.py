@@ -1,24 +1,17 @@
 """Restate a log in `useful`: row by row, as time-weighted means, with the difference attributed."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
 
 from headway.audit.factors import Factor, factors
 from headway.audit.identify import Fit, Identified, identify
 from headway.audit.rows import Interval, Log, LogRow, RestatedRow, per_device
-from headway.conventions import get_convention
+from headway.conventions import Architecture, Step, get_convention
+from headway.devices import Peak
 from headway.errors import LogError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headway.conventions import Architecture, Step
-    from headway.devices import Peak
 
 _SAME_PEAK = 1e-9  # peaks that agree to this share are one
 _AGREEMENT = 0.005  # factors must multiply to the reported over the useful MFU this closely
@@ -27,35 +20,21 @@ _PEAK_AGREEMENT = 0.01  # peaks further apart than this are those of two devices
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """A log, identified and restated.
+    """A log, identified and restated."""
 
-    Attributes:
-        log: rows of one device.
-        identified: which rule and peak explain it.
-        step: the work that a row stands for; None for Headway's own records, which counted theirs.
-        rows: restated.
-        peak_flops_per_s: what useful MFU is measured against [FLOP/s of one device]; None where nothing says.
-        peak_source: where that peak comes from.
-        reported_mfu_mean: time-weighted mean as printed; None where the log prints none.
-        useful_mfu_mean: time-weighted mean in `useful`.
-        factors: reported over useful, attributed; they multiply to `ratio`.
-        ratio: of the two means; of FLOPs where the log prints no MFU; None where no rule is known.
-        warnings: what cannot be right, and why that may be.
-        notes: what else the numbers say.
-    """
-
-    log: Log
-    identified: Identified
-    step: Step | None
-    rows: tuple[RestatedRow, ...]
+    log: Log  # rows of one device
+    identified: Identified  # which rule and peak explain it
+    step: Step | None  # the work that a row stands for; None for Headway's own records, which counted theirs
+    rows: tuple[RestatedRow, ...]  # restated
+    # the peak below useful MFU [FLOP/s of one device]; None where nothing says
     peak_flops_per_s: float | None
-    peak_source: str
-    reported_mfu_mean: float | None
-    useful_mfu_mean: float | None
-    factors: tuple[Factor, ...]
-    ratio: float | None
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
+    peak_source: str  # where that peak comes from
+    reported_mfu_mean: float | None  # time-weighted mean as printed; None where the log prints none
+    useful_mfu_mean: float | None  # time-weighted mean in `useful`
+    factors: tuple[Factor, ...]  # reported over useful, attributed; they multiply to `ratio`
+    ratio: float | None  # reported over useful mean; of FLOPs where the log prints no MFU; None where no rule is known
+    warnings: tuple[str, ...]  # numbers that cannot be right, with likely causes
+    notes: tuple[str, ...]  # remarks on the numbers
 
     @property
     def fit(self) -> Fit | None:
@@ -108,12 +87,7 @@ def audit(
     billed = fit.convention.billed_tokens(step) if fit else step.workload.slots
     seconds = _durations(log)
     rows = tuple(
-        RestatedRow(
-            row,
-            useful / billed,
-            _useful_mfu(row, log, useful / billed, fit, found, peak),
-            duration,
-        )
+        RestatedRow(row, useful / billed, _useful_mfu(row, log, useful / billed, fit, found, peak), duration)
         for row, duration in zip(log.rows, seconds, strict=True)
     )
     links = list(factors(fit.convention, model, step, trained)) if fit else []
@@ -218,10 +192,7 @@ def _durations(log: Log) -> list[float]:
         gaps = [b - a for a, b in pairwise(stamps) if a is not None and b is not None]
         if len(gaps) == len(stamps) - 1 and min(gaps) > 0:
             tokens = median(gap * rate for gap, rate in zip(gaps, rates[1:], strict=True))
-            return [
-                tokens / rates[0],
-                *gaps,
-            ]  # the first row's time is not stamped: its tokens are taken as the others'
+            return [tokens / rates[0], *gaps]  # the first row's time is not stamped: its tokens are as the others'
     if all(rates):
         return [1 / rate for rate in rates]
     return [1.0] * len(log.rows)
@@ -234,21 +205,9 @@ def _mean(values: list[float | None], seconds: list[float]) -> float | None:
 
 
 def _warnings(
-    rows: Sequence[RestatedRow],
-    found: Identified,
-    device: Peak | None,
-    factors: Sequence[Factor],
-    ratio: float | None,
+    rows: Sequence[RestatedRow], found: Identified, device: Peak | None, factors: Sequence[Factor], ratio: float | None
 ) -> tuple[str, ...]:
-    """Say what cannot be right, and why that may be.
-
-    Args:
-        rows: restated.
-        found: what was identified.
-        device: the device that was stated, if any.
-        factors: of the difference.
-        ratio: of the reported to the useful mean.
-    """
+    """Say what cannot be right, and why that may be."""
     said = []
     for row in rows:
         printed = row.row.mfu.value if row.row.mfu else 0.0
@@ -281,13 +240,7 @@ def _warnings(
 
 
 def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
-    """Say what else the numbers give away.
-
-    Args:
-        log: rows of one device.
-        seconds: time that each row stands for [s].
-        seq_len: the configured row length [tokens].
-    """
+    """Say what else the numbers give away."""
     said = [*log.notes]
     said += [
         f"{count:,} {'lines are' if count > 1 else 'line is'} left out: {why}" for why, count in log.skipped.items()

@@ -1,12 +1,7 @@
 """Rows of a log: what each line reports, as the interval of numbers that are printed so, and what the log is."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +15,12 @@ class Interval:
     low: float
     high: float
 
-    def __mul__(self, other: Interval | float) -> Interval:
+    def __mul__(self, other: "Interval | float") -> "Interval":
         if isinstance(other, Interval):
             return Interval(self.low * other.low, self.high * other.high)
         return Interval(self.low * other, self.high * other)
 
-    def __truediv__(self, other: Interval | float) -> Interval:
+    def __truediv__(self, other: "Interval | float") -> "Interval":
         if isinstance(other, Interval):
             return Interval(self.low / other.high, self.high / other.low if other.low else float("inf"))
         return Interval(self.low / other, self.high / other)
@@ -38,26 +33,21 @@ class Interval:
         """The number halfway."""
         return (self.low + self.high) / 2
 
-    def meets(self, other: Interval) -> bool:
+    def meets(self, other: "Interval") -> bool:
         """Whether some number lies in both."""
         return self.low <= other.high and other.low <= self.high
 
-    def widened(self, share: float) -> Interval:
+    def widened(self, share: float) -> "Interval":
         """The interval with a relative margin on both sides."""
         return Interval(self.low * (1 - share), self.high * (1 + share))
 
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A number as printed, and what it can have been.
+    """A number as printed, and what it can have been."""
 
-    Attributes:
-        value: the printed number, in the unit that the code uses.
-        range: what rounds (or truncates) to it.
-    """
-
-    value: float
-    range: Interval
+    value: float  # the printed number, in the unit that the code uses
+    range: Interval  # the numbers that round (or truncate) to it
 
 
 def printed(text: str, scale: float = 1.0, *, truncated: bool = False, step: float | None = None) -> Printed:
@@ -102,69 +92,42 @@ def hull(intervals: Iterable[Interval]) -> Interval | None:
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """The numbers of one line of a log; None where it has none.
+    """The numbers of one line of a log; None where it has none."""
 
-    Attributes:
-        step: its number.
-        mfu: fraction.
-        flops_per_s: FLOP/s, of one device unless the log says otherwise.
-        tokens_per_s: token positions per second, of one device or of the job as `Log.whole_job` says.
-        step_s: time of the step [s].
-        tokens: token positions of the step on one device.
-        sequences: sequences of the step, all devices together.
-        stamp_s: when the line was written [s].
-    """
-
-    step: int
-    mfu: Printed | None = None
-    flops_per_s: Printed | None = None
+    step: int  # number of the step
+    mfu: Printed | None = None  # fraction
+    flops_per_s: Printed | None = None  # FLOP/s, of one device unless the log says otherwise
+    # token positions per second, of one device or of the job as `Log.whole_job` says
     tokens_per_s: Printed | None = None
-    step_s: Printed | None = None
-    tokens: Printed | None = None
-    sequences: int | None = None
-    stamp_s: float | None = None
+    step_s: Printed | None = None  # time of the step [s]
+    tokens: Printed | None = None  # token positions of the step on one device
+    sequences: int | None = None  # sequences of the step, all devices together
+    stamp_s: float | None = None  # when the line was written [s]
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Convention, peak and ranks of Headway's own records.
+    """Convention, peak and ranks of Headway's own records."""
 
-    Attributes:
-        convention: that their FLOPs were counted by, such as "useful/1".
-        peak_flops_per_s: what their shares are of [FLOP/s of one device]; None where the run knew none.
-        peak_source: where that peak comes from.
-        num_ranks: devices of the job.
-    """
-
-    convention: str
-    peak_flops_per_s: float | None
-    peak_source: str
-    num_ranks: int
+    convention: str  # rule that counted their FLOPs, such as "useful/1"
+    peak_flops_per_s: float | None  # peak below their MFU [FLOP/s of one device]; None where the run knew none
+    peak_source: str  # where that peak comes from
+    num_ranks: int  # devices of the job
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A tool's log.
+    """A tool's log."""
 
-    Attributes:
-        tool: who wrote it.
-        conventions: the rules that this tool has used, newest first.
-        rows: in the order of the file.
-        whole_job: whether tokens/s (and FLOP/s, if any) are those of all devices together.
-        smoothed: whether its MFU is a running mean, so that a row does not stand for its own step.
-        recorded: what Headway's own records say, whose FLOP/s are useful already; None for another tool's log.
-        skipped: why lines that look like steps are no rows -> how many.
-        notes: what to know about its numbers.
-    """
-
-    tool: str
-    conventions: tuple[str, ...]
-    rows: tuple[LogRow, ...]
-    whole_job: bool = False
-    smoothed: bool = False
+    tool: str  # who wrote it
+    conventions: tuple[str, ...]  # the rules that this tool has used, newest first
+    rows: tuple[LogRow, ...]  # in the order of the file
+    whole_job: bool = False  # whether tokens/s (and FLOP/s, if any) are those of all devices together
+    smoothed: bool = False  # whether its MFU is a running mean, so that a row does not stand for its own step
+    # what Headway's own records say, whose FLOP/s are useful already; None for another tool's log
     recorded: Recorded | None = None
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)  # why lines that look like steps are no rows -> how many
+    notes: tuple[str, ...] = ()  # remarks on its numbers
 
 
 def per_device(log: Log, num_ranks: int) -> Log:
@@ -180,22 +143,15 @@ def per_device(log: Log, num_ranks: int) -> Log:
 
 
 def near(value: float, share: float) -> Printed:
-    """A number that was printed with more digits than matter."""
+    """Take a number that was printed with more digits than matter, within a share of it."""
     return Printed(value, Interval(value, value).widened(share))
 
 
 @dataclass(frozen=True, slots=True)
 class RestatedRow:
-    """One row of a log in `useful`.
+    """One row of a log in `useful`."""
 
-    Attributes:
-        row: what it reports, of one device.
-        flops_per_token: useful FLOPs per token position that the log counts.
-        mfu: useful MFU, a fraction; None without a peak.
-        seconds: time that it stands for [s], or any measure proportional to it; 0 where the log has none.
-    """
-
-    row: LogRow
-    flops_per_token: float
-    mfu: float | None
-    seconds: float
+    row: LogRow  # the line, with rates of one device
+    flops_per_token: float  # useful FLOPs per token position that the log counts
+    mfu: float | None  # useful MFU, a fraction; None without a peak
+    seconds: float  # time that it stands for [s], or any measure proportional to it; 0 where the log has none
