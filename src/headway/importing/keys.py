@@ -7,7 +7,7 @@ make of them; transformers 5.23's `TrainingArguments`, and keys that older versi
 from typing import Any
 
 from headway.importing import rules
-from headway.importing.outcomes import Outcome, Rule, by_hand, degree, one_of, only_off, sets, unneeded
+from headway.importing.outcomes import Outcome, Rule, by_hand, degree, one_of, only_off, sets, switch, unneeded
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dataset_config": {"packing": False, "packing_length": 32_000, "filter_overlong": True, "data_seed": 42},
@@ -105,24 +105,16 @@ _TRAINER: dict[str, Rule] = {
     "adam_epsilon": sets("optim.eps"),
     "max_grad_norm": lambda value, _: Outcome("translated", settings={"optim.clip": value or None}),
     "optim": rules.optim,
-    "use_muon": lambda value, _: (
-        Outcome("translated", settings={"optim.name": "muon"}) if value else Outcome("not needed", "off")
-    ),
+    "use_muon": switch("optim.name", "muon"),
     "seed": sets("run.seed"),
     "data_seed": unneeded("see dataset_config.data_seed"),
     "bf16": rules.bf16,
     "fp16": only_off("float16 needs loss scaling, which is not there; bf16 does not"),
     "tf32": unneeded("products are bfloat16 on CUDA"),
     "use_rmpad": unneeded("packs never hold padding between samples"),
-    "use_liger_kernel": lambda value, _: (
-        Outcome("translated", settings={"speed.kernels": "liger"}) if value else Outcome("not needed", "off")
-    ),
-    "torch_compile": lambda value, _: (
-        Outcome("translated", settings={"speed.compile": True}) if value else Outcome("not needed", "off")
-    ),
-    "gradient_checkpointing": lambda value, _: (
-        Outcome("translated", settings={"speed.recompute": "full"}) if value else Outcome("not needed", "off")
-    ),
+    "use_liger_kernel": switch("speed.kernels", "liger"),
+    "torch_compile": switch("speed.compile", True),
+    "gradient_checkpointing": switch("speed.recompute", "full"),
     "fsdp2": unneeded("several processes always shard with FSDP2"),
     "fsdp": unneeded("several processes always shard with FSDP2"),
     "fsdp_config": rules.fsdp_config,

@@ -10,30 +10,19 @@ Fate = Literal["translated", "not needed", "by hand", "refused"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one key: translated, not needed, by hand or refused.
+    """The outcome of one key: translated, not needed, by hand or refused."""
 
-    Attributes:
-        fate: see `read`.
-        reason: why, or what to do.
-        settings: dotted settings of the recipe and their values.
-    """
-
-    fate: Fate
-    reason: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    fate: Fate  # see `read`
+    reason: str = ""  # why, or what to do
+    settings: Mapping[str, Any] = field(default_factory=dict)  # dotted settings of the recipe and their values
 
 
 @dataclass(frozen=True)
 class Context:
-    """The rest of the configuration, for rules that depend on other keys.
+    """The rest of the configuration, for rules that depend on other keys."""
 
-    Attributes:
-        sections: the whole configuration, defaults filled in, by section.
-        folder: of the configuration, where relative paths may start.
-    """
-
-    sections: Mapping[str, Mapping[str, Any]]
-    folder: Path
+    sections: Mapping[str, Mapping[str, Any]]  # the whole configuration, defaults filled in, by section
+    folder: Path  # folder of the configuration, where relative paths may start
 
     def get(self, key: str) -> Any:
         """A value by its dotted key; None where it is not given and has no default."""
@@ -47,6 +36,11 @@ Rule = Callable[[Any, Context], Outcome]
 def sets(setting: str, reason: str = "") -> Rule:
     """The key is a setting under another name."""
     return lambda value, _: Outcome("translated", reason, {setting: value})
+
+
+def switch(setting: str, on: Any) -> Rule:
+    """The key switches a setting to the value `on`."""
+    return lambda value, _: Outcome("translated", settings={setting: on}) if value else Outcome("not needed", "off")
 
 
 def unneeded(reason: str) -> Rule:

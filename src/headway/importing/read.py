@@ -1,8 +1,8 @@
 """Read a configuration of LMMs-Engine as a recipe of Headway: every key is translated, or named with the reason.
 
-A key has one of four keys. It is translated; or it is not needed, since what it asks for is always so here; or it is
-left to do by hand, where another file than the recipe says it; or it is refused, as unknown or as what Headway cannot
-do, and then nothing is written unless the key is left out on purpose.
+A key has one of four outcomes. It is translated; not needed, since what it asks for is always so here; left to do by
+hand, where another file than the recipe says it; or refused, as unknown or as what Headway cannot do, and then nothing
+is written unless the key is left out on purpose.
 
 Source: lmms-engine 0.1.4, its configuration classes and trainers; transformers' TrainingArguments, which it extends.
 """
@@ -25,18 +25,11 @@ _DATA = ("dataset_config.dataset_path", "dataset_config.datasets")
 
 @dataclass(frozen=True)
 class KeyOutcome:
-    """One key of the configuration and what became of it.
+    """One key of the configuration and what became of it."""
 
-    Attributes:
-        key: dotted.
-        value: as given, or as it is when it is not.
-        given: whether the file says it.
-        outcome: what became of it.
-    """
-
-    key: str
-    value: Any
-    given: bool
+    key: str  # dotted
+    value: Any  # as given, else the default
+    given: bool  # whether the file says it
     outcome: Outcome
 
     def as_json(self) -> dict[str, Any]:
@@ -47,19 +40,12 @@ class KeyOutcome:
 
 @dataclass(frozen=True)
 class Imported:
-    """A recipe and where it came from.
+    """A recipe and where it came from."""
 
-    Attributes:
-        source: name of the configuration's file.
-        recipe: sections of settings, as plain types.
-        keys: every key and what became of it.
-        absent: keys that were to be left out, and that the configuration does not have.
-    """
-
-    source: str
-    recipe: dict[str, Any]
-    keys: tuple[KeyOutcome, ...]
-    absent: tuple[str, ...] = ()
+    source: str  # name of the configuration's file
+    recipe: dict[str, Any]  # sections of settings, as plain types
+    keys: tuple[KeyOutcome, ...]  # every key and what became of it
+    absent: tuple[str, ...] = ()  # keys that were to be left out, and that the configuration does not have
 
     def as_yaml(self) -> str:
         """The recipe as a file, with what is left to do above it."""

@@ -14,7 +14,7 @@ ENDLESS = 1000  # passes over each of several datasets; the run ends with its st
 
 
 def packing(value: Any, context: Context) -> Outcome:
-    """Packs, or batches of a fixed number of samples, which are flat here too."""
+    """Translate packing: packs, or batches of a fixed number of samples, without padding here too."""
     length = context.get("dataset_config.packing_length")
     if value:
         return Outcome("translated", settings={"data.tokens_per_pack": length})
@@ -25,7 +25,7 @@ def packing(value: Any, context: Context) -> Outcome:
 
 
 def packing_strategy(value: Any, context: Context) -> Outcome:
-    """Its strategies and the ones that fill packs alike here."""
+    """Translate a packing strategy to the one that fills packs alike here."""
     names = {"first_fit": "next_fit", "best_fit": "best_fit", "balanced": "balanced", None: "next_fit"}
     if not context.get("dataset_config.packing"):
         return Outcome("not needed", "packing is off")
@@ -36,7 +36,7 @@ def packing_strategy(value: Any, context: Context) -> Outcome:
 
 
 def overlong(value: Any, context: Context) -> Outcome:
-    """Samples longer than a pack; without packs and without a longest sample, there it filters nothing."""
+    """Translate what becomes of samples longer than a pack; without packing and max_length they stay there."""
     if value and not context.get("dataset_config.packing") and not context.get("dataset_config.max_length"):
         reason = "filters nothing without packing; here a sample longer than data.tokens_per_pack is an error"
         return Outcome("translated", reason, {"data.overlong": "error"})
@@ -46,7 +46,7 @@ def overlong(value: Any, context: Context) -> Outcome:
 
 
 def batch_size(value: Any, context: Context) -> Outcome:
-    """Packs of a step and rank: those of a micro-batch times those accumulated."""
+    """Translate the batch size: packs of a micro-batch times micro-batches accumulated."""
     accumulated = context.get("trainer_args.gradient_accumulation_steps") or 1
     if not context.get("dataset_config.packing"):
         return Outcome("translated", "see dataset_config.packing", {"optim.accumulation": accumulated})
@@ -55,7 +55,7 @@ def batch_size(value: Any, context: Context) -> Outcome:
 
 
 def datasets(value: Any, context: Context) -> Outcome:
-    """Datasets that are listed in the configuration."""
+    """Translate datasets that are listed in the configuration."""
     if value is None:
         return Outcome("not needed", "none")
     if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
@@ -64,7 +64,7 @@ def datasets(value: Any, context: Context) -> Outcome:
 
 
 def dataset_path(value: Any, context: Context) -> Outcome:
-    """One dataset, or a file that lists several."""
+    """Translate one dataset, or a file that lists several."""
     if value is None or context.get("dataset_config.datasets") is not None:
         return Outcome("not needed", "the datasets are listed in dataset_config.datasets")
     if context.get("dataset_config.dataset_format") != "yaml":
@@ -77,7 +77,7 @@ def dataset_path(value: Any, context: Context) -> Outcome:
 
 
 def sources(datasets: list[dict[str, Any]], context: Context) -> Outcome:
-    """Datasets as stages: one plays on, several play together."""
+    """Make a stage of datasets: one alone, or several mixed."""
     known = {"path", "data_folder", "data_type"}
     unknown = sorted({key for one in datasets for key in one} - known)
     if unknown:
@@ -99,7 +99,7 @@ def sources(datasets: list[dict[str, Any]], context: Context) -> Outcome:
 
 
 def schedule(value: Any, context: Context) -> Outcome:
-    """The course of the learning rate; transformers' schedules end at 0 unless told otherwise."""
+    """Translate the learning-rate schedule; transformers' schedules end at 0 unless told otherwise."""
     extra = dict(context.get("trainer_args.lr_scheduler_kwargs") or {})
     lr = context.get("trainer_args.learning_rate")
     names = {
@@ -137,7 +137,7 @@ def schedule(value: Any, context: Context) -> Outcome:
 
 
 def warmup_ratio(value: Any, context: Context) -> Outcome:
-    """Warm-up as a share of the steps."""
+    """Translate warm-up given as a share of the steps."""
     steps = context.get("trainer_args.max_steps")
     if not value:
         return Outcome("not needed", "off")
@@ -163,7 +163,7 @@ def max_steps(value: Any, _: Context) -> Outcome:
 
 
 def beta(number: int) -> Rule:
-    """One of Adam's two decays, which are one setting here."""
+    """Translate one of Adam's two decays, which are one setting here."""
 
     def rule(_value: Any, context: Context) -> Outcome:
         betas = [context.get("trainer_args.adam_beta1"), context.get("trainer_args.adam_beta2")]
@@ -173,7 +173,7 @@ def beta(number: int) -> Rule:
 
 
 def optim(value: Any, context: Context) -> Outcome:
-    """The optimizer; one of its two trainers does not look at it."""
+    """Translate the optimizer, which fsdp2_trainer does not look at."""
     if context.get("trainer_type") in (None, "fsdp2_trainer"):
         return Outcome("not needed", "fsdp2_trainer takes AdamW whatever it says; so does this recipe")
     if value in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
@@ -184,14 +184,14 @@ def optim(value: Any, context: Context) -> Outcome:
 
 
 def bf16(value: Any, _: Context) -> Outcome:
-    """Find the dtype of the weights."""
+    """Translate bf16: the dtype of the weights."""
     if value:
         return Outcome("translated", "weights and their moments are bfloat16 there", {"run.dtype": "bfloat16-params"})
     return Outcome("not needed", "run.dtype is bfloat16 over float32 weights on CUDA by default; float16 is not used")
 
 
 def freeze(value: Any, _: Context) -> Outcome:
-    """Modules whose weights do not learn."""
+    """Translate the modules whose weights are frozen."""
     if not value:
         return Outcome("not needed", "off")
     aliases = {"visual": "model.visual", "language_model": "model.language_model", "model.language_model.lm_head": ""}
@@ -200,7 +200,7 @@ def freeze(value: Any, _: Context) -> Outcome:
 
 
 def fsdp_config(value: Any, context: Context) -> Outcome:
-    """How weights are sharded; blocks are found without being named."""
+    """Translate how weights are sharded; blocks are found without being named."""
     rest = dict(value or {})
     settings: dict[str, Any] = {}
     reshard, group = rest.pop("reshard_after_forward", None), rest.pop("hsdp_shard_size", 0)
@@ -221,7 +221,7 @@ def fsdp_config(value: Any, context: Context) -> Outcome:
 
 
 def ema(value: Any, context: Context) -> Outcome:
-    """The average of the weights, with its decay."""
+    """Translate the moving average of the weights, with its decay."""
     if not value:
         return Outcome("not needed", "off")
     decay = context.get("trainer_args.ema_decay")
@@ -231,7 +231,7 @@ def ema(value: Any, context: Context) -> Outcome:
 
 
 def profiler(value: Any, context: Context) -> Outcome:
-    """Steps to profile; they count from 0 there and from 1 here."""
+    """Translate the steps to profile; they count from 0 there and from 1 here."""
     if not value:
         return Outcome("not needed", "off")
     window = context.get("trainer_args.profiler_config") or {}
@@ -240,16 +240,12 @@ def profiler(value: Any, context: Context) -> Outcome:
 
 
 def trackers(value: Any, context: Context) -> Outcome:
-    """Who is told about the run."""
+    """Translate the trackers that the run reports to."""
     names = [value] if isinstance(value, str) else list(value or [])
     names = [name for name in names if name not in ("none", "console")]
     folder = context.get("trainer_args.output_dir")
     project = context.get("trainer_args.project") or "huggingface"  # transformers' default
-    known = {
-        "wandb": f"wandb:{project}",
-        "tensorboard": f"tensorboard:{folder}/tensorboard",
-        "mlflow": "mlflow",
-    }
+    known = {"wandb": f"wandb:{project}", "tensorboard": f"tensorboard:{folder}/tensorboard", "mlflow": "mlflow"}
     if unknown := [name for name in names if name not in known]:
         return Outcome("refused", f"{', '.join(unknown)} is no tracker here; known are {', '.join(known)}")
     if not names:
@@ -258,7 +254,7 @@ def trackers(value: Any, context: Context) -> Outcome:
 
 
 def save_steps(value: Any, context: Context) -> Outcome:
-    """Steps between checkpoints."""
+    """Translate the steps between checkpoints."""
     if context.get("trainer_args.save_strategy") == "no":
         return Outcome("not needed", "save_strategy is 'no'")
     steps = context.get("trainer_args.max_steps") or 0
@@ -268,7 +264,7 @@ def save_steps(value: Any, context: Context) -> Outcome:
 
 
 def processor(value: Any, context: Context) -> Outcome:
-    """The processor, which comes with the model folder here."""
+    """Translate the processor, which comes with the model folder here."""
     config = dict(value or {})
     name, extra = config.pop("processor_name", None), config.pop("extra_kwargs", None) or {}
     config.pop("processor_type", None)
