@@ -14,6 +14,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -83,7 +84,7 @@ def load_model(
     attention: str = "headway_flash",
     random_init: bool = False,
 ) -> PreTrainedModel:
-    """Build a causal or image-text model, from weights or at random.
+    """Build a causal or multimodal model that writes text, from weights or at random.
 
     Args:
         spec: a model folder, a config.json, a Hub name, or a configuration object.
@@ -94,7 +95,7 @@ def load_model(
         random_init: initialise from the configuration alone, drawing from torch's global generator.
 
     Raises:
-        UnknownModelError: nothing of that name, or a kind of model that is neither causal nor image-text.
+        UnknownModelError: nothing of that name, or a kind of model that does not write text, one token after another.
         CheckpointError: the folder is only half written: weights or shards missing, or a file cut short.
         ConfigError: a configuration alone was given without `random_init`.
     """
@@ -269,12 +270,12 @@ def weights_of(name: str) -> Iterator[set[str]]:
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
-    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping:
             return auto
     raise UnknownModelError(
-        f"Models of type {config.model_type!r} are neither causal language models nor image-text models. Headway "
-        "trains those two kinds; give the configuration of the whole model, not of one of its towers."
+        f"Models of type {config.model_type!r} are neither causal language models nor models that read images or sound "
+        "and write text. Headway trains those; give the configuration of the whole model, not of one of its towers."
     )
 
 
@@ -294,12 +295,8 @@ def _processor(processor_class: Any, name: str) -> ProcessorMixin:
     attributes = processor_class.get_attributes()
     opened: Any
     if "video_processor" in attributes:
-        kept = [attribute for attribute in attributes if attribute != "video_processor"]
-        reduced = {"get_attributes": staticmethod(lambda: list(kept)), "__module__": processor_class.__module__}
-        reduced_class: Any = type(processor_class.__name__, (processor_class,), reduced)
-        opened = reduced_class.from_pretrained(name, **_NO_CODE)
+        opened = _with_videos(processor_class, name).from_pretrained(name, **_NO_CODE)
         opened.__class__ = processor_class
-        opened.video_processor = video_processor(name, processor_class.__name__)
     else:
         opened = processor_class.from_pretrained(name, **_NO_CODE)
     if "image_processor" in attributes and is_torchvision_available():
@@ -307,6 +304,28 @@ def _processor(processor_class: Any, name: str) -> ProcessorMixin:
         opened.image_processor = images.from_pretrained(name, backend="pil", **_NO_CODE)
     processor: ProcessorMixin = opened
     return processor
+
+
+def _with_videos(processor_class: Any, name: str) -> Any:
+    """The processor's class, whose `from_pretrained` opens everything but the video processor, which is Headway's."""
+    attributes = processor_class.get_attributes()
+    kept = [attribute for attribute in attributes if attribute != "video_processor"]
+    others = type(processor_class.__name__, (processor_class,), {"get_attributes": staticmethod(lambda: kept)})
+
+    class Opening(processor_class):  # type: ignore[misc]  # a class that is only known here
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            parts = list(others._get_arguments_from_pretrained(*args, **kwargs))
+            parts.insert(attributes.index("video_processor"), video_processor(name, processor_class.__name__))
+            return parts
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name != "video_processor":
+                return super().check_argument_for_proper_class(argument_name, argument)
+            return type(argument)
+
+    Opening.__name__, Opening.__module__ = processor_class.__name__, processor_class.__module__
+    return Opening
 
 
 def _check_hub_name(name: str) -> None:
