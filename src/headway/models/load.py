@@ -310,7 +310,7 @@ def _with_videos(processor_class: Any, name: str) -> Any:
     """The processor's class, whose `from_pretrained` opens everything but the video processor, which is Headway's."""
     attributes = processor_class.get_attributes()
     kept = [attribute for attribute in attributes if attribute != "video_processor"]
-    others = type(processor_class.__name__, (processor_class,), {"get_attributes": staticmethod(lambda: kept)})
+    others: Any = type(processor_class.__name__, (processor_class,), {"get_attributes": staticmethod(lambda: kept)})
 
     class Opening(processor_class):  # type: ignore[misc]  # a class that is only known here
         @classmethod
