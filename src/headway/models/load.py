@@ -1,8 +1,10 @@
 """Open a model's config, weights and processor by folder, config.json or Hub id, with errors a user can act on."""
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
 from headway.models.init_weights import init_weights
+from headway.models.recurrent import separate_segments
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
 
@@ -122,6 +125,7 @@ def load_model(
     use_attention(model, attention)
     use_experts(model)
     answer_ahead(model)
+    separate_segments(model)
     return model
 
 
@@ -169,10 +173,19 @@ def rope_index(model: PreTrainedModel) -> RopeIndex | None:
             kind: Any = type(module)
             shell = kind.__new__(kind)
             torch.nn.Module.__init__(shell)
+            plain = (bool, int, float, str, type(None))  # sizes that some rules read
+            vars(shell).update({name: value for name, value in vars(module).items() if isinstance(value, plain)})
             shell.config = module.config
-            rule: RopeIndex = shell.get_rope_index
-            return rule
+            rule: Any = shell.get_rope_index
+            names = tuple(inspect.signature(rule).parameters)
+            return rule if "mm_token_type_ids" in names else partial(_without_types, rule, names)
     return None
+
+
+def _without_types(rule: RopeIndex, names: tuple[str, ...], **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ask a rule that takes no token types, but wants a mask of all tokens."""
+    taken = {name: value for name, value in given.items() if name in names}
+    return rule(attention_mask=torch.ones_like(given["input_ids"]), **taken)
 
 
 def check_weights(folder: Path) -> list[Path]:
