@@ -337,7 +337,9 @@ class Encoder:
         if media.video_grids:
             known["video_grid_thw"] = _grids(media.video_grids)
         if not known:
-            return plain.repeat(3, 1)  # M-RoPE of text alone: the three rows agree
+            return plain.repeat(3, 1)  # M-RoPE of text and sounds: the three rows agree
+        if media.audio_lengths:
+            known["audio_seqlens"] = torch.tensor(media.audio_lengths)
         if media.seconds_per_patch is not None:
             known["second_per_grid_ts"] = media.seconds_per_patch
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **known)
