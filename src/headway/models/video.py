@@ -53,7 +53,7 @@ class VideoSettings(PushToHubMixin):
     """A folder's settings for videos that Headway does not read, kept so that they are saved again."""
 
     _auto_class = None
-    model_input_names: ClassVar[list[str]] = []  # a list, as processors add lists to it
+    model_input_names: ClassVar[list[str]] = []  # a list, as transformers joins those of the parts
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)
