@@ -231,3 +231,11 @@ def test_a_tensor_that_follows_no_rule_is_refused_by_name(encoder_of, chats):
     encoder = Encoder(_odd_tensor(encoder_of("llava").processor), patch_size=8)
     with pytest.raises(ConfigError, match=r"gives odd of shapes .* follows no rule by which Headway can pack it"):
         encoder.encode(chats["one"])
+
+
+def test_a_size_is_measured_once_and_without_interpolation(encoder_of, chats, monkeypatch):
+    processed = pickle.loads(pickle.dumps(encoder_of("internvl").media.processed))
+    first = processed.lengths([(40, 52), (333, 21)])
+    assert first.written == processed.lengths([(40, 52)]).written + processed.lengths([(333, 21)]).written
+    monkeypatch.setattr(processed, "_run", lambda *_, **__: pytest.fail("it was measured again"))
+    assert processed.lengths([(40, 52), (333, 21)]) == first

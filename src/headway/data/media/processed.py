@@ -8,6 +8,7 @@ out by running it on three pictures, apart and together.
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,9 @@ SMALLEST_TRIED = (41, 67)
 
 # Pictures that a processor is tried with [pixels]: of unlike proportions, and so of other numbers of tiles.
 _TRIED_WH = (SMALLEST_TRIED, (797, 531), (251, 31))
+# Options of a run that is after sizes alone: pixels are neither interpolated nor normalised.
+_SIZES_ALONE: dict[str, Any] = {"resample": Pillow.Resampling.NEAREST, "do_rescale": False, "do_normalize": False}
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)  # what processors raise
 _MOST_CACHED = 1 << 16  # combinations of sizes of which the lengths are kept
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 
@@ -45,6 +49,12 @@ class ImageLengths(NamedTuple):
 
     written: tuple[str, ...]
     grids: tuple[Grid, ...]
+
+    @classmethod
+    def total(cls, parts: Sequence["ImageLengths"]) -> "ImageLengths":
+        """The lengths of several groups of pictures together."""
+        written, grids = zip(*parts, strict=True)
+        return cls(tuple(chain.from_iterable(written)), tuple(chain.from_iterable(grids)))
 
 
 class ProcessedImages:
@@ -77,7 +87,7 @@ class ProcessedImages:
             alone = [self._run([[picture]]) for picture in tried]
             one_text, own_texts = self._run([tried]), self._run([[picture] for picture in tried])
             self.types_name, self.types_answers = self._types(tried[0])
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        except _REFUSALS as error:
             raise ConfigError(
                 f"The processor {type(processor).__name__} could not be run on a picture, so images of this model "
                 f"cannot be trained: {type(error).__name__}: {error}"
@@ -98,7 +108,8 @@ class ProcessedImages:
             )
         special = [str(token) for token in processor.tokenizer.added_tokens_decoder.values()]
         self.repeated = tuple(token for token in special if any(token * 2 in text for text in written))
-        self.grids_of(alone[0].tensors)  # if patches cannot be told, this says so
+        found = [self._lengths(run) for run in alone]  # if patches cannot be told, this says so
+        self._options = _SIZES_ALONE if self._tell_sizes(tried, found) else {}
 
     def read(self, pictures: Sequence[Pillow.Image]) -> tuple[ImageLengths, dict[str, Joinable]]:
         """The text in place of a sample's pictures, their grids, and their tensors.
@@ -111,14 +122,10 @@ class ProcessedImages:
         """
         groups = [[picture] for picture in pictures] if self._apart else [list(pictures)]
         runs = [self._run([group]) for group in groups]
-        lengths = ImageLengths(
-            tuple(text for run in runs for text in run.written),
-            tuple(grid for run in runs for grid in self.grids_of(run.tensors)),
-        )
         tensors = {
             name: Joinable(joined([run.tensors[name] for run in runs], rule), rule) for name, rule in self.rules.items()
         }
-        return lengths, tensors
+        return ImageLengths.total([self._lengths(run) for run in runs]), tensors
 
     def lengths(self, sizes: Sequence[_Size]) -> ImageLengths:
         """What `read` gives of pictures of these (height, width), by blank ones; kept for sizes that come again.
@@ -127,14 +134,12 @@ class ProcessedImages:
             ValueError: the processor refuses one.
         """
         if self._apart and len(sizes) > 1:
-            parts = [self.lengths([size]) for size in sizes]
-            return ImageLengths(
-                tuple(text for part in parts for text in part.written), tuple(g for part in parts for g in part.grids)
-            )
+            return ImageLengths.total([self.lengths([size]) for size in sizes])
         key = tuple(sizes)
         if key in self._known:
             return self._known[key]
-        found, _ = self.read([Pillow.new("RGB", (width, height)) for height, width in sizes])
+        blank = [Pillow.new("RGB", (width, height)) for height, width in sizes]
+        found = self._lengths(self._run([blank], **self._options))
         while len(self._known) >= _MOST_CACHED:
             self._known.popitem(last=False)
         self._known[key] = found
@@ -171,7 +176,17 @@ class ProcessedImages:
             return ((pixels.shape[0], rows, columns),)
         return ((pixels.shape[1:-3].numel(), rows, columns),) * pixels.shape[0]
 
-    def _run(self, samples: list[list[Pillow.Image]]) -> "_Run":
+    def _lengths(self, run: "_Run") -> ImageLengths:
+        return ImageLengths(run.written, self.grids_of(run.tensors))
+
+    def _tell_sizes(self, pictures: list[Pillow.Image], expected: list[ImageLengths]) -> bool:
+        """Whether runs after sizes alone give what whole runs give."""
+        try:
+            return [self._lengths(self._run([[picture]], **_SIZES_ALONE)) for picture in pictures] == expected
+        except _REFUSALS:
+            return False
+
+    def _run(self, samples: list[list[Pillow.Image]], **options: Any) -> "_Run":
         """Run the processor on texts that are placeholders alone, and note what it would write in their place."""
         written: list[str] = []
 
@@ -182,7 +197,7 @@ class ProcessedImages:
         noting = copy.copy(self.processor)
         noting.get_text_with_replacements = note
         text = [" ".join([noting.image_token] * len(sample)) for sample in samples]
-        out = noting(text=text, images=samples, return_tensors="pt")
+        out = noting(text=text, images=samples, return_tensors="pt", **options)
         if len(written) != sum(map(len, samples)):
             raise ValueError(f"it writes {len(written)} texts in place of {sum(map(len, samples))} pictures")
         return _Run(
