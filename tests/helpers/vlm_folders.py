@@ -69,6 +69,7 @@ class Family:
         placeholder: what the template writes for an image.
         audio: likewise for a sound.
         config: its configuration.
+        sound: the class of its feature extractor, where its processor has one.
         needs: packages without which transformers has no such processor.
     """
 
@@ -80,6 +81,7 @@ class Family:
     named: dict[str, str] = field(default_factory=dict)
     audio: str = ""
     config: Any = None
+    sound: str = "WhisperFeatureExtractor"
     needs: tuple[str, ...] = ()
 
 
@@ -123,6 +125,39 @@ def _paligemma2() -> PreTrainedConfig:
         vision_config=config.vision_config.to_dict(),
         projection_dim=32,
         image_token_index=3,
+    )
+
+
+def _ovis2() -> PreTrainedConfig:
+    return transformers.Ovis2Config(
+        text_config=dict(_SIZES, **_COUNTS, model_type="qwen2", max_position_embeddings=512, vocab_size=160),
+        vision_config=dict(_TOWER, image_size=SIDE, hidden_stride=2, vocab_size=20, num_visual_indicator_tokens=5),
+        image_token_id=3,
+        visual_indicator_token_ids=[4, 5, 6, 7, 8],
+        hidden_size=32,
+        vocab_size=160,
+    )
+
+
+def _glm4v() -> PreTrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+    return transformers.Glm4vConfig(
+        text_config=dict(_SIZES, **_COUNTS, rope_parameters=rope, max_position_embeddings=512, vocab_size=160),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": PATCH,
+            "image_size": SIDE,
+        },
+        image_token_id=3,
+        image_start_token_id=4,
+        image_end_token_id=5,
+        video_token_id=6,
+        video_start_token_id=7,
+        video_end_token_id=8,
     )
 
 
@@ -276,6 +311,45 @@ FAMILIES |= {
         audio="<|audio_bos|><|AUDIO|><|audio_eos|>",
         config=lambda: tiny_speech_config("qwen2_audio"),
     ),
+    "glm4v": Family(
+        ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        "Glm4vProcessor",
+        ("glm4v", "Glm4vImageProcessorPil", _QWEN_SIZES),
+        placeholder="<|begin_of_image|><|image|><|end_of_image|>",
+        config=_glm4v,
+    ),
+    "ovis2": Family(
+        ("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<image>"),
+        "Ovis2Processor",
+        ("ovis2", "Ovis2ImageProcessorPil", {"size": _SQUARE, "crop_to_patches": True, "max_patches": 3}),
+        options={"image_seq_length": 4},
+        config=_ovis2,
+    ),
+    "gemma4": Family(
+        ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+        "Gemma4Processor",
+        ("gemma4", "Gemma4ImageProcessorPil", {"patch_size": PATCH, "max_soft_tokens": 70, "pooling_kernel_size": 3}),
+        placeholder="<|image|>",
+        named={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        config=lambda: tiny_image_config("gemma4"),
+        sound="Gemma4AudioFeatureExtractor",
+    ),
+    "llama4": Family(
+        ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+        "Llama4Processor",
+        ("llama4", "Llama4ImageProcessor", {"size": _SQUARE, "max_patches": 4}),
+        placeholder="<|image|>",
+        options={"patch_size": PATCH, "pixel_shuffle_ratio": 0.5},
+        config=lambda: tiny_image_config("llama4"),
+        needs=("torchvision",),
+    ),
     "qwen2_5_omni_thinker": Family(
         ("<|AUDIO|>", "<|IMAGE|>", "<|VIDEO|>", *_OMNI_NAMED.values()),
         "Qwen2_5OmniProcessor",
@@ -287,6 +361,7 @@ FAMILIES |= {
     ),
 }
 _QWEN = {
+    "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_vl_moe": "Qwen3VLProcessor",
@@ -357,10 +432,13 @@ def _made(kind: Any, family: Family, tokenizer: Any) -> Any:
     parts: dict[str, Any] = {"tokenizer": tokenizer}
     if family.image is not None:
         module, name, settings = family.image
-        images = getattr(importlib.import_module(f"transformers.models.{module}.{_PIL}{module}"), name)
+        kind_of_file = _PIL if name.endswith("Pil") else "image_processing_"
+        images = getattr(importlib.import_module(f"transformers.models.{module}.{kind_of_file}{module}"), name)
         parts["image_processor"] = images(**settings)
     if "feature_extractor" in attributes:
-        parts["feature_extractor"] = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+        kind_of_sound = getattr(transformers, family.sound)
+        options = {"chunk_length": 1} if family.sound.startswith("Whisper") else {}
+        parts["feature_extractor"] = kind_of_sound(feature_size=16, **options)
     if "video_processor" not in attributes:
         return kind(**parts, **family.options)
 

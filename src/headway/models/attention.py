@@ -12,11 +12,12 @@ attention without boundaries of its own (a vision tower that works on a batch of
 too.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -35,6 +36,20 @@ def register() -> None:
     """Make "headway_flash" known to transformers; calling it again changes nothing."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    masking: Any = masking_utils  # typed as if nobody replaced its functions
+    asked = getattr(masking, "is_flash_attention_requested", None)
+    if asked is not None and not hasattr(asked, "__wrapped__"):
+        masking.is_flash_attention_requested = _but_this_one(asked)
+
+
+def _but_this_one(asked: Callable[..., bool]) -> Callable[..., bool]:
+    """Tell transformers' masks that this backend, whatever its name says, does attend in chunks."""
+
+    @functools.wraps(asked)
+    def is_flash(config: Any = None, *args: Any, **kwargs: Any) -> bool:
+        return getattr(config, "_attn_implementation", None) != NAME and asked(config, *args, **kwargs)
+
+    return is_flash
 
 
 def use_attention(model: PreTrainedModel, name: str = NAME) -> None:

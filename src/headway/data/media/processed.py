@@ -200,9 +200,7 @@ class ProcessedImages:
         out = noting(text=text, images=samples, return_tensors="pt", **options)
         if len(written) != sum(map(len, samples)):
             raise ValueError(f"it writes {len(written)} texts in place of {sum(map(len, samples))} pictures")
-        return _Run(
-            tuple(written), {name: torch.as_tensor(value) for name, value in out.items() if name not in _OF_TEXT}
-        )
+        return _Run(tuple(written), {name: _as_tensor(value) for name, value in out.items() if name not in _OF_TEXT})
 
     def _types(self, picture: Pillow.Image) -> tuple[str | None, bool]:
         """Name of the argument that tells image from text, and whether it marks answers instead."""
@@ -215,6 +213,12 @@ class ProcessedImages:
         of_text = list(self.processor.tokenizer.model_input_names)
         answers = list(self.processor.model_input_names).count(name) > of_text.count(name)
         return (name, True) if answers else (None, False)
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    """A tensor in the types that packs have: Llama 4's processor gives bfloat16, whatever the model computes in."""
+    tensor = torch.as_tensor(value)
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class _Run(NamedTuple):
