@@ -1,6 +1,7 @@
 """Images as a model's own processor gives them: samples, lengths and packs are what the processor makes of them."""
 
 import copy
+import importlib
 import json
 import pickle
 from dataclasses import replace
@@ -12,10 +13,14 @@ import torch
 from PIL import Image
 from transformers import ProcessorMixin
 
+from headway.cli.index import build_indices
 from headway.data import Encoder, read_samples
+from headway.data.bad_rows import BadSamples
 from headway.data.blank_media import Modalities, with_blanks
 from headway.data.collate import Collator
+from headway.data.index import index_folder
 from headway.data.samples import TextPart
+from headway.data.sources import open_source
 from headway.data.transfer import from_block, to_block
 from headway.errors import ConfigError, DataError
 from headway.models import load_config, load_processor
@@ -24,8 +29,19 @@ from helpers.vlm_folders import FAMILIES, VLM_FOLDERS, write_vlm
 
 # transformers' PaliGemma makes labels of a tensor by numpy, which numpy 2 warns of
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
-PROCESSED = [family for family in VLM_FOLDERS if family in FAMILIES and FAMILIES[family].image is not None]
-PROCESSED = [family for family in PROCESSED if family != "qwen2_5_omni_thinker"]
+
+
+def reads_images_otherwise(family):
+    """Whether a family's images are not patches with grids alone."""
+    if family not in FAMILIES or FAMILIES[family].image is None:
+        return False
+    module, name, _ = FAMILIES[family].image
+    file = f"image_processing_pil_{module}" if name.endswith("Pil") else f"image_processing_{module}"
+    made_by = getattr(importlib.import_module(f"transformers.models.{module}.{file}"), name)
+    return "image_grid_thw" not in made_by.model_input_names
+
+
+PROCESSED = [family for family in VLM_FOLDERS if reads_images_otherwise(family)]
 PICTURES = {"a.png": (40, 52), "b.png": (90, 31), "c.png": (33, 200)}
 
 
@@ -94,7 +110,7 @@ def test_a_sample_is_what_the_processor_makes_of_the_whole_chat(encoder_of, chat
         encoded, theirs = encoder.encode(sample), given(encoder.processor, name, tmp_path)
         assert torch.equal(encoded.input_ids_S, theirs["input_ids"][0]), name
         for tensor, each in encoded.processed.items():
-            assert torch.equal(each.tensor_X, theirs[tensor]), (name, tensor)
+            assert torch.equal(each.tensor_X, theirs[tensor].to(each.tensor_X.dtype)), (name, tensor)
         missing = theirs.keys() - encoded.processed.keys() - {"input_ids", "attention_mask", "labels"}
         assert missing <= ({encoded.types_name} if encoded.token_types_S is not None else set()) | {"token_type_ids"}
         assert encoder.measure(sample) == encoded.lengths
@@ -125,10 +141,10 @@ def test_a_pack_joins_tensors_as_the_processor_joins_samples(encoder_of, chats, 
     names = encoder.media.processed.rules
     assert names
     for name in names:
-        assert torch.equal(inputs[name], theirs[name]), name
+        assert torch.equal(inputs[name], theirs[name].to(inputs[name].dtype)), name
     assert batch.workload.patches == sum(encoder.measure(sample).patches for sample in chats.values())
     moved = from_block(to_block(batch, lambda size: torch.empty(size, dtype=torch.uint8))).to("cpu")
-    assert all(torch.equal(moved.processed[name], theirs[name]) for name in names)
+    assert all(torch.equal(moved.processed[name], inputs[name]) for name in names)
 
 
 def test_token_types_are_those_of_the_processor(encoder_of, chats, tmp_path):
@@ -239,3 +255,24 @@ def test_a_size_is_measured_once_and_without_interpolation(encoder_of, chats, mo
     assert first.written == processed.lengths([(40, 52)]).written + processed.lengths([(333, 21)]).written
     monkeypatch.setattr(processed, "_run", lambda *_, **__: pytest.fail("it was measured again"))
     assert processed.lengths([(40, 52), (333, 21)]) == first
+
+
+def test_an_index_is_the_one_that_training_measures(tmp_path, chats):
+    folder = write_vlm(tmp_path / "model", "llava")
+    source = open_source(tmp_path / "chats.jsonl")
+    (index,) = build_indices([source], str(folder), None, BadSamples("error"), cache=tmp_path / "cache", workers=0)
+    encoder = Encoder(load_processor(folder), patch_size=patch_size_of(load_config(folder)))
+    assert index.tokens.tolist() == [encoder.encode(sample).tokens for sample in chats.values()]
+    assert index.patches.tolist() == [16, 48, 32, 0]
+    assert index.path == index_folder(source, encoder, tmp_path / "cache") / "index.parquet"
+
+
+def test_a_picture_that_the_processor_cannot_read_is_named(encoder_of, chats, monkeypatch):
+    processed = encoder_of("gemma3").media.processed
+
+    def divide(*_, **__):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(processed, "_run", divide)
+    with pytest.raises(DataError, match="line 1: the model's processor refuses an image: division by zero"):
+        encoder_of("gemma3").encode(chats["one"])

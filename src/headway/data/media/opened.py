@@ -13,7 +13,7 @@ from headway.data.media.audio import Sound, SoundFeatures
 from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture, decode_all
 from headway.data.media.joining import Joinable
-from headway.data.media.processed import ProcessedImages, reads_processed_images
+from headway.data.media.processed import REFUSALS, ProcessedImages, reads_processed_images
 from headway.data.media.videos import Clip, SampledClip, VideoPatches
 from headway.data.samples import Chat, Grid, Media
 from headway.errors import ConfigError, DataError
@@ -117,17 +117,20 @@ class MediaReader:
         if self.images is None and self.processed is None:
             raise self._refusal(where, "images", len(images))
         pictures = tuple(stack.enter_context(Picture(media, where, self._max_pixels)) for media in images)
-        try:
-            if self.processed is not None:
+        if self.processed is not None:
+            try:
                 if decodes:
                     lengths, tensors = self.processed.read(decode_all(pictures))
                 else:
                     lengths, tensors = self.processed.lengths([picture.size for picture in pictures]), {}
-                return pictures, lengths.grids, list(lengths.written), tensors
-            assert self.images is not None
+            except REFUSALS as error:
+                raise _refused(where, error) from error
+            return pictures, lengths.grids, list(lengths.written), tensors
+        assert self.images is not None
+        try:
             grids = tuple(self.images.grid(*picture.size) for picture in pictures)
         except ValueError as error:  # an image too narrow to resize
-            raise DataError(f"{where}: the model's processor refuses an image: {error}.") from error
+            raise _refused(where, error) from error
         found = {"image_grid_thw": np.asarray(grids)}
         words = [self._processor.replace_image_token(found, image_idx=i) for i in range(len(grids))]
         return pictures, grids, words, {}
@@ -193,3 +196,7 @@ class MediaReader:
             f"{where}: the chat holds {number} {kind}, but {model} here. Choose another model, or a dataset without "
             f"{kind}. The processor is {type(self._processor).__name__}."
         )
+
+
+def _refused(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: the model's processor refuses an image: {error}.")

@@ -26,7 +26,9 @@ SMALLEST_TRIED = (41, 67)
 _TRIED_WH = (SMALLEST_TRIED, (797, 531), (251, 31))
 # Options of a run that is after sizes alone: pixels are neither interpolated nor normalised.
 _SIZES_ALONE: dict[str, Any] = {"resample": Pillow.Resampling.NEAREST, "do_rescale": False, "do_normalize": False}
-_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)  # what processors raise
+REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
+"""What processors raise on pictures that they cannot read."""
+
 _MOST_CACHED = 1 << 16  # combinations of sizes of which the lengths are kept
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 
@@ -78,6 +80,7 @@ class ProcessedImages:
     def __init__(self, processor: Any, patch: int | None) -> None:
         self.processor, self.patch = processor, patch
         self._known: OrderedDict[tuple[_Size, ...], ImageLengths] = OrderedDict()
+        self._texts: dict[str, str] = {}  # many sizes give the same text, which is kept once
         noise = np.random.default_rng(0)
         tried = [
             Pillow.fromarray(noise.integers(1, 256, (height, width, 3), dtype=np.uint8)) for width, height in _TRIED_WH
@@ -87,7 +90,7 @@ class ProcessedImages:
             alone = [self._run([[picture]]) for picture in tried]
             one_text, own_texts = self._run([tried]), self._run([[picture] for picture in tried])
             self.types_name, self.types_answers = self._types(tried[0])
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise ConfigError(
                 f"The processor {type(processor).__name__} could not be run on a picture, so images of this model "
                 f"cannot be trained: {type(error).__name__}: {error}"
@@ -118,7 +121,7 @@ class ProcessedImages:
             pictures: at least one.
 
         Raises:
-            ValueError: the processor refuses one.
+            REFUSALS: the processor cannot read one.
         """
         groups = [[picture] for picture in pictures] if self._apart else [list(pictures)]
         runs = [self._run([group]) for group in groups]
@@ -131,7 +134,7 @@ class ProcessedImages:
         """What `read` gives of pictures of these (height, width), by blank ones; kept for sizes that come again.
 
         Raises:
-            ValueError: the processor refuses one.
+            REFUSALS: the processor cannot read one.
         """
         if self._apart and len(sizes) > 1:
             return ImageLengths.total([self.lengths([size]) for size in sizes])
@@ -139,7 +142,8 @@ class ProcessedImages:
         if key in self._known:
             return self._known[key]
         blank = [Pillow.new("RGB", (width, height)) for height, width in sizes]
-        found = self._lengths(self._run([blank], **self._options))
+        written, grids = self._lengths(self._run([blank], **self._options))
+        found = ImageLengths(tuple(self._texts.setdefault(text, text) for text in written), grids)
         while len(self._known) >= _MOST_CACHED:
             self._known.popitem(last=False)
         self._known[key] = found
@@ -183,7 +187,7 @@ class ProcessedImages:
         """Whether runs after sizes alone give what whole runs give."""
         try:
             return [self._lengths(self._run([[picture]], **_SIZES_ALONE)) for picture in pictures] == expected
-        except _REFUSALS:
+        except REFUSALS:
             return False
 
     def _run(self, samples: list[list[Pillow.Image]], **options: Any) -> "_Run":
