@@ -86,5 +86,9 @@ def test_images_and_videos_are_told_apart_and_one_alone_is_held_to_its_size():
 def test_towers_of_one_size_refuse_another():
     with pytest.raises(WorkloadError, match=r"grid 1x4x6 does not fit this model.*24 x 24 patches.*give 1x24x24"):
         parse("frames:24:24")(STEP)
-    with pytest.raises(WorkloadError, match=r"clip of 8 frames.*every clip to 3000 feature frames"):
-        parse("clips:3000")(STEP)
+    with pytest.raises(WorkloadError, match=r"clip of 8 frames.*every clip up to 7 feature frames"):
+        parse("clips:7")(STEP)
+
+
+def test_a_tower_that_fills_clips_up_computes_as_much_of_a_shorter_one():
+    assert parse("clips:3000")(STEP) == parse("clips:8")(STEP) == 2

@@ -58,6 +58,10 @@ _TEXT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", dict(**_DEEPSEEK, q_lora_rank=16, n_group=2, topk_group=1)),
 }  # fmt: skip
 _MOE_TEXT: dict[str, Any] = dict(**_TEXT, **_EXPERTS, num_experts=4)
+_QWEN2_VISION: dict[str, Any] = {
+    "depth": 3, "embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": PATCH,
+    "initializer_range": 0.2,
+}  # fmt: skip
 _VISION_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VLConfig", dict(**_SIZES, **_COUNTS, rope_parameters=_MROPE), _QWEN2_5_VISION),
     "qwen3_vl": ("Qwen3VLConfig", dict(**_TEXT, rope_parameters=dict(**_MROPE, mrope_interleaved=True)), _QWEN3_VISION),
@@ -141,6 +145,10 @@ _RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     )),
 }  # fmt: skip
 
+# families that only the laws of packing build
+_MORE_VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VLConfig", dict(**_SIZES, **_COUNTS, rope_parameters=_MROPE), _QWEN2_VISION),
+}
 _RECURRENT_VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_vl": (
         "Qwen3_5Config",
@@ -165,7 +173,7 @@ def tiny_config(family: str, vocabulary: int = 160, special_tokens: dict[str, in
         return getattr(transformers, name)(
             vocab_size=vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options
         )
-    name, text, vision = (_VISION_FAMILIES | _RECURRENT_VISION)[family]
+    name, text, vision = (_VISION_FAMILIES | _RECURRENT_VISION | _MORE_VISION)[family]
     tokens = SPECIAL_TOKENS if special_tokens is None else special_tokens
     return getattr(transformers, name)(
         text_config=dict(text, vocab_size=vocabulary), vision_config=dict(vision), **tokens

@@ -4,9 +4,8 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
-    chunked_causal_mask_function,
-    or_masks,
     packed_sequence_mask_function,
+    sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -55,9 +54,8 @@ def test_plain_masks_need_no_tensor():
 @pytest.mark.parametrize(
     ("function", "name"),
     [
-        (or_masks(causal_mask_function, sliding_window_causal_mask_function(2)), "or_mask"),
         (and_masks(causal_mask_function, lambda *places: places[2] != places[3]), "lambda"),
-        (chunked_causal_mask_function(4, torch.zeros(1)), "chunked_overlay"),
+        (sliding_window_bidirectional_mask_function(2), "sliding_window_bidirectional_overlay"),
     ],
 )
 def test_a_mask_that_boundaries_cannot_express_is_refused_by_name(function, name):

@@ -138,7 +138,7 @@ def test_weights_of_other_shapes_are_refused(folder):
 
 
 def test_a_tower_alone_is_not_a_model_to_train():
-    with pytest.raises(UnknownModelError, match="neither causal language models nor image-text models"):
+    with pytest.raises(UnknownModelError, match="neither causal language models nor models that read images"):
         load_model(SiglipVisionConfig(), random_init=True)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from headway.models.attention import exact_segments
+from headway.models.exact import exact_segments
 from headway.models.segments import groups, segment_attention
 
 PACKS = {

@@ -99,9 +99,14 @@ def build_indices(
         from headway.data.encode import Encoder
         from headway.data.index import build_index
         from headway.data.media.placeholders import MAX_CHARACTERS
+        from headway.data.media.processed import reads_processed_images
         from headway.models import load_processor
+        from headway.models.load import load_config
+        from headway.models.vision import patch_size_of
 
-    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
+    processor = load_processor(model)
+    patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
+    encoder = Encoder(processor, max_characters=max_characters or MAX_CHARACTERS, patch_size=patch_size)
     counts, indices = SampleCounts(), []
     for source in sources:
         with _progress_bar(source.name) as progress:

@@ -106,12 +106,13 @@ def _lone_grids(workload: Workload, frames: int, height: int, width: int) -> int
 
 
 def _fixed_clips(workload: Workload, frames: int) -> int:
-    """Count the clips of a tower that takes one length only."""
-    other = workload.audio != frames
-    if other.any():
+    """Count the clips of a tower that fills every clip up to one length, and computes all of that."""
+    longer = workload.audio > frames
+    if longer.any():
         raise WorkloadError(
-            f"An audio clip of {int(workload.audio[np.argmax(other)])} frames does not fit this model, which pads "
-            f"every clip to {frames} feature frames and computes them all: give {frames}, with *N for N clips."
+            f"An audio clip of {int(workload.audio[np.argmax(longer)])} frames does not fit this model, which fills "
+            f"every clip up to {frames} feature frames and takes no longer one: give {frames} or fewer, with *N for N "
+            "clips."
         )
     return len(workload.audio)
 

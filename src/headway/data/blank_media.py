@@ -47,10 +47,15 @@ def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
     Args:
         batch: the pack, on the CPU.
         wanted: kinds of media that it must have, those of all ranks' packs.
-        collator: the pack's collator; one without a vision geometry leaves the pack as it is.
+        collator: the pack's collator; one without a vision geometry or a blank image leaves the pack as it is.
     """
     geometry, has = collator.geometry, Modalities.of(batch)
     lacking = Modalities(wanted.images and not has.images, wanted.videos and not has.videos)
+    if collator.blank is not None and lacking.images:
+        blank = collator.blank
+        padded = _with_tokens(batch, blank.input_ids_S, collator)
+        tensors = {name: each.tensor_X for name, each in blank.processed.items()}
+        return replace(padded, grids_M3=blank.grids_M3, processed=tensors)
     if geometry is None or not any(lacking):
         return batch
     patches = collator.bucket_patches or geometry.merge_size**2

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from headway.count import Workload
 from headway.data.encode import EncodedSample
+from headway.data.media.joining import Joinable, joined
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
@@ -34,12 +35,14 @@ class Batch:
         cu_seqlens_N: segment boundaries [tokens], int32; the padding's segment, if there is one, comes last.
         max_seqlen: the longest segment [tokens].
         pixels_PD: vision patches of all images, end to end, uint8 of one frame or float32; None without images.
-        grids_M3: (t, h, w) of each image [patches]; None without images.
+        grids_M3: (t, h, w) of each image, or of each of its tiles [patches]; None without images.
+        processed: tensors of all images, by the model's own names, where they are as its processor gives them.
         video_pixels_PD: vision patches of all videos; None without videos.
         video_grids_M3: (t, h, w) of each video [patches]; None without videos.
         audio_ABF: features of all audio clips; None without audio.
         audio_mask_AF: which of their frames are real; None without audio.
-        token_types_1T: 1 on image and 2 on video placeholders; None for models without images.
+        token_types_1T: 1 on image and 2 on video placeholders (PaliGemma: on answers); None for models without.
+        types_name: the model's argument that takes them.
         pixel_scale_2D: factor and summand that turn uint8 patches into the model's; None where they are so already.
         vision: tensors that the vision tower would derive from the grids, as keyword arguments of the model.
         placeholders: where those of images and videos are; None where the collator has no vision geometry.
@@ -56,11 +59,13 @@ class Batch:
     max_seqlen: int
     pixels_PD: torch.Tensor | None
     grids_M3: torch.Tensor | None
+    processed: dict[str, torch.Tensor]
     video_pixels_PD: torch.Tensor | None
     video_grids_M3: torch.Tensor | None
     audio_ABF: torch.Tensor | None
     audio_mask_AF: torch.Tensor | None
     token_types_1T: torch.Tensor | None
+    types_name: str
     pixel_scale_2D: torch.Tensor | None
     vision: dict[str, Any]
     placeholders: Placeholders | None
@@ -129,9 +134,11 @@ class Batch:
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        processed = {name: change(tensor) for name, tensor in self.processed.items()}
         vision = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in self.vision.items()}
         placeholders = None if self.placeholders is None else self.placeholders.moved(change)
-        return replace(self, **{**values, **changed, "vision": vision, "placeholders": placeholders})
+        held = {"processed": processed, "vision": vision, "placeholders": placeholders}
+        return replace(self, **{**values, **changed, **held})
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
@@ -146,7 +153,7 @@ class Batch:
         if self.placeholders is not None:
             inputs["pack_placeholders"] = self.placeholders
         if self.token_types_1T is not None:
-            inputs["mm_token_type_ids"] = self.token_types_1T
+            inputs[self.types_name] = self.token_types_1T
         if self.pixels_PD is not None:
             inputs |= {"pixel_values": self._normalised(self.pixels_PD), "image_grid_thw": self.grids_M3}
         if self.video_pixels_PD is not None:
@@ -154,7 +161,7 @@ class Batch:
             inputs["video_grid_thw"] = self.video_grids_M3
         if self.audio_ABF is not None:
             inputs |= {"input_features": self.audio_ABF, "feature_attention_mask": self.audio_mask_AF}
-        return inputs | self.vision
+        return inputs | self.processed | self.vision
 
     def _normalised(self, pixels_PD: torch.Tensor) -> torch.Tensor:
         if pixels_PD.dtype != torch.uint8:
@@ -172,6 +179,7 @@ class Collator:
         geometry: the model's vision geometry; with it, what the tower derives from grids is computed here.
         pixel_scale: factor and summand per value of a uint8 patch, each of shape (D,).
         position_rows: rows of positions that the model takes, 1 or 3; what a pack without a sample has.
+        blank: a blank image alone, for models whose images are as their processor gives them (`Encoder.blank_image()`).
         sources: names of all sources, so that losses can be told apart; one if not given.
         bucket_tokens: slots are padded up to a multiple of this [tokens]; None pads nothing.
         bucket_patches: patch buffers are padded up to a multiple of this [patches]; None pads nothing.
@@ -186,6 +194,7 @@ class Collator:
     geometry: VisionGeometry | None = None
     pixel_scale: tuple[torch.Tensor, torch.Tensor] | None = None
     position_rows: int = 1
+    blank: EncodedSample | None = None
     sources: tuple[str, ...] = ()
     bucket_tokens: int | None = None
     bucket_patches: int | None = None
@@ -225,13 +234,15 @@ class Collator:
         labels = [pad(sample.labels_S[1:], (0, 1), value=IGNORED) for sample in samples]
         positions = [sample.position_ids_RS for sample in samples]
         types = [sample.token_types_S for sample in samples if sample.token_types_S is not None]
+        like = samples[0] if samples else self.blank  # all of a model take types, or none
 
         padding_S, (pixels_PD, grids_M3), (video_pixels_PD, video_grids_M3) = self._pad(sum(lengths), images, videos)
         if len(padding_S):
             ids.append(padding_S)
             labels.append(torch.full_like(padding_S, IGNORED))
             positions.append(torch.arange(len(padding_S)).expand(rows.pop(), -1))
-            types.append(self.types(padding_S))
+            if like is None or like.token_types_S is not None:
+                types.append(self.types(padding_S))
         segments_N = torch.tensor([len(each) for each in ids])
         vision: dict[str, Any] = {}
         if self.geometry is not None:
@@ -246,11 +257,13 @@ class Collator:
             max_seqlen=int(segments_N.max()),
             pixels_PD=pixels_PD,
             grids_M3=grids_M3 if len(grids_M3) else None,
+            processed=_processed(samples),
             video_pixels_PD=video_pixels_PD,
             video_grids_M3=video_grids_M3 if len(video_grids_M3) else None,
             audio_ABF=audio_ABF,
             audio_mask_AF=audio_mask_AF,
             token_types_1T=torch.cat(types)[None] if len(types) == len(ids) else None,
+            types_name="mm_token_type_ids" if like is None else like.types_name,
             pixel_scale_2D=self._scale(pixels_PD, video_pixels_PD),
             vision=vision,
             placeholders=self.placeholders(input_ids_1T),
@@ -319,6 +332,15 @@ def _joined(pixels: Sequence[torch.Tensor | None], grids: Sequence[torch.Tensor]
     given = [each for each in pixels if each is not None]
     none_03 = torch.zeros(0, 3, dtype=torch.long)
     return _Patches(torch.cat(given) if given else None, torch.cat([none_03, *grids]))
+
+
+def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
+    """The tensors of all samples' images, each joined as the model's processor joins them."""
+    found: dict[str, list[Joinable]] = {}
+    for sample in samples:
+        for name, each in sample.processed.items():
+            found.setdefault(name, []).append(each)
+    return {name: joined([each.tensor_X for each in parts], parts[0].rule) for name, parts in found.items()}
 
 
 def _audio(samples: Sequence[EncodedSample]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

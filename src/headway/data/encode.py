@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import ChatTemplate, Span
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
+from headway.data.media.joining import Joinable
 from headway.data.media.opened import MediaReader, OpenedMedia
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
+from headway.data.media.processed import SMALLEST_TRIED
 from headway.data.samples import Chat, Document, Grid, Origin, Sample, SampleLengths
 from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
@@ -28,6 +31,7 @@ from headway.models.pixel_patches import Scale
 from headway.packing.budget import Size
 
 _VERSION = 2  # of what encoding does with a sample; raised when the same settings come to mean other tokens
+_BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
 
 
 def _no_grids() -> torch.Tensor:
@@ -44,9 +48,11 @@ class EncodedSample:
         position_ids_RS: positions; one row, or three for M-RoPE.
         origin: where the sample came from.
         token_types_S: 0 for text, 1 for images, 2 for videos, 3 for sounds; None for models that do not read it.
+        types_name: the model's argument that takes them; in PaliGemma's, 1 begins with the first answer instead.
         pixels_PD: patches of all images, end to end; bytes of one frame where the encoder has a `pixel_scale`, else
-            what the model reads; None without images.
-        grids_M3: (t, h, w) of each image [patches].
+            what the model reads; None without images, and where `processed` holds them.
+        grids_M3: (t, h, w) of each image, or of each of its tiles [patches].
+        processed: tensors of all images, by the model's own names, where they are as its processor gives them.
         video_pixels_PD: patches of all videos, likewise, with all their frames.
         video_grids_M3: (t, h, w) of each video [patches].
         audio_features_AMF: features of each sound, as the model reads them; None without sounds.
@@ -59,8 +65,10 @@ class EncodedSample:
     position_ids_RS: torch.Tensor
     origin: Origin
     token_types_S: torch.Tensor | None = None
+    types_name: str = "mm_token_type_ids"
     pixels_PD: torch.Tensor | None = None
     grids_M3: torch.Tensor = field(default_factory=_no_grids)
+    processed: dict[str, Joinable] = field(default_factory=dict)
     video_pixels_PD: torch.Tensor | None = None
     video_grids_M3: torch.Tensor = field(default_factory=_no_grids)
     audio_features_AMF: torch.Tensor | None = None
@@ -80,7 +88,7 @@ class EncodedSample:
     @property
     def patches(self) -> int:
         """Vision patches of images and videos, before merging [patches]."""
-        return sum(pixels.shape[0] for pixels in (self.pixels_PD, self.video_pixels_PD) if pixels is not None)
+        return int(sum(grids_M3.prod(1).sum() for grids_M3 in (self.grids_M3, self.video_grids_M3)))
 
     @property
     def size(self) -> Size:
@@ -95,7 +103,8 @@ class EncodedSample:
     @property
     def num_bytes(self) -> int:
         """Memory held [bytes]."""
-        held = (getattr(self, part.name) for part in fields(self))
+        held = [getattr(self, part.name) for part in fields(self)]
+        held += [each.tensor_X for each in self.processed.values()]
         return sum(value.numel() * value.element_size() for value in held if isinstance(value, torch.Tensor))
 
     @property
@@ -145,6 +154,8 @@ class Encoder:
         num_embeddings: rows of the model's embedding, which no id may reach; None where that is not known [tokens].
         max_image_pixels: larger images are refused, before they are decoded [pixels].
         max_characters: longer texts are refused, before they are tokenised [characters].
+        patch_size: side of a patch of the model's vision tower (`headway.models.vision.patch_size_of(config)`), for
+            models whose processor does not tell how many patches an image has [pixels].
 
     Raises:
         ConfigError: the limit cannot take effect.
@@ -158,15 +169,16 @@ class Encoder:
         num_embeddings: int | None = None,
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         max_characters: int = MAX_CHARACTERS,
+        patch_size: int | None = None,
     ) -> None:
         self.processor: Any = processor
         self.rope_index = rope_index
         self.max_image_pixels = check_limit(max_image_pixels)
         self.max_characters = max_characters
-        self.tokeniser = Tokeniser(processor, num_embeddings, max_characters)
-        self.tokenizer: Any = self.tokeniser.tokenizer
         multimodal = not isinstance(processor, PreTrainedTokenizerBase)
-        self.media = MediaReader(processor, self.max_image_pixels)
+        self.media = MediaReader(processor, self.max_image_pixels, patch_size)
+        self.tokeniser = Tokeniser(processor, num_embeddings, max_characters, self.media.processed)
+        self.tokenizer: Any = self.tokeniser.tokenizer
         self.template = ChatTemplate(processor, multimodal)
 
     @property
@@ -185,7 +197,7 @@ class Encoder:
                 media the model cannot read, or a chat template that renders
                 earlier turns differently once later ones follow; the message names file and place.
         """
-        with self._planned(sample) as planned:
+        with self._planned(sample, decodes=True) as planned:
             return self._tensors(sample, planned)
 
     def measure(self, sample: Sample) -> SampleLengths:
@@ -194,7 +206,7 @@ class Encoder:
         Raises:
             DataError: as `encode`, except for damage that shows only when media are decoded.
         """
-        with self._planned(sample) as planned:
+        with self._planned(sample, decodes=False) as planned:
             tokens = planned.tokens
             targets = np.flatnonzero(tokens.supervised_S[1:]) + 1
             return SampleLengths(
@@ -218,8 +230,18 @@ class Encoder:
         if not messages:
             raise DataError(f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer.")
         shown = replace(sample, messages=messages)
-        with self._opened(shown, self.template.prompt(shown), []) as planned:
+        with self._opened(shown, self.template.prompt(shown), [], decodes=True) as planned:
             return self._tensors(shown, planned)
+
+    def blank_image(self) -> EncodedSample | None:
+        """A blank image alone, for packs without one (`Collator.blank`); None where images are patches with grids."""
+        if self.media.processed is None:
+            return None
+        lengths, tensors = self.media.processed.read([Pillow.new("RGB", SMALLEST_TRIED)])
+        media = OpenedMedia(image_grids=lengths.grids, processed=tensors)
+        written = {"image": list(lengths.written)}
+        tokens = self.tokeniser.chat(self.tokeniser.words["image"], [], written, "a blank image")
+        return self._tensors(_BLANK, _Planned(tokens, media))
 
     def fingerprint(self) -> str:
         """A key that changes when tokenizer, chat template, processor settings or their versions do."""
@@ -238,13 +260,15 @@ class Encoder:
             "max_image_pixels": self.max_image_pixels,
             "max_characters": self.max_characters,
         }
+        if self.media.processed is not None:
+            key["patch_size"] = self.media.processed.patch
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
     def _has(self, part: str) -> bool:
         return not isinstance(self.processor, PreTrainedTokenizerBase) and hasattr(self.processor, part)
 
     @contextmanager
-    def _planned(self, sample: Sample) -> Iterator[_Planned]:
+    def _planned(self, sample: Sample, decodes: bool) -> Iterator[_Planned]:
         """The sample's tokens, its media opened; refused if there is nothing to learn from it."""
         if isinstance(sample, Document):
             tokens = self.tokeniser.document(sample.content, sample.where)
@@ -260,7 +284,7 @@ class Encoder:
                 'as a message with the role "assistant", or delete the line.'
             )
         text, spans = self.template.with_answers(sample)
-        with self._opened(sample, text, spans) as planned:
+        with self._opened(sample, text, spans, decodes) as planned:
             if not planned.tokens.supervised_S[1:].any():
                 raise DataError(
                     f"{sample.where}: the assistant's turns are empty after the chat template, so there is nothing to "
@@ -269,24 +293,33 @@ class Encoder:
             yield planned
 
     @contextmanager
-    def _opened(self, sample: Chat, text: str, spans: list[Span]) -> Iterator[_Planned]:
+    def _opened(self, sample: Chat, text: str, spans: list[Span], decodes: bool) -> Iterator[_Planned]:
         with ExitStack() as stack:
-            media = self.media.open(sample, stack)
+            media = self.media.open(sample, stack, decodes)
             yield _Planned(self.tokeniser.chat(text, spans, media.written, sample.where), media)
 
     def _tensors(self, sample: Sample, planned: _Planned) -> EncodedSample:
         tokens, media = planned.tokens, planned.media
         ids_S = torch.from_numpy(tokens.ids_S)
-        types_S = torch.from_numpy(tokens.types_S) if self.media.images is not None else None
+        types_S, types_name = torch.from_numpy(tokens.types_S), "mm_token_type_ids"
+        positions_RS = self._positions(ids_S, types_S, media)
+        reads_types = self.media.images is not None
+        if self.media.processed is not None:
+            reads_types = self.media.processed.types_name is not None
+            types_name = self.media.processed.types_name or types_name
+            if self.media.processed.types_answers:
+                types_S = (torch.from_numpy(tokens.supervised_S).cumsum(0) > 0).int()
         pixels_PD, video_pixels_PD = self.media.pixels(media)
         return EncodedSample(
             input_ids_S=ids_S,
             labels_S=torch.from_numpy(np.where(tokens.supervised_S, tokens.ids_S, IGNORED)),
-            position_ids_RS=self._positions(ids_S, types_S, media),
+            position_ids_RS=positions_RS,
             origin=sample.origin,
-            token_types_S=types_S,
+            token_types_S=types_S if reads_types else None,
+            types_name=types_name,
             pixels_PD=pixels_PD,
             grids_M3=_grids(media.image_grids),
+            processed=media.processed,
             video_pixels_PD=video_pixels_PD,
             video_grids_M3=_grids(media.video_grids),
             audio_features_AMF=self.media.features(media),
@@ -294,7 +327,7 @@ class Encoder:
             media_end=tokens.media_end,
         )
 
-    def _positions(self, ids: torch.Tensor, types: torch.Tensor | None, media: OpenedMedia) -> torch.Tensor:
+    def _positions(self, ids: torch.Tensor, types: torch.Tensor, media: OpenedMedia) -> torch.Tensor:
         plain = torch.arange(ids.shape[0])[None]
         if self.rope_index is None:
             return plain
@@ -304,10 +337,11 @@ class Encoder:
         if media.video_grids:
             known["video_grid_thw"] = _grids(media.video_grids)
         if not known:
-            return plain.repeat(3, 1)  # M-RoPE of text alone: the three rows agree
+            return plain.repeat(3, 1)  # M-RoPE of text and sounds: the three rows agree
+        if media.audio_lengths:
+            known["audio_seqlens"] = torch.tensor(media.audio_lengths)
         if media.seconds_per_patch is not None:
             known["second_per_grid_ts"] = media.seconds_per_patch
-        assert types is not None
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **known)
         return positions[:, 0].cpu()
 

@@ -12,43 +12,44 @@ attention without boundaries of its own (a vision tower that works on a batch of
 too.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
+from headway.models.exact import exact_attention, exact_segments
 from headway.models.flash import cuda_kernel
+from headway.models.masked import SegmentMask, is_plain, masked_segments, read_rule, unknown, words
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
 from headway.models.products import product_dtype
-from headway.models.recompute import refuse_kept_attention
-from headway.models.segments import groups, segment_attention, take
+from headway.models.segments import segment_attention
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
-
-# Mask functions of transformers that boundaries, causality and a window express. `and_masks` and the remapping of
-# positions in packs only combine others; what they combine is looked at.
-_PLAIN = {
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay.<locals>.inner_mask",
-    "packed_sequence_mask_function.<locals>.inner_mask",
-}
-_COMBINING = {
-    "and_masks.<locals>.and_mask": "mask_functions",
-    "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
-}
-_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 
 
 def register() -> None:
     """Make "headway_flash" known to transformers; calling it again changes nothing."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    masking: Any = masking_utils  # typed as if nobody replaced its functions
+    asked = getattr(masking, "is_flash_attention_requested", None)
+    if asked is not None and not hasattr(asked, "__wrapped__"):
+        masking.is_flash_attention_requested = _but_this_one(asked)
+
+
+def _but_this_one(asked: Callable[..., bool]) -> Callable[..., bool]:
+    """Tell transformers' masks that this backend, whatever its name says, does attend in chunks."""
+
+    @functools.wraps(asked)
+    def is_flash(config: Any = None, *args: Any, **kwargs: Any) -> bool:
+        return getattr(config, "_attn_implementation", None) != NAME and asked(config, *args, **kwargs)
+
+    return is_flash
 
 
 def use_attention(model: PreTrainedModel, name: str = NAME) -> None:
@@ -81,41 +82,34 @@ def mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
-) -> torch.Tensor | None:
+) -> torch.Tensor | SegmentMask | None:
     """Choose the mask that transformers hands to `attend`.
 
     None where segment boundaries, causality and a window say it all; an empty tensor where positions restart, which
-    obliges the caller to give the pack's boundaries; a boolean mask (B, 1, queries, keys) for padded rows and for
-    generation from a cache.
+    obliges the caller to give the pack's boundaries; a `SegmentMask` for what none of these says; a boolean mask (B, 1,
+    queries, keys) for padded rows and for generation from a cache.
 
     Raises:
         ConfigError: the model combines its mask with a pattern that boundaries cannot express.
     """
-    kinds = _kinds(mask_function)
-    unknown = sorted(kinds - _PLAIN)
-    if unknown:
+    tensors: list[torch.Tensor] = []
+    rule = read_rule(mask_function, q_length, tensors)
+    if missing := sorted(unknown(rule)):
         raise ConfigError(
-            f"The attention backend {NAME!r} cannot express a mask that this model builds ({', '.join(unknown)}): it "
-            "knows causal, bidirectional and sliding-window attention within segments. Load the model with the "
-            'attention backend "sdpa" and one sample per row.'
+            f"The attention backend {NAME!r} cannot express a mask that this model builds ({', '.join(missing)}): it "
+            "knows causal, bidirectional, sliding-window and chunked attention within segments, and blocks that see "
+            'themselves both ways. Load the model with the attention backend "sdpa" and one sample per row.'
         )
-    if _PACKED in kinds and not torch.compiler.is_compiling():
+    is_packed = "packed" in words(rule) and not torch.compiler.is_compiling()
+    whole = q_length == kv_length and (is_packed or attention_mask is None or bool(attention_mask.all()))
+    if whole and not is_plain(rule):
+        return SegmentMask(rule, tuple(tensors), is_packed)
+    if is_packed:
         return torch.empty(1, 1, 0, 0, dtype=torch.bool)
-    if q_length == kv_length and (attention_mask is None or bool(attention_mask.all())):
+    if whole:
         return None
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
-
-
-def _kinds(function: Callable[..., Any]) -> set[str]:
-    """Name the elementary mask functions that a mask function combines."""
-    name = function.__qualname__
-    if name not in _COMBINING:
-        return {name}
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    combined = cells[_COMBINING[name]].cell_contents
-    parts = combined if isinstance(combined, tuple) else (combined,)
-    return set().union(*(_kinds(part) for part in parts))
 
 
 def attend(
@@ -123,7 +117,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | SegmentMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -178,15 +172,17 @@ def attend(
     if cu_N is None and causal:
         cu_N, longest = pack_cu_seqlens, pack_max_seqlen
 
-    if attention_mask is not None and attention_mask.numel():
-        if pack_split is not None:
-            raise ConfigError(
-                "This model attends through a mask of its own, which several processes that share a pack cannot cut. "
-                "Set parallel.sequence to 1."
-            )
-        out = exact_attention(query, key, value, attention_mask, scale, softcap, s_aux, dropout)
+    own = attention_mask if isinstance(attention_mask, SegmentMask) else None
+    written = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.numel() else None
+    if (own is not None or written is not None) and pack_split is not None:
+        raise ConfigError(
+            "This model attends through a mask of its own, which several processes that share a pack cannot cut. Set "
+            "parallel.sequence to 1."
+        )
+    if written is not None:
+        out = exact_attention(query, key, value, written, scale, softcap, s_aux, dropout)
         return out.transpose(1, 2).contiguous(), None
-    if attention_mask is not None and cu_N is None:
+    if cu_N is None and (attention_mask is not None if own is None else own.is_packed):
         raise TrainingError(
             "The position ids restart within a row, so the row is a pack of several segments, but its boundaries were "
             "not given and segments would see each other. Pass pack_cu_seqlens and pack_max_seqlen to the model as "
@@ -201,7 +197,10 @@ def attend(
     if pack_split is not None:
         q_THD, k_TKD, v_TKD = tokens_to_heads(q_THD, k_TKD, v_TKD, pack_split)
         s_aux = None if s_aux is None else own_heads(s_aux, pack_split)
-    out_THD = _within_segments(q_THD, k_TKD, v_TKD, cu_N, longest, causal, window, scale, softcap, s_aux, dropout)
+    if own is not None:
+        out_THD = masked_segments(q_THD, k_TKD, v_TKD, cu_N, own, scale, softcap, s_aux, dropout)
+    else:
+        out_THD = _within_segments(q_THD, k_TKD, v_TKD, cu_N, longest, causal, window, scale, softcap, s_aux, dropout)
     if pack_split is not None:
         out_THD = heads_to_tokens(out_THD, query.shape[2], query.shape[1], pack_split)
     return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
@@ -248,72 +247,3 @@ def _one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     dtype = product_dtype(tensors[0], tensors[-1])
     return tuple(tensor.to(dtype) for tensor in tensors)
-
-
-# Attention written out (scores, mask, softmax), slower than the kernels, for what they do not have: soft-capped scores,
-# attention dropout, padded rows and generation from a cache.
-
-
-def exact_attention(
-    q_BHTD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Attend under a boolean mask (True: may see), shape (B or 1, 1, T, S); returns shape (B, H, T, Dv)."""
-    if dropout > 0.0:
-        refuse_kept_attention("no kernel has attention dropout here")
-    if softcap is None and sinks_H is None:
-        grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
-        )
-    refuse_kept_attention("no kernel has score soft-capping here, or sinks under a mask")
-    repeats = q_BHTD.shape[1] // k_BKSD.shape[1]
-    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSD, v_BKSD))
-    wide = torch.promote_types(torch.float32, q_BHTD.dtype)
-    scores = (q_BHTD @ k.transpose(2, 3)).to(wide) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks_H is not None:
-        sinks = sinks_H.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
-    weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
-    return weights.to(v.dtype) @ v
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
-def exact_segments(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    cu_seqlens_N: torch.Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Attend within segments, group by group of equal length; returns shape (T, H, Dv). Arguments as in `segments`."""
-    parts, places = [], []
-    for group in groups(cu_seqlens_N):
-        seen = torch.ones(group.length, group.length, dtype=torch.bool)
-        if causal:
-            seen = seen.tril()
-        if window is not None:
-            seen = seen.triu(1 - window)
-        q, k, v = (take(x, group) for x in (q_THD, k_TKD, v_TKD))
-        out_MHLD = exact_attention(q, k, v, seen[None, None], scale, softcap, sinks_H, dropout)
-        parts.append(out_MHLD.transpose(1, 2).flatten(0, 1))
-        first = group.start if group.start is not None else 0
-        places.append(group.slots if group.slots is not None else torch.arange(first, first + parts[-1].shape[0]))
-    return torch.cat(parts).index_select(0, torch.cat(places).argsort())

@@ -1,8 +1,10 @@
 """Open a model's config, weights and processor by folder, config.json or Hub id, with errors a user can act on."""
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -27,6 +30,7 @@ from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
 from headway.models.init_weights import init_weights
+from headway.models.recurrent import separate_segments
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
 
@@ -83,7 +87,7 @@ def load_model(
     attention: str = "headway_flash",
     random_init: bool = False,
 ) -> PreTrainedModel:
-    """Build a causal or image-text model, from weights or at random.
+    """Build a causal or multimodal model that writes text, from weights or at random.
 
     Args:
         spec: a model folder, a config.json, a Hub name, or a configuration object.
@@ -94,7 +98,7 @@ def load_model(
         random_init: initialise from the configuration alone, drawing from torch's global generator.
 
     Raises:
-        UnknownModelError: nothing of that name, or a kind of model that is neither causal nor image-text.
+        UnknownModelError: nothing of that name, or a kind of model that does not write text, one token after another.
         CheckpointError: the folder is only half written: weights or shards missing, or a file cut short.
         ConfigError: a configuration alone was given without `random_init`.
     """
@@ -121,6 +125,7 @@ def load_model(
     use_attention(model, attention)
     use_experts(model)
     answer_ahead(model)
+    separate_segments(model)
     return model
 
 
@@ -168,10 +173,19 @@ def rope_index(model: PreTrainedModel) -> RopeIndex | None:
             kind: Any = type(module)
             shell = kind.__new__(kind)
             torch.nn.Module.__init__(shell)
+            plain = (bool, int, float, str, type(None))  # sizes that some rules read
+            vars(shell).update({name: value for name, value in vars(module).items() if isinstance(value, plain)})
             shell.config = module.config
-            rule: RopeIndex = shell.get_rope_index
-            return rule
+            rule: Any = shell.get_rope_index
+            names = tuple(inspect.signature(rule).parameters)
+            return rule if "mm_token_type_ids" in names else partial(_without_types, rule, names)
     return None
+
+
+def _without_types(rule: RopeIndex, names: tuple[str, ...], **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ask a rule that takes no token types, but wants a mask of all tokens."""
+    taken = {name: value for name, value in given.items() if name in names}
+    return rule(attention_mask=torch.ones_like(given["input_ids"]), **taken)
 
 
 def check_weights(folder: Path) -> list[Path]:
@@ -269,12 +283,12 @@ def weights_of(name: str) -> Iterator[set[str]]:
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
-    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping:
             return auto
     raise UnknownModelError(
-        f"Models of type {config.model_type!r} are neither causal language models nor image-text models. Headway "
-        "trains those two kinds; give the configuration of the whole model, not of one of its towers."
+        f"Models of type {config.model_type!r} are neither causal language models nor models that read images or sound "
+        "and write text. Headway trains those; give the configuration of the whole model, not of one of its towers."
     )
 
 
@@ -294,12 +308,8 @@ def _processor(processor_class: Any, name: str) -> ProcessorMixin:
     attributes = processor_class.get_attributes()
     opened: Any
     if "video_processor" in attributes:
-        kept = [attribute for attribute in attributes if attribute != "video_processor"]
-        reduced = {"get_attributes": staticmethod(lambda: list(kept)), "__module__": processor_class.__module__}
-        reduced_class: Any = type(processor_class.__name__, (processor_class,), reduced)
-        opened = reduced_class.from_pretrained(name, **_NO_CODE)
+        opened = _with_videos(processor_class, name).from_pretrained(name, **_NO_CODE)
         opened.__class__ = processor_class
-        opened.video_processor = video_processor(name, processor_class.__name__)
     else:
         opened = processor_class.from_pretrained(name, **_NO_CODE)
     if "image_processor" in attributes and is_torchvision_available():
@@ -307,6 +317,28 @@ def _processor(processor_class: Any, name: str) -> ProcessorMixin:
         opened.image_processor = images.from_pretrained(name, backend="pil", **_NO_CODE)
     processor: ProcessorMixin = opened
     return processor
+
+
+def _with_videos(processor_class: Any, name: str) -> Any:
+    """The processor's class, whose `from_pretrained` opens everything but the video processor, which is Headway's."""
+    attributes = processor_class.get_attributes()
+    kept = [attribute for attribute in attributes if attribute != "video_processor"]
+    others: Any = type(processor_class.__name__, (processor_class,), {"get_attributes": staticmethod(lambda: kept)})
+
+    class Opening(processor_class):  # type: ignore[misc]  # a class that is only known here
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            parts = list(others._get_arguments_from_pretrained(*args, **kwargs))
+            parts.insert(attributes.index("video_processor"), video_processor(name, processor_class.__name__))
+            return parts
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name != "video_processor":
+                return super().check_argument_for_proper_class(argument_name, argument)
+            return type(argument)
+
+    Opening.__name__, Opening.__module__ = processor_class.__name__, processor_class.__module__
+    return Opening
 
 
 def _check_hub_name(name: str) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class VideoSettings(PushToHubMixin):
     """A folder's settings for videos that Headway does not read, kept so that they are saved again."""
 
     _auto_class = None
-    model_input_names: tuple[str, ...] = ()
+    model_input_names: ClassVar[list[str]] = []  # a list, as transformers joins those of the parts
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)
@@ -77,7 +77,7 @@ class VideoProcessor(VideoSettings):
     Source: transformers 5.23, video_processing_qwen2_vl.py and video_processing_qwen3_vl.py, `sample_frames`, `resize`.
     """
 
-    model_input_names = ("pixel_values_videos", "video_grid_thw")
+    model_input_names: ClassVar[list[str]] = ["pixel_values_videos", "video_grid_thw"]
 
     def __init__(self, settings: Mapping[str, Any], kind: str) -> None:
         merged = {**_DEFAULTS[kind], **{name: value for name, value in settings.items() if value is not None}}

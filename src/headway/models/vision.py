@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
     get_vision_window_index,
 )
+
+from headway.tracing.build import subconfigs
 
 # Vision configurations whose towers, and the models around them, take everything ready-made: what their classes call
 # themselves, as a saved configuration may carry an older name ("qwen2_5_vl" for "qwen2_5_vl_vision").
@@ -96,6 +98,12 @@ def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
         if isinstance(tower, PreTrainedModel) and getattr(tower.config_class, "model_type", None) in _KNOWN:
             return tower
     return None
+
+
+def patch_size_of(config: PreTrainedConfig) -> int | None:
+    """Side of a patch of a model's vision tower [pixels], by its configuration; None where it names none."""
+    found = next((part.patch_size for part in subconfigs(config) if getattr(part, "patch_size", None)), None)
+    return int(found[0] if isinstance(found, list | tuple) else found) if found else None
 
 
 def vision_geometry(model: PreTrainedModel) -> VisionGeometry | None:

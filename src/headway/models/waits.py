@@ -150,6 +150,11 @@ def answer_ahead(model: PreTrainedModel) -> None:
     model.register_forward_hook(_after, always_call=True)
 
 
+def on_pack() -> bool:
+    """Whether a model is running on a pack just now."""
+    return _on_pack.get()
+
+
 def keep_on_host(model: nn.Module) -> None:
     """Keep FSDP2 from copying a sharded model's host tensors to the device.
 

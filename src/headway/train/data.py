@@ -94,6 +94,7 @@ def make_collator(
         geometry=vision_geometry(model),
         pixel_scale=encoder.pixel_scale,
         position_rows=1 if encoder.rope_index is None else 3,
+        blank=encoder.blank_image(),
         sources=sources,
         bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # those who share a pack have equally many
         bucket_patches=data.bucket_patches,

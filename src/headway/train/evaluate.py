@@ -87,7 +87,11 @@ class EvalSet:
         plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
         rows = 1 if encoder.rope_index is None else 3
         collator = Collator(
-            geometry=geometry, pixel_scale=encoder.pixel_scale, position_rows=rows, bucket_tokens=ranks.sequence
+            geometry=geometry,
+            pixel_scale=encoder.pixel_scale,
+            position_rows=rows,
+            blank=encoder.blank_image(),
+            bucket_tokens=ranks.sequence,
         )
         self._packs = []
         for start in range(0, len(plan), ranks.num_data_ranks):

@@ -23,7 +23,7 @@ from headway.models.load import Processor, load_processor, rope_index
 from headway.models.lora import write_adapter_config
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
-from headway.models.vision import vision_geometry
+from headway.models.vision import patch_size_of, vision_geometry
 from headway.plan.mesh import MeshShape
 from headway.train.answers import GenerationEval
 from headway.train.build import Trained, build_trained
@@ -151,6 +151,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         rope_index(model),
         num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
         max_characters=config.data.max_characters,
+        patch_size=patch_size_of(model.config),
     )
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")

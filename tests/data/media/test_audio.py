@@ -13,6 +13,7 @@ from headway.errors import DataError
 from headway.models import load_processor
 from headway.synthetic.processor import write_processor
 from helpers.media_files import sound, video
+from helpers.vlm_folders import write_vlm
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
 
@@ -114,3 +115,21 @@ def test_a_model_that_does_not_hear_refuses_sound_by_name(which, reads, request)
     encoder = request.getfixturevalue(which)
     with pytest.raises(DataError, match=f"line 1: the chat holds 1 sounds, but the model reads {reads}"):
         encoder.measure(chat(AudioPart(sound())))
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni_thinker"])
+def test_families_that_hear_get_what_their_own_processors_make(tmp_path, family):
+    processor = load_processor(write_vlm(tmp_path, family))
+    encoder = Encoder(processor)
+    media = [sound(0.3, 16000, "wav", "pcm_s16le", "mono"), sound(0.55, 16000, "wav", "pcm_s16le", "mono")]
+    sample = chat(*(AudioPart(each) for each in media))
+    encoded = encoder.encode(sample)
+    theirs = processor(
+        text=[encoder.template.with_answers(sample)[0]],
+        audio=[Sound(each, "here", 16000).decode() for each in media],
+        return_tensors="pt",
+    )
+    assert torch.equal(encoded.input_ids_S, theirs["input_ids"][0])
+    assert torch.equal(encoded.audio_features_AMF, theirs["input_features"])
+    assert encoded.audio_lengths_A.tolist() == theirs["feature_attention_mask"].sum(1).tolist()
+    assert encoder.measure(sample) == encoded.lengths

@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from headway.data.media.audio import Sound, SoundFeatures
 from headway.data.media.image_patches import ImagePatches
-from headway.data.media.images import Picture
+from headway.data.media.images import Picture, decode_all
+from headway.data.media.joining import Joinable
+from headway.data.media.processed import REFUSALS, ProcessedImages, reads_processed_images
 from headway.data.media.videos import Clip, SampledClip, VideoPatches
 from headway.data.samples import Chat, Grid, Media
-from headway.errors import DataError
+from headway.errors import ConfigError, DataError
 from headway.models.video import VideoProcessor, metadata_of
 
 
@@ -24,7 +26,8 @@ class OpenedMedia:
 
     Attributes:
         pictures: its images.
-        image_grids: (t, h, w) of each [patches].
+        image_grids: (t, h, w) of each, or of each of its tiles [patches].
+        processed: tensors of its images, where these are as the model's processor gives them.
         clips: its videos.
         sounds: its sounds.
         audio_lengths: feature frames of each [frames].
@@ -34,6 +37,7 @@ class OpenedMedia:
 
     pictures: tuple[Picture, ...] = ()
     image_grids: tuple[Grid, ...] = ()
+    processed: dict[str, Joinable] = field(default_factory=dict)
     clips: tuple[SampledClip, ...] = ()
     sounds: tuple[Sound, ...] = ()
     audio_lengths: tuple[int, ...] = ()
@@ -52,19 +56,29 @@ class MediaReader:
     Args:
         processor: the model's processor, or its tokenizer if it reads text alone.
         max_image_pixels: larger images and frames are refused [pixels].
+        patch: side of a patch of the model's vision tower [pixels]; None where that is not known.
 
     Attributes:
-        images, videos, sounds: how the model reads each; None where it does not.
+        images: how the model reads images as patches with their grids; None where it does not.
+        processed: how the model reads images otherwise, by its own processor; None where it does not.
+        videos, sounds: how the model reads each; None where it does not.
     """
 
-    def __init__(self, processor: Any, max_image_pixels: int) -> None:
+    def __init__(self, processor: Any, max_image_pixels: int, patch: int | None = None) -> None:
         self._processor, self._max_pixels = processor, max_image_pixels
+        self._image_error: ConfigError | None = None
         self.images: ImagePatches | None = None
+        self.processed: ProcessedImages | None = None
         self.videos: VideoPatches | None = None
         self.sounds: SoundFeatures | None = None
         if isinstance(processor, PreTrainedTokenizerBase):
             return
-        if hasattr(processor, "image_processor"):
+        if reads_processed_images(processor):
+            try:
+                self.processed = ProcessedImages(processor, patch)
+            except ConfigError as error:  # text can be trained all the same
+                self._image_error = error
+        elif hasattr(processor, "image_processor"):
             self.images = ImagePatches(processor.image_processor)
         rules = getattr(processor, "video_processor", None)
         if isinstance(rules, VideoProcessor):
@@ -72,36 +86,54 @@ class MediaReader:
         if SoundFeatures.can_read(processor):
             self.sounds = SoundFeatures(processor)
 
-    def open(self, sample: Chat, stack: ExitStack) -> OpenedMedia:
+    def open(self, sample: Chat, stack: ExitStack, decodes: bool) -> OpenedMedia:
         """Read the headers of a chat's media; files stay open until the stack is closed.
+
+        Args:
+            sample: the chat.
+            stack: closes the files.
+            decodes: whether images that the model's processor reads are decoded at once, which gives their tensors too.
 
         Raises:
             DataError: media that cannot be read, or that the model does not take.
+            ConfigError: images that nothing here can hand to the model.
         """
         where = sample.where
         if not (sample.images or sample.videos or sample.audio):
             return OpenedMedia()
-        pictures, image_grids, image_words = self._open_images(sample.images, where, stack)
+        pictures, image_grids, image_words, processed = self._open_images(sample.images, where, stack, decodes)
         clips, video_words, seconds = self._open_videos(sample.videos, where)
         sounds, frames, audio_words = self._open_sounds(sample.audio, where)
         written = {"image": image_words, "video": video_words, "audio": audio_words}
-        return OpenedMedia(pictures, image_grids, clips, sounds, frames, written, seconds)
+        return OpenedMedia(pictures, image_grids, processed, clips, sounds, frames, written, seconds)
 
     def _open_images(
-        self, images: Sequence[Media], where: str, stack: ExitStack
-    ) -> tuple[tuple[Picture, ...], tuple[Grid, ...], list[str]]:
+        self, images: Sequence[Media], where: str, stack: ExitStack, decodes: bool
+    ) -> tuple[tuple[Picture, ...], tuple[Grid, ...], list[str], dict[str, Joinable]]:
         if not images:
-            return (), (), []
-        if self.images is None:
+            return (), (), [], {}
+        if self._image_error is not None:
+            raise self._image_error
+        if self.images is None and self.processed is None:
             raise self._refusal(where, "images", len(images))
         pictures = tuple(stack.enter_context(Picture(media, where, self._max_pixels)) for media in images)
+        if self.processed is not None:
+            try:
+                if decodes:
+                    lengths, tensors = self.processed.read(decode_all(pictures))
+                else:
+                    lengths, tensors = self.processed.lengths([picture.size for picture in pictures]), {}
+            except REFUSALS as error:
+                raise _refused(where, error) from error
+            return pictures, lengths.grids, list(lengths.written), tensors
+        assert self.images is not None
         try:
             grids = tuple(self.images.grid(*picture.size) for picture in pictures)
         except ValueError as error:  # an image too narrow to resize
-            raise DataError(f"{where}: the model's processor refuses an image: {error}.") from error
+            raise _refused(where, error) from error
         found = {"image_grid_thw": np.asarray(grids)}
         words = [self._processor.replace_image_token(found, image_idx=i) for i in range(len(grids))]
-        return pictures, grids, words
+        return pictures, grids, words, {}
 
     def _open_videos(
         self, videos: Sequence[Media], where: str
@@ -151,10 +183,20 @@ class MediaReader:
 
     def _refusal(self, where: str, kind: str, number: int) -> DataError:
         reads = [
-            name for name, part in (("images", self.images), ("videos", self.videos), ("sounds", self.sounds)) if part
+            name
+            for name, part in (
+                ("images", self.images or self.processed),
+                ("videos", self.videos),
+                ("sounds", self.sounds),
+            )
+            if part
         ]
         model = f"the model reads {', '.join(['text', *reads])}" if reads else "the model reads text alone"
         return DataError(
             f"{where}: the chat holds {number} {kind}, but {model} here. Choose another model, or a dataset without "
             f"{kind}. The processor is {type(self._processor).__name__}."
         )
+
+
+def _refused(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: the model's processor refuses an image: {error}.")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import Span
+from headway.data.media.processed import ProcessedImages
 from headway.errors import DataError
 
 MAX_CHARACTERS = 5_000_000
@@ -31,16 +32,18 @@ class SampleTokens:
         ids_S: token ids, placeholders expanded.
         supervised_S: whether the loss learns the token.
         types_S: 0 for text, 1 for images, 2 for videos, 3 for sounds.
+        media_S: whether the token stands for an image, video or sound, or in what is written around them.
     """
 
     ids_S: NDArray[np.int64]
     supervised_S: NDArray[np.bool_]
     types_S: NDArray[np.int32]
+    media_S: NDArray[np.bool_]
 
     @property
     def media_end(self) -> int:
-        """One past the last placeholder; 0 without any [tokens]."""
-        places = np.flatnonzero(self.types_S)
+        """One past the last token of an image, video or sound; 0 without any [tokens]."""
+        places = np.flatnonzero(self.media_S)
         return int(places[-1]) + 1 if len(places) else 0
 
 
@@ -54,9 +57,16 @@ class Tokeniser:
         processor: the model's processor or tokenizer.
         num_embeddings: rows of the model's embedding, which no id may reach; None where that is not known [tokens].
         max_characters: longer texts are refused before they are tokenised [characters].
+        processed: how the model reads images, where these are as its processor gives them.
     """
 
-    def __init__(self, processor: Any, num_embeddings: int | None = None, max_characters: int = MAX_CHARACTERS) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        num_embeddings: int | None = None,
+        max_characters: int = MAX_CHARACTERS,
+        processed: ProcessedImages | None = None,
+    ) -> None:
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         plain = isinstance(processor, PreTrainedTokenizerBase)
         known = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
@@ -69,6 +79,15 @@ class Tokeniser:
         special = self.tokenizer.added_tokens_decoder
         self._whole = {kind: word for kind, word in self.words.items() if self._ids[kind] in special}
         self._found = re.compile("|".join(f"(?P<{k}>{re.escape(w)})" for k, w in self.words.items()) or r"(?!)")
+        self._written_only: list[str] = []  # special tokens that only a processor writes
+        self._types = {token: 1 + KINDS.index(kind) for kind, token in self._ids.items()}
+        self._marks_all = processed is not None
+        if processed is not None:
+            self._written_only = [token for token in processed.repeated if token not in self.words.values()]
+            self._whole |= {token: token for token in self._written_only}
+            self._ids |= {token: self.tokenizer.convert_tokens_to_ids(token) for token in self._written_only}
+            self._types.pop(self._ids.get("image", -1), None)
+            self._types |= dict.fromkeys(processed.placeholder_ids, 1)
         self._runs = re.compile("|".join(f"(?:{re.escape(word)})+" for word in self._whole.values()) or r"(?!)")
 
     def chat(self, text: str, spans: Sequence[Span], written: Mapping[str, Sequence[str]], where: str) -> SampleTokens:
@@ -84,7 +103,7 @@ class Tokeniser:
             DataError: the text holds other placeholders than the chat has media, is too long, or has tokens that
                 the model does not know.
         """
-        expanded, ends, shifts, counts = self._expand(text, written, where)
+        expanded, ends, shifts, counts, inside = self._expand(text, written, where)
         adds = self._adds_special and not text.startswith(self.tokenizer.bos_token or "\0")
         out = self._encode(expanded, adds, where)
         starts = np.fromiter((start for start, _ in out["offset_mapping"]), np.int64, len(out["input_ids"]))
@@ -93,7 +112,10 @@ class Tokeniser:
             first, last = (place + shifts[bisect_right(ends, place)] for place in span)
             supervised |= (starts >= first) & (starts < last)
         ids = self._known(out["input_ids"], where)
-        return self._repeated(ids, supervised, counts)
+        media = np.zeros(len(starts), np.bool_)
+        for first, last in inside if self._marks_all else ():
+            media |= (starts >= first) & (starts < last)
+        return self._repeated(ids, supervised, media, counts)
 
     def document(self, content: str | Sequence[int], where: str) -> SampleTokens:
         """Tokenise running text, every token of it supervised.
@@ -111,8 +133,8 @@ class Tokeniser:
                 ids = np.append(ids, end)
         else:
             ids = self._known(content, where)
-        tokens = self._repeated(ids, np.ones(len(ids), np.bool_), None)
-        if tokens.media_end:
+        tokens = self._repeated(ids, np.ones(len(ids), np.bool_), np.zeros(len(ids), np.bool_), None)
+        if np.isin(tokens.ids_S, [*self._types, *self._ids.values()]).any():
             raise DataError(
                 f"{where}: the document holds the model's placeholder of an image, video or sound but has none. Remove "
                 "it from the text."
@@ -151,11 +173,17 @@ class Tokeniser:
 
     def _expand(
         self, text: str, written: Mapping[str, Sequence[str]], where: str
-    ) -> tuple[str, list[int], list[int], list[int]]:
-        """The text with one placeholder per run, and how often each is repeated.
+    ) -> tuple[str, list[int], list[int], list[int], list[Span]]:
+        """The text with one placeholder per run, how often each is repeated, and what stands in place of placeholders.
 
         Between them: where placeholders ended in `text`, and how far what follows each end has moved.
         """
+        for word in self._written_only:
+            if word in text:
+                raise DataError(
+                    f"{where}: the chat's text holds {word!r}, which only the model's processor writes, in place of an "
+                    "image. Remove it from the text."
+                )
         for kind, word in self.words.items():
             found, given = text.count(word), len(written.get(kind, ()))
             if found != given:
@@ -164,7 +192,7 @@ class Tokeniser:
                     f"chat has {given} {kind} parts. Remove the placeholder from the text; media are parts of their "
                     "own, and the chat template must write one placeholder for each."
                 )
-        pieces, ends, shifts, counts, last = [], [], [0], [], 0
+        pieces, ends, shifts, counts, inside, last = [], [], [0], [], [], 0
         waiting = {kind: iter(written.get(kind, ())) for kind in self.words}
         for match in self._found.finditer(text):
             whole = next(waiting[match.lastgroup or ""])
@@ -173,21 +201,32 @@ class Tokeniser:
             pieces += [text[last : match.start()], short]
             last = match.end()
             ends.append(last)
+            inside.append((match.start() + shifts[-1], match.start() + shifts[-1] + len(short)))
             shifts.append(shifts[-1] + len(short) - len(match.group()))
-        return "".join([*pieces, text[last:]]), ends, shifts, counts
+        return "".join([*pieces, text[last:]]), ends, shifts, counts, inside
 
     def _first(self, run: str) -> str:
         return next(word for word in self._whole.values() if run.startswith(word))
 
     def _repeated(
-        self, ids: NDArray[np.int64], supervised: NDArray[np.bool_], counts: Sequence[int] | None
+        self,
+        ids: NDArray[np.int64],
+        supervised: NDArray[np.bool_],
+        media: NDArray[np.bool_],
+        counts: Sequence[int] | None,
     ) -> SampleTokens:
         types = np.zeros(len(ids), np.int32)
-        for kind, token in self._ids.items():
-            types[ids == token] = 1 + KINDS.index(kind)
-        supervised &= types == 0  # an image inside an answer is shown, not predicted
+        for token, number in self._types.items():
+            types[ids == token] = number
+        media |= types != 0
+        supervised &= ~media  # an image inside an answer is shown, not predicted
         if not counts:
-            return SampleTokens(ids, supervised, types)
+            return SampleTokens(ids, supervised, types, media)
         repeats = np.ones(len(ids), np.int64)
         repeats[np.isin(ids, [self._ids[kind] for kind in self._whole])] = counts
-        return SampleTokens(np.repeat(ids, repeats), np.repeat(supervised, repeats), np.repeat(types, repeats))
+        return SampleTokens(
+            np.repeat(ids, repeats),
+            np.repeat(supervised, repeats),
+            np.repeat(types, repeats),
+            np.repeat(media, repeats),
+        )

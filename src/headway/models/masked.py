@@ -1,0 +1,196 @@
+"""Attention under masks that boundaries, causality and one window do not say: images and prefixes seen both ways.
+
+transformers describes such a mask as a function of two places in a row, combined from elementary ones. Here it becomes
+a rule, a nested tuple of them, which is evaluated inside each segment alone: memory is the sum of the squared segment
+lengths, once for all layers that share the mask, never the square of a whole pack.
+
+Tensor letters as in `attention`; M segments of equal length L are one call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headway.models.exact import exact_attention
+from headway.models.segments import Group, groups
+
+Rule = tuple[Any, ...]
+"""("causal",), ("all",), ("none",), ("packed",), ("window", keys), ("chunk", tokens), ("blocks", number of a tensor),
+("unknown", name), or ("and", rules ...) and ("or", rules ...)."""
+
+# transformers' mask functions by their qualified names: what a rule calls them, and which of their variables it needs.
+_ELEMENTARY = {
+    "causal_mask_function": ("causal", None),
+    "bidirectional_mask_function": ("all", None),
+    "sliding_window_overlay.<locals>.inner_mask": ("window", "sliding_window"),
+    "chunked_overlay.<locals>.inner_mask": ("chunk", "chunk_size"),
+    "blockwise_overlay.<locals>.inner_mask": ("blocks", "block_sequence_ids"),
+    "packed_sequence_mask_function.<locals>.inner_mask": ("packed", None),
+}
+_COMBINING = {
+    "and_masks.<locals>.and_mask": ("and", "mask_functions"),
+    "or_masks.<locals>.or_mask": ("or", "mask_functions"),
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": ("and", "mask_function"),
+}
+_PLAIN = {"causal", "all", "window", "packed", "and"}
+
+
+def read_rule(function: Callable[..., Any], length: int, tensors: list[torch.Tensor]) -> Rule:
+    """Read a mask function of transformers as a rule.
+
+    A position's place within its own segment stands for what a pack's remapping computes of its position ids.
+
+    Args:
+        function: the mask function.
+        length: of the row; chunks as long as that cut nothing [tokens].
+        tensors: those that rules name by number are added here.
+
+    Returns:
+        The rule; ("unknown", name) stands for a function that is not known.
+    """
+    name = function.__qualname__
+    if name in _COMBINING:
+        word, variable = _COMBINING[name]
+        combined = _variable(function, variable)
+        parts = combined if isinstance(combined, tuple) else (combined,)
+        rules = [read_rule(part, length, tensors) for part in parts]
+        if word == "or":
+            rules = [rule for rule in rules if rule != ("none",)] or rules[:1]
+        return rules[0] if len(rules) == 1 else (word, *rules)
+    return _elementary(function, length, tensors)
+
+
+def _elementary(function: Callable[..., Any], length: int, tensors: list[torch.Tensor]) -> Rule:
+    word, needed = _ELEMENTARY.get(function.__qualname__, ("unknown", None))
+    value: Any = function.__qualname__ if word == "unknown" else None
+    if needed is not None:
+        value = _variable(function, needed)
+    if word == "blocks":
+        if not bool((value >= 0).any()):
+            return ("none",)
+        tensors.append(value)
+        value = len(tensors) - 1
+    if word == "chunk" and value >= length:
+        return ("all",)
+    return (word,) if value is None else (word, value)
+
+
+def _variable(function: Callable[..., Any], name: str) -> Any:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    return cells[name].cell_contents
+
+
+def words(rule: Rule) -> set[str]:
+    """The words of a rule."""
+    return {rule[0]}.union(*(words(part) for part in rule[1:] if isinstance(part, tuple)))
+
+
+def unknown(rule: Rule) -> set[str]:
+    """Names of the mask functions in a rule that are not known."""
+    if rule[0] == "unknown":
+        return {rule[1]}
+    return set().union(*(unknown(part) for part in rule[1:] if isinstance(part, tuple)))
+
+
+def is_plain(rule: Rule) -> bool:
+    """Whether boundaries, causality and the layer's own window say all of a rule."""
+    return words(rule) <= _PLAIN
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentMask:
+    """A mask of one row or batch, to be evaluated inside segments.
+
+    Attributes:
+        rule: which keys a query sees.
+        tensors: block numbers of the slots, shape (B, T) each; below 0 for slots of no block.
+        is_packed: whether positions restart within a row, so that boundaries must be given.
+    """
+
+    rule: Rule
+    tensors: tuple[torch.Tensor, ...]
+    is_packed: bool
+    _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def groups(self, cu_N: torch.Tensor) -> tuple[tuple[Group, torch.Tensor], ...]:
+        """A pack's segments by length, each group with its slots, shape (M L,); asked for once by all layers."""
+        found: tuple[tuple[Group, torch.Tensor], ...]
+        if "groups" not in self._seen:
+            self._seen["groups"] = tuple((group, _slots(group).to(cu_N.device)) for group in groups(cu_N.cpu()))
+        found = self._seen["groups"]
+        return found
+
+    def seen(self, group: Group, slots: torch.Tensor) -> torch.Tensor:
+        """Whether each query sees each key, shape (M, 1, L, L)."""
+        if group not in self._seen:
+            allowed_MLL = self._evaluate(self.rule, slots.view(group.count, group.length))
+            self._seen[group] = allowed_MLL.expand(group.count, -1, -1)[:, None]
+        found: torch.Tensor = self._seen[group]
+        return found
+
+    def bias(self, group: Group, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same as numbers to add to scores: 0, or minus infinity where a query does not see a key."""
+        if (group, dtype) not in self._seen:
+            seen = self.seen(group, slots)
+            blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self._seen[group, dtype] = blank.masked_fill_(~seen, -torch.inf)
+        found: torch.Tensor = self._seen[group, dtype]
+        return found
+
+    def _evaluate(self, rule: Rule, slots_ML: torch.Tensor) -> torch.Tensor:
+        """Which keys each query sees, shape (M or 1, L, L)."""
+        word, *rest = rule
+        if word in ("and", "or"):
+            parts = [self._evaluate(part, slots_ML) for part in rest]
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = whole & part if word == "and" else whole | part
+            return whole
+        if word == "blocks":
+            blocks_ML = self.tensors[rest[0]].flatten()[slots_ML]
+            allowed: torch.Tensor = blocks_ML[:, :, None] == blocks_ML[:, None, :]
+            return allowed & (blocks_ML >= 0)[:, :, None]
+        places_L = torch.arange(slots_ML.shape[1], device=slots_ML.device)
+        query, key = places_L[None, :, None], places_L[None, None, :]
+        everything = torch.ones_like(query == key)
+        found: dict[str, Callable[[], torch.Tensor]] = {
+            "causal": lambda: key <= query,
+            "window": lambda: key > query - rest[0],
+            "chunk": lambda: key // rest[0] == query // rest[0],
+            "none": lambda: ~everything,
+        }
+        return found.get(word, lambda: everything)()
+
+
+def _slots(group: Group) -> torch.Tensor:
+    if group.slots is not None:
+        return group.slots
+    assert group.start is not None
+    return torch.arange(group.start, group.start + group.count * group.length)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
+def masked_segments(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_seqlens_N: torch.Tensor,
+    mask: SegmentMask,
+    scale: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend within segments under a mask; returns shape (T, H, Dv). Other arguments as in `segments`."""
+    parts, places = [], []
+    for group, slots in mask.groups(cu_seqlens_N):
+        shape = (group.count, group.length)
+        q, k, v = (x.index_select(0, slots).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
+        added = softcap is None and sinks_H is None
+        allowed = mask.bias(group, slots, q.dtype) if added else mask.seen(group, slots)
+        out_MHLD = exact_attention(q, k, v, allowed, scale, softcap, sinks_H, dropout)
+        parts.append(out_MHLD.transpose(1, 2).flatten(0, 1))
+        places.append(slots)
+    return torch.cat(parts).index_select(0, torch.cat(places).argsort())
