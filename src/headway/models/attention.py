@@ -98,7 +98,8 @@ def mask(
         raise ConfigError(
             f"The attention backend {NAME!r} cannot express a mask that this model builds ({', '.join(missing)}): it "
             "knows causal, bidirectional, sliding-window and chunked attention within segments, and blocks that see "
-            'themselves both ways. Load the model with the attention backend "sdpa" and one sample per row.'
+            'themselves both ways. Load the model with the attention backend "sdpa" and one sample per row, or take a '
+            "model of a family that docs/models.md lists."
         )
     is_packed = "packed" in words(rule) and not torch.compiler.is_compiling()
     whole = q_length == kv_length and (is_packed or attention_mask is None or bool(attention_mask.all()))

@@ -288,7 +288,8 @@ def _model_class(config: PreTrainedConfig) -> Any:
             return auto
     raise UnknownModelError(
         f"Models of type {config.model_type!r} are neither causal language models nor models that read images or sound "
-        "and write text. Headway trains those; give the configuration of the whole model, not of one of its towers."
+        "and write text. Headway trains those; give the configuration of the whole model, not of one of its towers. "
+        "docs/models.md lists the families that train."
     )
 
 

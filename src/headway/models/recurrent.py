@@ -42,7 +42,8 @@ def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
             if on_pack():
                 raise ConfigError(
                     "This model's recurrent layers are not told where a pack's segments begin, and would carry their "
-                    "state from one sample into the next. Models with such layers cannot be trained on packs."
+                    "state from one sample into the next, so it cannot be trained on packs. docs/models.md lists the "
+                    "families that can."
                 )
             return forward(hidden_states, *args, **others)
         if args or others.get("attention_mask") is not None or others.get("pack_split") is not None:

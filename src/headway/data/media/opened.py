@@ -194,7 +194,7 @@ class MediaReader:
         model = f"the model reads {', '.join(['text', *reads])}" if reads else "the model reads text alone"
         return DataError(
             f"{where}: the chat holds {number} {kind}, but {model} here. Choose another model, or a dataset without "
-            f"{kind}. The processor is {type(self._processor).__name__}."
+            f"{kind}. The processor is {type(self._processor).__name__}; docs/models.md lists what each family reads."
         )
 
 

@@ -93,7 +93,7 @@ class ProcessedImages:
         except REFUSALS as error:
             raise ConfigError(
                 f"The processor {type(processor).__name__} could not be run on a picture, so images of this model "
-                f"cannot be trained: {type(error).__name__}: {error}"
+                f"cannot be trained (docs/models.md lists families that can): {type(error).__name__}: {error}"
             ) from error
         written = [text for run in alone for text in run.written]
         rules = _rules(alone, one_text)
@@ -107,7 +107,8 @@ class ProcessedImages:
             shapes = [tuple(run.tensors[name].shape) if name in run.tensors else None for run in [*alone, own_texts]]
             raise ConfigError(
                 f"The processor {type(processor).__name__} gives {name} of shapes {shapes[:-1]} for samples alone and "
-                f"of {shapes[-1]} for all of them, which follows no rule by which Headway can pack it."
+                f"of {shapes[-1]} for all of them, which follows no rule by which Headway can pack it. docs/models.md "
+                "lists the families that train."
             )
         special = [str(token) for token in processor.tokenizer.added_tokens_decoder.values()]
         self.repeated = tuple(token for token in special if any(token * 2 in text for text in written))
