@@ -7,6 +7,7 @@ from typing import Any
 from headway.data.bad_rows import OUTCOMES
 from headway.data.feed import FeedReport
 from headway.meter import Window
+from headway.models.lora import ADAPTER_CONFIG
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_share, render_pairs
 from headway.train.evaluate import Evaluation
 
@@ -108,9 +109,15 @@ class RunSummary:
                 ("peak source", use.peak.source),
                 ("memory", format_bytes(use.peak_memory_bytes)),
                 ("checkpoint", str(self.checkpoint)),
-                ("model folder", str(self.model or "none; make one with headway export")),
+                self._exported(),
             ]
         )
+
+    def _exported(self) -> tuple[str, str]:
+        """What kind of folder the run leaves to be used, and where."""
+        if self.model is None:
+            return "model folder", "none; make one with headway export"
+        return "adapters" if (self.model / ADAPTER_CONFIG).is_file() else "model folder", str(self.model)
 
 
 def _samples(report: FeedReport) -> str:
