@@ -27,6 +27,7 @@ from headway.cli import (
     goodput,
     import_config,
     index,
+    look,
     mfu,
     models,
     pack,
@@ -59,6 +60,7 @@ app.command("ceiling", short_help="Measure what this device reaches at best.")(c
 app.command("models", short_help="List the models that ship with their costs.")(models.models)
 app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own counter.")(verify.verify)
 app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
+app.command("look", short_help="See samples as tokens with their loss mask, and packs.")(look.look)
 app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
 app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("chat", short_help="Talk to a model that was trained.")(chat.chat)
