@@ -10,7 +10,7 @@ from headway.errors import DataError
 
 if TYPE_CHECKING:
     from headway.data import Budget
-    from headway.data.look import Looked, Piece, ShownMedia, ShownPack, ShownSample
+    from headway.data.look import Looked, ShownMedia, ShownPack, ShownSample, TokenRun
 
 _LONGEST_SIDE = 320  # of a picture on the page [pixels]
 _STYLE = """
@@ -62,7 +62,7 @@ def _sample(sample: "ShownSample", budget: "Budget | None") -> str:
     return "\n".join([*parts, f'<div class="tokens">{tokens}</div>'])
 
 
-def _token(piece: "Piece") -> str:
+def _token(piece: "TokenRun") -> str:
     kind = "learnt" if piece.is_learnt else "run" if piece.count > 1 else ""
     times = f" x {piece.count}" if piece.count > 1 else ""
     text = escape(piece.text.replace("\n", "\\n\n")) + times

@@ -9,7 +9,7 @@ from headway.report import format_count, format_flops, format_share, printable
 
 if TYPE_CHECKING:
     from headway.data import Budget
-    from headway.data.look import Looked, Piece, ShownMedia, ShownPack, ShownSample
+    from headway.data.look import Looked, ShownMedia, ShownPack, ShownSample, TokenRun
     from headway.packing import OverlongCounts
 
 _BEGIN, _END = ">>", "<<"  # around what is learnt, where there is no colour
@@ -106,7 +106,7 @@ def _held(pack: "ShownPack") -> str:
     return "; ".join(said)
 
 
-def _wrapped(pieces: "Sequence[Piece]", width: int, most: int, *, coloured: bool) -> Iterator[str]:
+def _wrapped(pieces: "Sequence[TokenRun]", width: int, most: int, *, coloured: bool) -> Iterator[str]:
     """Tokens on lines of at most `width` characters; a line break in the text breaks the line too."""
     left = len(pieces) - most
     shown = [*pieces[: most // 2], None, *pieces[-(most // 2) :]] if left > 0 else [*pieces]
@@ -138,13 +138,13 @@ def _wrapped(pieces: "Sequence[Piece]", width: int, most: int, *, coloured: bool
         yield line
 
 
-def _text_of(piece: "Piece") -> str:
+def _text_of(piece: "TokenRun") -> str:
     text = printable(piece.text.replace("\n", "\\n").replace("\t", "\\t"))
     text = text or f"<{piece.token}>"
     return f"{text} x {format_count(piece.count)}" if piece.count > 1 else text
 
 
-def _colour_of(piece: "Piece | None") -> str:
+def _colour_of(piece: "TokenRun | None") -> str:
     if piece is None:
         return _FAINT
     return _LEARNT if piece.is_learnt else _MEDIA if piece.count > 1 else ""

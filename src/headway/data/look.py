@@ -24,7 +24,7 @@ _SHORTEST_RUN = 4  # of one token, which is shown once with its number
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenRun:
     """A token, or a run of the same one, as of an image's placeholders.
 
     Attributes:
@@ -78,7 +78,7 @@ class ShownSample:
     """
 
     where: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenRun, ...]
     media: tuple[ShownMedia, ...]
     lengths: SampleLengths
     used: tuple[tuple[int, int], ...]
@@ -222,7 +222,7 @@ def show_packs(plan: Plan, count: int) -> list[ShownPack]:
     return packs
 
 
-def _pieces(encoded: EncodedSample, tokenizer: Any) -> Iterator[Piece]:
+def _pieces(encoded: EncodedSample, tokenizer: Any) -> Iterator[TokenRun]:
     ids: list[int] = encoded.input_ids_S.tolist()
     learnt = (encoded.labels_S != IGNORED).tolist()
     learnt[0] = False  # nothing predicts the first token
@@ -231,9 +231,9 @@ def _pieces(encoded: EncodedSample, tokenizer: Any) -> Iterator[Piece]:
     for (token, is_learnt), group in groupby(zip(ids, learnt, strict=True)):
         count = len(list(group))
         if count >= _SHORTEST_RUN:
-            yield Piece(texts[place], token, count, is_learnt)
+            yield TokenRun(texts[place], token, count, is_learnt)
         else:
-            yield from (Piece(texts[place + i], token, 1, is_learnt) for i in range(count))
+            yield from (TokenRun(texts[place + i], token, 1, is_learnt) for i in range(count))
         place += count
 
 

@@ -235,8 +235,10 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
     goodput = run.meter.goodput = Goodput(settings.folder / GOODPUT, since_ns=start_ns) if ranks.is_first else None
     if goodput is not None and run.resumes:
         goodput.resumed(step)
+    panel = any(spec.partition(":")[0] == "live" for spec in settings.trackers)
+    quiet = not ranks.is_first
     with (
-        Progress(optim.steps, done=step, log_every=settings.log_every, quiet=not ranks.is_first) as progress,
+        Progress(optim.steps, done=step, log_every=settings.log_every, quiet=quiet, has_panel=panel) as progress,
         metrics,
         samples,
         goodput or nullcontext(),
