@@ -7,6 +7,7 @@ from typing import Any
 from headway.data.bad_rows import OUTCOMES
 from headway.data.feed import FeedReport
 from headway.meter import Window
+from headway.models.load import processor_note
 from headway.models.lora import ADAPTER_CONFIG
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_share, render_pairs
 from headway.train.evaluate import Evaluation
@@ -109,15 +110,17 @@ class RunSummary:
                 ("peak source", use.peak.source),
                 ("memory", format_bytes(use.peak_memory_bytes)),
                 ("checkpoint", str(self.checkpoint)),
-                self._exported(),
+                *self._exported(),
             ]
         )
 
-    def _exported(self) -> tuple[str, str]:
-        """What kind of folder the run leaves to be used, and where."""
+    def _exported(self) -> list[tuple[str, str]]:
+        """What kind of folder the run leaves to be used, where, and how its processor opens if not as usual."""
         if self.model is None:
-            return "model folder", "none; make one with headway export"
-        return "adapters" if (self.model / ADAPTER_CONFIG).is_file() else "model folder", str(self.model)
+            return [("model folder", "none; make one with headway export")]
+        kind = "adapters" if (self.model / ADAPTER_CONFIG).is_file() else "model folder"
+        note = processor_note(self.model)
+        return [(kind, str(self.model)), *([("processor", note)] if note is not None else [])]
 
 
 def _samples(report: FeedReport) -> str:
