@@ -86,7 +86,7 @@ def look(
     if config is not None:
         seen = _of_config(config, rows, packs, ranks)
     else:
-        chosen = {"packing_length": packing_length, "ranks": ranks, "overlong": overlong, "seed": seed}
+        chosen: dict[str, Any] = {"packing_length": packing_length, "ranks": ranks, "overlong": overlong, "seed": seed}
         seen = _of_data(data, model or "", rows, packs, max_characters, **chosen)
     if as_json:
         print_json(_record(seen))
