@@ -77,6 +77,7 @@ def test_a_pipe_gets_marks_and_a_terminal_colours(model, data, headway, monkeypa
     assert "\033" not in headway(*arguments).out
 
 
+@pytest.mark.slow
 def test_packs_are_strips_and_what_was_cut_or_dropped_is_told(model, data, headway, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     options = ("--model", model, "--packing-length", 64, "-n", 5)
@@ -150,6 +151,9 @@ def test_of_a_training_its_own_packs_are_shown(model, data, headway, tmp_path):
     [
         (("nowhere.jsonl",), "DATA needs --model"),
         (("run.yaml", "--model", "m"), "--model has no effect: run.yaml says it"),
+        (("a.jsonl", "--model", "m", "--overlong", "split"), "no packs without --packing-length"),
+        (("a.jsonl", "--model", "m", "--html", "a.html", "--json"), "Give one of the two"),
+        (("a.jsonl", "--model", "m", "--html", "a.html", "--tokens", 9), "a page and JSON have all tokens"),
         (("nowhere.jsonl", "--model", "m", "--packing-length", "9", "--overlong", "x"), "Unknown policy"),
     ],
 )

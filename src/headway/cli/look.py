@@ -45,15 +45,26 @@ def look(
     packing_length: Annotated[
         int | None, typer.Option(metavar="L", min=1, help="Show packs of this token budget too [tokens].")
     ] = None,
-    packs: Annotated[int, typer.Option(metavar="P", min=0, help="Packs that are shown, of whole steps.")] = 4,
-    ranks: Annotated[int, typer.Option(metavar="R", min=1, help="Data-parallel ranks that share a step.")] = 1,
+    packs: Annotated[
+        int | None, typer.Option(metavar="P", min=0, help="Packs that are shown, of whole steps; 4 if not given.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="R", min=1, help="Data-parallel ranks that share a step; 1 if not given.")
+    ] = None,
     overlong: Annotated[
-        str, typer.Option(metavar="POLICY", help="Samples that exceed a pack: error, drop, truncate or split.")
-    ] = "drop",
-    seed: Annotated[int, typer.Option(metavar="S", help="Of the order of the samples and of the packs.")] = 0,
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Samples that exceed a pack: error, drop, truncate or split; drop if not given.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="S", help="Of the order of the samples and of the packs; 0 if not given.")
+    ] = None,
     tokens: Annotated[
-        int, typer.Option(metavar="T", min=8, help="Tokens of a sample that are printed, its beginning and its end.")
-    ] = 400,
+        int | None,
+        typer.Option(metavar="T", min=8, help="Tokens of a sample that are printed, its beginning and end; 400."),
+    ] = None,
     max_characters: options.MaxCharactersOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with the pictures, all tokens and packs instead.")
@@ -71,23 +82,29 @@ def look(
     with needs_extra("looking at samples"):
         from headway.train.config import load_config
     config = None
+    planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
-        if model is not None or packing_length is not None:
-            given = "--model" if model is not None else "--packing-length"
-            raise UsageError(
-                f"{given} has no effect: {data[0]} says it. Leave it out, or give the datasets themselves."
-            )
+        said = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
+        own = {**said, "--overlong": overlong, "--seed": seed}
+        _refuse(own, f"{data[0]} says it. Leave it out, or give the datasets themselves")
         config = load_config(Path(data[0]))
     elif model is None:
         raise UsageError("DATA needs --model, whose tokenizer and processor encode its samples: a folder or a Hub id.")
-    if html is not None and html.exists():
-        raise UsageError(f"--html {html} exists already; give another file, or delete it first.")
+    elif packing_length is None:
+        _refuse(planned, "there are no packs without --packing-length. Give that too, or leave it out")
+    if html is not None or as_json:
+        _refuse({"--tokens": tokens}, "a page and JSON have all tokens. Leave it out")
+    if html is not None:
+        _refuse({"--json": as_json or None}, "--html writes a page. Give one of the two")
+        if html.exists():
+            raise UsageError(f"--html {html} exists already; give another file, or delete it first.")
     rows = range(start - 1, start - 1 + number)
+    num_packs = 4 if packs is None else packs
     if config is not None:
-        seen = _of_config(config, rows, packs, ranks)
+        seen = _of_config(config, rows, num_packs, ranks or 1)
     else:
-        chosen: dict[str, Any] = {"packing_length": packing_length, "ranks": ranks, "overlong": overlong, "seed": seed}
-        seen = _of_data(data, model or "", rows, packs, max_characters, **chosen)
+        chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
+        seen = _of_data(data, model or "", rows, num_packs, max_characters, packing_length=packing_length, **chosen)
     if as_json:
         print_json(_record(seen))
     elif html is not None:
@@ -103,7 +120,18 @@ def look(
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         from headway.cli.look_text import paragraphs
 
-        print("\n\n".join(paragraphs(seen, width, tokens, coloured=coloured)))
+        print("\n\n".join(paragraphs(seen, width, tokens or 400, coloured=coloured)))
+
+
+def _refuse(given: "Mapping[str, object]", why: str) -> None:
+    """Refuse options that could not take effect.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} has no effect: {why}.")
 
 
 def _of_data(
