@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from headway.cli.app import app
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.models.load import load_model
 from headway.train.config import parse_config
 from headway.train.loop import train
@@ -120,6 +120,24 @@ def test_several_datasets_have_a_row_each_and_one_for_all(evaluated, digits):
     table = command("evaluate", summary.model, *data, "--max-samples", 5, "--generate", 1)
     assert [line.split()[1] for line in table.splitlines() if line.startswith("all ")] == ["10"]
     assert " -> " in table.splitlines()[-1]
+
+
+def test_what_cannot_be_judged_is_one_clear_error(tmp_path, digits):
+    torch.manual_seed(5)
+    shutil.copytree(digits / "model", tmp_path / "model")
+    load_model(str(tmp_path / "model"), random_init=True).save_pretrained(tmp_path / "model")
+    evaluate = ["evaluate", str(tmp_path / "model"), "--device", "cpu"]
+    data = str(digits / "data/eval.jsonl")
+    for arguments, message in (
+        ([], "There is nothing to evaluate on. Give DATA"),
+        (
+            [data, "--generate", "2", "--max-new-tokens", "90000"],
+            r"\(--max-new-tokens\) need .* raise --packing-length",
+        ),
+        ([data, "--packing-length", "9"], "more than a pack's budget of 9 tokens"),
+    ):
+        with pytest.raises(HeadwayError, match=message):
+            app([*evaluate, *arguments], standalone_mode=False)
 
 
 def test_the_answers_are_shown_a_few_of_them_and_short(evaluated, capsys):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from headway.train.config import TrainConfig
     from headway.train.evaluate import Evaluation
 
+_OPTIONS = {"eval.generate": "--generate", "eval.max_new_tokens": "--max-new-tokens"}
+_OPTIONS |= {"data.tokens_per_pack": "--packing-length", "data.eval": "DATA"}
 _ROOMY = 8192  # tokens of a pack where nothing says how many; more if a sample is longer
 
 
@@ -69,8 +71,9 @@ def evaluate(
     config = load_config(found.run / CONFIG) if found.run is not None else None
     paths = _datasets(data, config)
     samples = {path: read_samples(path)[:max_samples] for path in paths}  # a typo is told before a model is read
-    dtype = config.run.dtype if config is not None else "auto"
-    where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device, dtype=dtype))
+    where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device))
+    if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):  # as the run, where that can be
+        where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device, dtype=config.run.dtype))
     ranks = join_ranks(where)
     loaded = open_model(found, dtype=precision.params, device=where, for_generation=False)
     chunk = config.speed.loss_chunk if config is not None else SpeedConfig().loss_chunk
@@ -86,15 +89,10 @@ def evaluate(
         held_out = EvalSet(rows, encoder, budget, ranks, geometry)
         results[path] = held_out.evaluate(with_loss, where, precision.autocast)
         if generate is not None:
-            asked = GenerationEval(
-                rows,
-                encoder,
-                budget,
-                eval_collator(encoder, geometry, ranks),
-                ranks,
-                count=generate,
-                max_new_tokens=max_new_tokens,
-            )
+            collator = eval_collator(encoder, geometry, ranks)
+            asked_for: dict[str, Any] = {"count": generate, "max_new_tokens": max_new_tokens}
+            with opened.in_words_of_options(_OPTIONS):
+                asked = GenerationEval(rows, encoder, budget, collator, ranks, **asked_for)
             answers[path] = asked.answer(loaded.model, where, precision.autocast)
     if not ranks.is_first:
         return

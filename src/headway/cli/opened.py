@@ -1,5 +1,6 @@
 """What `chat`, `generate` and `evaluate` have in common: a model by its path, on a device, in a precision."""
 
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,8 @@ import typer
 from headway.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     import torch
 
     from headway.train.config import RunConfig
@@ -67,11 +70,12 @@ def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype
     """
     import torch
 
+    from headway.train.config import RunConfig
     from headway.train.generate import Generator
     from headway.train.opened import find_model, open_model
 
     found = find_model(model, base)
-    where, precision = chosen_device(_run_config(device))
+    where, precision = chosen_device(RunConfig(folder=Path(), device=device))
     chosen = precision.compute if dtype is WeightDtype.auto else getattr(torch, dtype.value)
     return Generator(open_model(found, dtype=chosen, device=where, for_generation=True), where)
 
@@ -87,14 +91,25 @@ def chosen_device(run: "RunConfig") -> "tuple[torch.device, Precision]":
     from headway.train.device import choose_device, choose_precision
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of reading weights
-    try:
+    with in_words_of_options({"run.device=": "--device ", "run.device": "--device"}):
         device = choose_device(run)
         return device, choose_precision(run, device)
+
+
+@contextmanager
+def in_words_of_options(options: "Mapping[str, str]") -> "Iterator[None]":
+    """Turn errors about settings of a YAML file into errors about the options that stand for them.
+
+    Args:
+        options: options by the settings' names.
+
+    Raises:
+        UsageError: in place of a ConfigError.
+    """
+    try:
+        yield
     except ConfigError as error:
-        raise UsageError(str(error).replace("run.device=", "--device ").replace("run.device", "--device")) from error
-
-
-def _run_config(device: str) -> "RunConfig":
-    from headway.train.config import RunConfig
-
-    return RunConfig(folder=Path(), device=device)
+        text = str(error)
+        for setting, option in options.items():
+            text = text.replace(setting, option)
+        raise UsageError(text) from error

@@ -81,21 +81,19 @@ class Generator:
     Args:
         opened: a model with the attention of generation.
         device: where it lives.
-        max_image_pixels: larger images are refused [pixels].
 
     Attributes:
         tokenizer: the model's.
         has_template: whether the model has a chat template; without one it can only continue documents.
     """
 
-    def __init__(self, opened: OpenedModel, device: torch.device, *, max_image_pixels: int | None = None) -> None:
+    def __init__(self, opened: OpenedModel, device: torch.device) -> None:
         self._opened, self._device = opened, device
         self._processor: Any = opened.processor
         self._is_plain = isinstance(opened.processor, PreTrainedTokenizerBase)
         self.tokenizer: Any = getattr(opened.processor, "tokenizer", opened.processor)
         self._template = ChatTemplate(opened.processor, as_parts=not self._is_plain)
         self.has_template = bool(self._template.sources)
-        self._limit = {} if max_image_pixels is None else {"max_pixels": max_image_pixels}
         self._ends = self._closing_tokens()
 
     def answer(
@@ -184,7 +182,7 @@ class Generator:
 
     def _pictures(self, chat: Chat) -> list[Any]:
         with ExitStack() as stack:
-            opened = [stack.enter_context(Picture(media, chat.where, **self._limit)) for media in chat.images]
+            opened = [stack.enter_context(Picture(media, chat.where)) for media in chat.images]
             return [picture.decode() for picture in opened]
 
     def _moved(self, value: Any) -> Any:
@@ -203,12 +201,19 @@ class Generator:
         named = None if settings is None else settings.eos_token_id
         ends = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
         if self.has_template:
-            said = [Message("user", (TextPart("a"),)), Message("assistant", (TextPart("b"),))]
-            text, spans = self._template.with_answers(Chat(tuple(said), Origin("", "the chat template", 0, "a trial")))
-            after = text[slice(*spans[-1])].rpartition("b")[2] if spans else ""
-            after_ids = self.tokenizer(after.strip(), add_special_tokens=False)["input_ids"] if after.strip() else []
-            ends |= {token for token in after_ids[:1] if token in self.tokenizer.added_tokens_decoder}
+            ends |= self._written_after_answers()
         return {int(token) for token in ends if token is not None}
+
+    def _written_after_answers(self) -> set[int]:
+        """The special token that the chat template writes after an answer, if it writes one."""
+        said = (Message("user", (TextPart("a"),)), Message("assistant", (TextPart("b"),)))
+        try:
+            text, spans = self._template.with_answers(Chat(said, Origin("", "the chat template", 0, "a trial")))
+        except DataError:  # a template that refuses this chat may take the real one
+            return set()
+        after = text[slice(*spans[-1])].rpartition("b")[2].strip() if spans else ""
+        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+        return {token for token in ids[:1] if token in self.tokenizer.added_tokens_decoder}
 
 
 def question_of(chat: Chat) -> tuple[Chat, str | None]:
