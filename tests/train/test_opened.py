@@ -108,6 +108,7 @@ def test_adapters_are_put_on_the_model_that_they_name_from_any_folder(evaluated,
         judged(summary.model, evaluated["data"]["eval"], "--base", tmp_path / "away")
 
 
+@pytest.mark.slow
 def test_several_datasets_have_a_row_each_and_one_for_all(evaluated, digits):
     evaluated["optim"]["steps"] = 3
     summary = train(parse_config(evaluated))
