@@ -1,6 +1,7 @@
 """The tutorial is followed from its first block to its last, with fewer pictures and steps."""
 
 import functools
+import io
 import re
 import shlex
 import sys
@@ -11,13 +12,15 @@ import pytest
 PAGE = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(python|sh|yaml)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 SMALLER = (("range(200)", "range(24)"), ("[:160]", "[:20]"), ("[160:]", "[20:]"), ("steps: 300", "steps: 4"))
-SMALLER += (("warmup_steps: 10", "warmup_steps: 1"), ("every: 100", "every: 2"))
+SMALLER += (("warmup_steps: 10", "warmup_steps: 1"), ("every: 100", "every: 2"), ("199.png", "23.png"))
+TYPED = "/image shapes/images/23.png\nWhat is this?\n"  # in a conversation
 
 
 def run_command(command, monkeypatch):
     from headway.cli.app import main
 
     monkeypatch.setattr(sys, "argv", shlex.split(command))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TYPED))
     with pytest.raises(SystemExit) as exit_:
         main()
     return exit_.value.code

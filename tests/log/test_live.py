@@ -64,3 +64,43 @@ def test_the_steps_of_the_run_can_be_given_in_words(capsys):
 def test_every_nought_records_is_refused():
     with pytest.raises(UsageError, match="every=0 is not a number of records"):
         LiveSink(every=0)
+
+
+def test_a_panel_takes_the_place_of_the_bar_and_lines_stand_above_it(monkeypatch):
+    """As `headway train` shows them: every line whole, and one panel below them at the end."""
+    from headway.log import live
+    from headway.train.progress import Progress
+
+    out = StringIO()
+    console = Console(file=out, width=80, force_terminal=True, legacy_windows=False, _environ={"TERM": "xterm"})
+    monkeypatch.setattr(live, "shared_console", lambda: console)
+    monkeypatch.setattr("headway.train.progress.shared_console", lambda: console)
+    with Progress(3, done=0, log_every=1, has_panel=True) as progress, live.LiveSink(3) as sink:
+        for step in (1, 2, 3):
+            sink.write(record(step))
+            progress.step(record(step))
+    shown = after_control_codes(out.getvalue())
+    assert [line for line in shown if line.startswith("step ")] == [
+        f"step {step}/3  tokens/s 12,800  padding 7.1 %  MFU 41.2 %" for step in (1, 2, 3)
+    ]
+    assert sum("headway" in line for line in shown) == 1
+    assert shown[-1].startswith("╰")
+    assert not any("training" in line for line in shown)
+
+
+def after_control_codes(text):
+    """Lines that a terminal shows once it has obeyed: moves up, and lines that are cleared."""
+    import re
+
+    lines, row = [""], 0
+    for part in re.findall(r"\033\[[?\d;]*[A-Za-z]|\r|\n|[^\033\r\n]+", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part.endswith("A") and part.startswith("\033"):
+            row -= int(part[2:-1] or 1)
+        elif part == "\033[2K":
+            lines[row] = ""
+        elif not part.startswith("\033") and part != "\r":
+            lines[row] += part
+    return [line for line in lines if line]

@@ -14,6 +14,7 @@ import pytest
 from headway.errors import ConfigError
 from headway.log.jsonl import read_jsonl
 from headway.log.sinks import Sinks, open_sink
+from headway.log.tensorboard import grouped
 from headway.log.trackers import tracked
 from helpers.tracker_files import leave_settings_out, read_events, read_mlflow, read_wandb, wandb_history
 
@@ -83,15 +84,17 @@ def test_tensorboard_holds_what_the_jsonl_holds(tmp_path):
     events = read_events(tmp_path / "tb")
     found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     # TensorBoard's scalars are 32-bit floats
-    assert found == {tag: [(s, float(np.float32(v))) for s, v in pairs] for tag, pairs in by_tag(records).items()}
-    sources = [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors("headway/peak_source")]
+    kept = {grouped(tag): [(s, float(np.float32(v))) for s, v in pairs] for tag, pairs in by_tag(records).items()}
+    assert found == kept
+    assert {tag.partition("/")[0] for tag in found} == {"speed", "flops", "eval"}
+    sources = [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors("speed/peak_source")]
     assert sources == [(1, b"datasheet of 2023"), (3, b"measured")]
 
 
 def test_tensorboard_has_a_record_as_soon_as_it_is_written(tmp_path):
     with open_sink(f"tensorboard:{tmp_path}/tb") as sink:
         sink.write(RECORDS[0])
-        assert [e.step for e in read_events(tmp_path / "tb").Scalars("headway/mfu")] == [1]
+        assert [e.step for e in read_events(tmp_path / "tb").Scalars("speed/mfu")] == [1]
 
 
 def test_steps_done_again_after_a_resume_replace_those_before_in_tensorboard(tmp_path, monkeypatch):
@@ -104,8 +107,22 @@ def test_steps_done_again_after_a_resume_replace_those_before_in_tensorboard(tmp
         with open_sink(f"tensorboard:{tmp_path}/tb") as sink:
             for step in steps:
                 sink.write({"step": step, "mfu": value})
-    scalars = read_events(tmp_path / "tb").Scalars("headway/mfu")
+    scalars = read_events(tmp_path / "tb").Scalars("speed/mfu")
     assert [(e.step, e.value) for e in scalars] == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]
+
+
+def test_runs_that_share_a_folder_do_not_merge_in_tensorboard_and_are_found_again(tmp_path):
+    runs = [tmp_path / "a/run", tmp_path / "b/run", tmp_path / "c"]
+    for step in (1, 2):
+        for number, run in enumerate(runs):
+            with open_sink(f"tensorboard:{tmp_path}/tb", run=run) as sink:
+                sink.write({"step": step, "loss": float(number)})
+    for name, number in (("run", 0), ("run-2", 1), ("c", 2)):
+        scalars = read_events(tmp_path / "tb" / name).Scalars("train/loss")
+        assert [(e.step, e.value) for e in scalars] == [(1, number), (2, number)]
+    with open_sink(f"tensorboard:{tmp_path}/c/tb", run=runs[2]) as sink:
+        sink.write({"step": 1, "loss": 1.0})
+    assert read_events(tmp_path / "c/tb").Scalars("train/loss")  # a folder inside the run's is the run's own
 
 
 # Weights & Biases

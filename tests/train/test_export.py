@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from headway.errors import CheckpointError, UsageError
 from headway.models.attention import use_attention
@@ -78,6 +78,28 @@ def test_a_run_leaves_a_folder_that_opens_and_generates(raw):
     assert answer.shape[1] > ids.shape[1]
     before = AutoModelForImageTextToText.from_pretrained(folder / "step-000004")
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_where_auto_processor_cannot_open_a_folder_the_way_that_works_is_told(digits, tmp_path, monkeypatch):
+    """transformers opens processors with a video processor by torchvision alone; nothing in a folder changes that."""
+    from headway.models import load
+
+    note = load.processor_note(digits / "model")
+    try:
+        AutoProcessor.from_pretrained(digits / "model")
+    except ImportError:
+        assert note == (
+            f"headway.models.load_processor({str(digits / 'model')!r}); AutoProcessor needs torchvision, which is not "
+            "installed"
+        )
+    else:
+        assert note is None
+    monkeypatch.setattr(load, "is_torchvision_available", lambda: True)
+    assert load.processor_note(digits / "model") is None
+    monkeypatch.setattr(load, "is_torchvision_available", lambda: False)
+    assert load.processor_note(tmp_path) is None
+    load_processor(digits / "model").tokenizer.save_pretrained(tmp_path)
+    assert load.processor_note(tmp_path) is None
 
 
 def test_the_type_of_the_weights_is_a_choice(tmp_path):

@@ -45,10 +45,10 @@ def test_trackers_get_the_records_of_the_run(raw, digits, tmp_path):
     config = parse_config(raw)
     train(config)
     records = read_metrics(config.run.folder / "metrics.jsonl")
-    events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    losses = [(event.step, event.value) for event in events.Scalars("headway/loss")]
+    events = EventAccumulator(str(tmp_path / "tb/run")).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(r["step"], pytest.approx(r["loss"], rel=1e-6)) for r in records if r["kind"] == "step"]
-    evaluated = [event.step for event in events.Scalars("headway/evaluation/exact_match")]
+    evaluated = [event.step for event in events.Scalars("eval/exact_match")]
     assert evaluated == [r["step"] for r in records if r["kind"] == "evaluation"] == [3, 6]
     assert read_metrics(tmp_path / "copy.jsonl") == records
 

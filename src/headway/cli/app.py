@@ -15,15 +15,19 @@ import headway.quiet  # noqa: F401 - before any library that complains as it is 
 from headway.cli import (
     audit,
     ceiling,
+    chat,
     check,
     compare,
     demo,
     devices,
+    evaluate,
     export,
     flops,
+    generate,
     goodput,
     import_config,
     index,
+    look,
     mfu,
     models,
     pack,
@@ -56,8 +60,12 @@ app.command("ceiling", short_help="Measure what this device reaches at best.")(c
 app.command("models", short_help="List the models that ship with their costs.")(models.models)
 app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own counter.")(verify.verify)
 app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
+app.command("look", short_help="See samples as tokens with their loss mask, and packs.")(look.look)
 app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
 app.command("train", short_help="Train a model on packed data.")(train.train)
+app.command("chat", short_help="Talk to a model that was trained.")(chat.chat)
+app.command("generate", short_help="Answer one prompt or a file of them.")(generate.generate)
+app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)
 app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
 app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)

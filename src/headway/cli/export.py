@@ -50,6 +50,7 @@ def export(
     with needs_extra("exporting"):
         import torch
 
+        from headway.models.load import processor_note
         from headway.train.checkpoint.export import export as write
         from headway.train.checkpoint.export import find_checkpoint_in
 
@@ -59,4 +60,7 @@ def export(
     if as_json:
         print_json({"folder": str(folder), "step": checkpoint.step})
     else:
-        print(f"{folder}: the model after step {checkpoint.step}")
+        what = "the adapters" if (folder / "adapter_config.json").is_file() else "the model"
+        print(f"{folder}: {what} after step {checkpoint.step}")
+        if (note := processor_note(folder)) is not None:
+            print(f"processor: {note}")

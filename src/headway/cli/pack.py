@@ -99,8 +99,8 @@ def pack(
 
     if packing_length is None:
         raise UsageError("--packing-length is missing: the number of tokens that a pack holds, such as 51200.")
-    wanted = [_one_of(name, "packing strategy", STRATEGIES) for name in dict.fromkeys(strategy or STRATEGIES)]
-    policy = _one_of(overlong, "policy for over-long samples", OVERLONG)
+    wanted = [one_of(name, "packing strategy", STRATEGIES) for name in dict.fromkeys(strategy or STRATEGIES)]
+    policy = one_of(overlong, "policy for over-long samples", OVERLONG)
     if plot is not None:
         _check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
@@ -185,7 +185,12 @@ def _measured(data: list[str], model: str | None, max_characters: int | None) ->
     return {source.name: index for source, index in zip(found, indices, strict=True)}
 
 
-def _one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":
+def one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":
+    """The value of an option that allows a few.
+
+    Raises:
+        UsageError: it is none of them.
+    """
     for one in allowed:
         if name == one:
             return one

@@ -1,5 +1,6 @@
 """The numbers of a run on the screen while it goes: a panel on a terminal, a line now and then anywhere else."""
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,6 +16,12 @@ from headway.report import format_bytes, format_count, format_duration, format_r
 
 _SLOW = 0.9  # speed of a rank over the median of all, below which it is told
 _HEAVY = 1.1  # work of a rank over the mean of all, above which it is told
+
+
+@functools.cache
+def shared_console() -> Console:
+    """The one console on stderr: lines that are printed to it stand above a panel or bar, and do not cut it up."""
+    return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 class LiveSink(Sink):
@@ -41,7 +48,7 @@ class LiveSink(Sink):
         if every < 1:
             raise UsageError(f"every={every} is not a number of records; 1 shows each of them.")
         self._num_steps, self._every, self._clock = num_steps, every, clock
-        self._console = console or Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._console = console or shared_console()
         self._live: Live | None = None
         self._num_records = 0
         self._first: tuple[int, float] | None = None

@@ -31,12 +31,13 @@ class Sinks(Sink):
         self._sinks = list(sinks)
 
     @classmethod
-    def open(cls, specs: Sequence[str | Path | Sink], *, rank: int = 0) -> Self:
+    def open(cls, specs: Sequence[str | Path | Sink], *, rank: int = 0, run: Path | None = None) -> Self:
         """Open all of some sinks, or none.
 
         Args:
             specs: as for `open_sink`.
             rank: as for `open_sink`.
+            run: as for `open_sink`.
 
         Raises:
             ConfigError: one of them cannot be opened.
@@ -44,7 +45,7 @@ class Sinks(Sink):
         sinks: list[Sink] = []
         try:
             for spec in specs:
-                sinks.append(open_sink(spec, rank=rank))
+                sinks.append(open_sink(spec, rank=rank, run=run))
         except BaseException:
             for sink in sinks:
                 sink.close()
@@ -112,7 +113,7 @@ class JsonlSink(Sink):
         self._file.close()
 
 
-def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
+def open_sink(spec: str | Path | Sink, *, rank: int = 0, run: Path | None = None) -> Sink:
     """Open the sink that a few words describe.
 
     Args:
@@ -120,6 +121,7 @@ def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
             "prometheus:[HOST:]PORT" or "live[:STEPS]" with the steps of the whole run; a `Path` that ends in .jsonl;
             or a sink, which is given back.
         rank: rank of this process among those that train, for Prometheus' label.
+        run: folder of the run, which then has a folder of its own among those that TensorBoard shows.
 
     Raises:
         ConfigError: the words describe no sink, a package is missing, or the place cannot be opened.
@@ -137,12 +139,15 @@ def open_sink(spec: str | Path | Sink, *, rank: int = 0) -> Sink:
         from headway.log.live import LiveSink
 
         return LiveSink.parse(place)
+    if kind == "tensorboard":
+        from headway.log.tensorboard import TensorBoardSink
+
+        return TensorBoardSink.parse(place, run=run)
     from headway.log import trackers
 
     if kind == "prometheus":
         return trackers.PrometheusSink.parse(place, rank=rank)
     parsers: dict[str, Callable[[str], Sink]] = {
-        "tensorboard": trackers.TensorBoardSink.parse,
         "wandb": trackers.WandbSink.parse,
         "mlflow": trackers.MlflowSink.parse,
     }

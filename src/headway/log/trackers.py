@@ -1,4 +1,4 @@
-"""Sinks that belong to trackers: TensorBoard, Weights & Biases, MLflow and Prometheus.
+"""Sinks that belong to trackers: Weights & Biases, MLflow and Prometheus, and what TensorBoard has in common with them.
 
 Numbers go under `headway/` and their names in the record, nested ones joined by "/": `headway/mfu`,
 `headway/flops/total`; those of a record of another kind than "step" under its kind too: `headway/evaluation/loss`. What
@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, UsageError
@@ -47,7 +46,7 @@ def tracked(record: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str
     return numbers, texts
 
 
-class _Tracker(Sink):
+class Tracker(Sink):
     """A sink that wants numbers and the texts that are new."""
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class _Tracker(Sink):
 
 
 @contextmanager
-def _opening(what: str) -> Iterator[None]:
+def opening(what: str) -> Iterator[None]:
     """Turn what goes wrong while a tracker is opened into an error that says what to do."""
     try:
         yield
@@ -81,54 +80,7 @@ def _opening(what: str) -> Iterator[None]:
         raise ConfigError(f"{what} cannot be opened: {type(error).__name__}: {error}") from error
 
 
-class TensorBoardSink(_Tracker):
-    """Scalars in a folder of TensorBoard events, in the hands of the system when `write` returns.
-
-    TensorBoard keeps scalars as 32-bit floats. When a run is resumed into the same folder, the steps that are done
-    again replace those of before.
-
-    Args:
-        folder: log folder.
-
-    Raises:
-        ConfigError: tensorboard is not installed, or the folder cannot be written.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        with _opening("TensorBoard"):
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._writer = EventFileWriter(str(folder))
-        self._has_begun = False
-
-    @classmethod
-    def parse(cls, place: str) -> "TensorBoardSink":
-        """Open from "FOLDER"."""
-        return cls(Path(place))
-
-    def _log(self, step: int, numbers: dict[str, int | float], texts: dict[str, str]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.summary_v2 import text_pb
-
-        now_s = time.time()
-        if not self._has_begun:  # makes TensorBoard drop what earlier files hold from this step on
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=now_s, step=step, session_log=start))
-            self._has_begun = True
-        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._writer.add_event(Event(wall_time=now_s, step=step, summary=Summary(value=values)))
-        for name, text in texts.items():
-            self._writer.add_event(Event(wall_time=now_s, step=step, summary=text_pb(name, text)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
-
-
-class WandbSink(_Tracker):
+class WandbSink(Tracker):
     """Numbers in a Weights & Biases run: the one that is active, or a new one, which `close` then finishes.
 
     The record's step is the horizontal axis (`headway/step`); W&B's own step is left alone, so that a loop which logs
@@ -145,7 +97,7 @@ class WandbSink(_Tracker):
 
     def __init__(self, project: str | None = None, entity: str | None = None) -> None:
         super().__init__()
-        with _opening("W&B"):
+        with opening("W&B"):
             import wandb
 
             self._is_own = wandb.run is None
@@ -180,7 +132,7 @@ class WandbSink(_Tracker):
             self._is_own = False
 
 
-class MlflowSink(_Tracker):
+class MlflowSink(Tracker):
     """Metrics and tags in an MLflow run: the one that is active, or a new one, which `close` then ends.
 
     The active run is used only if no store is named; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID
@@ -197,7 +149,7 @@ class MlflowSink(_Tracker):
 
     def __init__(self, uri: str | None = None, experiment: str | None = None) -> None:
         super().__init__()
-        with _opening("MLflow"):
+        with opening("MLflow"):
             import mlflow
             from mlflow.tracking import MlflowClient
 
@@ -274,7 +226,7 @@ class PrometheusSink(Sink):
     def __init__(self, port: int, host: str = "127.0.0.1", *, rank: int = 0) -> None:
         self._rank = str(rank)
         self._last: dict[str, tuple[dict[str, int | float], dict[str, str]]] = {}  # numbers and texts by kind
-        with _opening("Prometheus"):
+        with opening("Prometheus"):
             from prometheus_client import CollectorRegistry, start_http_server
 
             registry = CollectorRegistry()

@@ -162,6 +162,18 @@ def load_processor(name_or_path: str | Path) -> Processor:
         raise _unreachable(name, error) from error
 
 
+def processor_note(folder: Path) -> str | None:
+    """How to open a folder's processor where transformers' AutoProcessor cannot; None where it can.
+
+    transformers opens a processor that reads videos with torchvision alone, whatever the folder holds.
+    """
+    processor_class = getattr(transformers, _processor_class_name(str(folder)) or "", None)
+    attributes = () if processor_class is None else processor_class.get_attributes()
+    if is_torchvision_available() or "video_processor" not in attributes:
+        return None
+    return f"headway.models.load_processor({str(folder)!r}); AutoProcessor needs torchvision, which is not installed"
+
+
 def rope_index(model: PreTrainedModel) -> RopeIndex | None:
     """The model's own rule for multi-axis rotary positions (M-RoPE), or None where positions are plain indices.
 

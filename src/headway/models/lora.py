@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headway.count import CostModel
 from headway.count.adapters import targets_of
-from headway.errors import ConfigError, UsageError
+from headway.errors import CheckpointError, ConfigError, UsageError
 from headway.models.parallel import fill
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -191,6 +193,34 @@ def adapters_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
         for name, tensor in tensors.items()
         if is_adapter(name)
     }
+
+
+def read_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Read the weights of a folder's adapters, under peft's names, into a model that has their modules.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or holds other tensors than the model has adapters.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    ours = {name: tensor.detach() for name, tensor in model.named_parameters() if is_adapter(name)}
+    by_name = dict(zip(adapters_alone(ours), ours.values(), strict=True))
+    try:
+        theirs = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"The adapters in {path} cannot be read: {error}. Export them again.") from error
+    differing = sorted(
+        name
+        for name in by_name.keys() | theirs.keys()
+        if name not in by_name or name not in theirs or by_name[name].shape != theirs[name].shape
+    )
+    if differing:
+        raise CheckpointError(
+            f"The adapters in {path} are not those that {ADAPTER_CONFIG} beside it describes for this model: "
+            f"{len(differing)} tensors are missing, too many or of another shape, such as {differing[0]}. Give the "
+            "model that they were trained on with --base MODEL; only low-rank adapters of linear layers are read."
+        )
+    for name, tensor in theirs.items():
+        by_name[name].copy_(tensor)
 
 
 def _inject(model: PreTrainedModel, config: Any) -> None:

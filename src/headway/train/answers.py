@@ -24,6 +24,7 @@ from headway.models.losses import IGNORED
 from headway.models.parallel.sequence import local_slots
 from headway.packing.bins import pack
 from headway.packing.budget import Size
+from headway.report import printable
 from headway.train.ranks import Ranks
 
 _SHOWN = 200  # characters of an answer that trackers get
@@ -62,6 +63,25 @@ def answers_record(step: int, answers: Sequence[Answer]) -> dict[str, Any]:
         "exact": sum(answer.is_exact for answer in answers),
         "answers": [f"{answer.answer[:_SHOWN]} (gold: {answer.gold[:_SHOWN]})" for answer in answers],
     }
+
+
+def answer_line(answer: Answer, *, longest: int = 60) -> str:
+    """An answer on one line for people, beside the gold one where they differ.
+
+    Args:
+        answer: to a held-out sample.
+        longest: prompts and answers are cut to so many characters.
+
+    >>> answer_line(Answer("a.jsonl, line 1", "What is this?", "a cat", "a dog", False))
+    'What is this? -> a dog (gold: a cat)'
+    """
+    prompt, said, gold = (_on_one_line(text, longest) for text in (answer.prompt, answer.answer, answer.gold))
+    return f"{prompt} -> {said} ({'exact' if answer.is_exact else f'gold: {gold}'})"
+
+
+def _on_one_line(text: str, longest: int) -> str:
+    words = printable(" ".join(text.split()))
+    return words if len(words) <= longest else f"{words[: longest - 3]}..."
 
 
 class GenerationEval:

@@ -6,6 +6,7 @@ forward pass over the gold answers therefore decides exact match, with neither a
 conversation of several assistant turns each turn follows the gold turns before it, and all must match.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,16 +38,30 @@ class Evaluation:
         samples: samples judged.
         exact: samples whose whole greedy answer is the gold one.
         loss: mean cross-entropy over the supervised tokens [nats].
+        tokens: supervised tokens [tokens].
     """
 
     samples: int
     exact: int
     loss: float
+    tokens: int
 
     @property
     def exact_match(self) -> float:
         """Fraction of samples answered exactly."""
         return self.exact / self.samples
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss): the number of tokens, all equally likely, that would have the same loss."""
+        return math.exp(min(self.loss, 700.0))  # e**710 is no float any more
+
+    @classmethod
+    def total(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
+        """Several evaluations as one, every supervised token counting the same; at least one."""
+        tokens = sum(part.tokens for part in parts)
+        loss = sum(part.loss * part.tokens for part in parts) / tokens
+        return cls(sum(part.samples for part in parts), sum(part.exact for part in parts), loss, tokens)
 
     def as_record(self) -> dict[str, float]:
         """Flatten into JSON-ready values."""
@@ -85,14 +100,7 @@ class EvalSet:
                 raise DataError(over_budget(f"{one.where}: the held-out sample", one.size, budget))
         plan = pack([one.size for one in encoded], budget)
         plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
-        rows = 1 if encoder.rope_index is None else 3
-        collator = Collator(
-            geometry=geometry,
-            pixel_scale=encoder.pixel_scale,
-            position_rows=rows,
-            blank=encoder.blank_image(),
-            bucket_tokens=ranks.sequence,
-        )
+        collator = eval_collator(encoder, geometry, ranks)
         self._packs = []
         for start in range(0, len(plan), ranks.num_data_ranks):
             together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
@@ -122,7 +130,25 @@ class EvalSet:
         model.train(was_training)
         self._ranks.sum_(totals_4)
         samples, exact, loss, tokens = totals_4.tolist()
-        return Evaluation(int(samples), int(exact), loss / tokens)
+        return Evaluation(int(samples), int(exact), loss / tokens, int(tokens))
+
+
+def eval_collator(encoder: Encoder, geometry: VisionGeometry | None, ranks: Ranks) -> Collator:
+    """Lay held-out samples into packs that are padded no more than the processes that share them need.
+
+    Args:
+        encoder: of the samples.
+        geometry: the model's vision geometry.
+        ranks: the processes.
+    """
+    rows = 1 if encoder.rope_index is None else 3
+    return Collator(
+        geometry=geometry,
+        pixel_scale=encoder.pixel_scale,
+        position_rows=rows,
+        blank=encoder.blank_image(),
+        bucket_tokens=ranks.sequence,
+    )
 
 
 def judge(

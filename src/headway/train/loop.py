@@ -25,7 +25,7 @@ from headway.meter.goodput_report import Bucket
 from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
 from headway.models.parallel.sequence import local_slots
-from headway.train.answers import answers_record
+from headway.train.answers import answer_line, answers_record
 from headway.train.checkpoint import Checkpoint
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
@@ -42,6 +42,7 @@ from headway.train.share import Flags, exchange_step
 from headway.train.summary import RunSummary
 from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
 
+_SHOWN_ANSWERS = 3  # on the screen; samples.jsonl has all
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
 
@@ -234,8 +235,10 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
     goodput = run.meter.goodput = Goodput(settings.folder / GOODPUT, since_ns=start_ns) if ranks.is_first else None
     if goodput is not None and run.resumes:
         goodput.resumed(step)
+    panel = any(spec.partition(":")[0] == "live" for spec in settings.trackers)
+    quiet = not ranks.is_first
     with (
-        Progress(optim.steps, done=step, log_every=settings.log_every, quiet=not ranks.is_first) as progress,
+        Progress(optim.steps, done=step, log_every=settings.log_every, quiet=quiet, has_panel=panel) as progress,
         metrics,
         samples,
         goodput or nullcontext(),
@@ -271,8 +274,10 @@ def _evaluate(run: Run, eval_set: EvalSet, step: int, out: _Outputs) -> Evaluati
     record = {"schema_version": SCHEMA_VERSION, "kind": "evaluation", "step": step, **evaluation.as_record()}
     out.metrics.write(record)
     out.progress.note(evaluation_line(record))
-    for answer in answers:
+    for number, answer in enumerate(answers):
         out.samples.write(answer.as_record(step))
+        if number < _SHOWN_ANSWERS:
+            out.progress.note(f"  {answer_line(answer)}")
     if answers:
         out.metrics.write(answers_record(step, answers))
     return evaluation

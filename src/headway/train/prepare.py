@@ -13,17 +13,17 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from headway.data import Encoder, read_samples
+from headway.data import read_samples
 from headway.data.feed import Feed
 from headway.devices import peak_for
 from headway.errors import ConfigError
 from headway.meter import Meter
 from headway.meter.environment import bandwidth_of
-from headway.models.load import Processor, load_processor, rope_index
+from headway.models.load import Processor, load_processor
 from headway.models.lora import write_adapter_config
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
-from headway.models.vision import patch_size_of, vision_geometry
+from headway.models.vision import vision_geometry
 from headway.plan.mesh import MeshShape
 from headway.train.answers import GenerationEval
 from headway.train.build import Trained, build_trained
@@ -43,6 +43,7 @@ from headway.train.config.sections import changed
 from headway.train.data import budget_of, make_collator, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
+from headway.train.opened import make_encoder
 from headway.train.optim import Optimizer, WeightAverage, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
@@ -146,13 +147,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
-    encoder = Encoder(
-        processor,
-        rope_index(model),
-        num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
-        max_characters=config.data.max_characters,
-        patch_size=patch_size_of(model.config),
-    )
+    encoder = make_encoder(processor, model, config.data.max_characters)
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = generation_eval = None

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from headway.log.live import joined, shown_fields
+from headway.log.live import joined, shared_console, shown_fields
 from headway.report import format_count, format_share
 
 
@@ -20,12 +20,13 @@ class Progress:
         done: steps taken before a resumed run goes on [steps].
         log_every: steps between printed lines [steps].
         quiet: print nothing, as on all ranks but the first.
+        has_panel: a live panel shows how far the run is, and takes the bar's place.
     """
 
-    def __init__(self, steps: int, *, done: int, log_every: int, quiet: bool = False) -> None:
+    def __init__(self, steps: int, *, done: int, log_every: int, quiet: bool = False, has_panel: bool = False) -> None:
         self._steps = steps
         self._log_every = log_every
-        self._console = Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+        self._console = Console(stderr=True, quiet=True) if quiet else shared_console()
         self._bar = Bar(
             TextColumn("training"),
             BarColumn(),
@@ -33,7 +34,7 @@ class Progress:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self._console,
-            disable=quiet or not self._console.is_terminal,
+            disable=quiet or has_panel or not self._console.is_terminal,
             transient=True,
         )
         self._task = self._bar.add_task("training", total=steps, completed=done)

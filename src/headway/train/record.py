@@ -122,7 +122,7 @@ class MetricsLog:
     ) -> None:
         self._path, self.losses = path, LossTally()
         self._file: FileIO | None = None
-        self._trackers = Sinks.open(trackers if path is not None else ())
+        self._trackers = Sinks.open(trackers, run=path.parent) if path is not None else Sinks(())
         if path is None:
             return
         with _refusals(path):

@@ -7,6 +7,8 @@ from typing import Any
 from headway.data.bad_rows import OUTCOMES
 from headway.data.feed import FeedReport
 from headway.meter import Window
+from headway.models.load import processor_note
+from headway.models.lora import ADAPTER_CONFIG
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_share, render_pairs
 from headway.train.evaluate import Evaluation
 
@@ -108,9 +110,17 @@ class RunSummary:
                 ("peak source", use.peak.source),
                 ("memory", format_bytes(use.peak_memory_bytes)),
                 ("checkpoint", str(self.checkpoint)),
-                ("model folder", str(self.model or "none; make one with headway export")),
+                *self._exported(),
             ]
         )
+
+    def _exported(self) -> list[tuple[str, str]]:
+        """What kind of folder the run leaves to be used, where, and how its processor opens if not as usual."""
+        if self.model is None:
+            return [("model folder", "none; make one with headway export")]
+        kind = "adapters" if (self.model / ADAPTER_CONFIG).is_file() else "model folder"
+        note = processor_note(self.model)
+        return [(kind, str(self.model)), *([("processor", note)] if note is not None else [])]
 
 
 def _samples(report: FeedReport) -> str:

@@ -1,6 +1,7 @@
 """Which parameters learn, frozen parts and adapters aside, and which are updated together: rule, rate and decay."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -62,7 +63,9 @@ def adapt(model: PreTrainedModel, cost_model: CostModel, settings: ModelConfig) 
         return cost_model
     modules = adapter_modules(cost_model, lora.targets)
     alpha = lora.rank if lora.alpha is None else lora.alpha
-    add_adapters(model, modules, rank=lora.rank, alpha=alpha, dropout=lora.dropout, base=settings.path)
+    base = Path(settings.path)
+    name = str(base.resolve()) if base.exists() else settings.path  # a Hub name stays one
+    add_adapters(model, modules, rank=lora.rank, alpha=alpha, dropout=lora.dropout, base=name)
     return trace(model)
 
 

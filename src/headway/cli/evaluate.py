@@ -1,0 +1,173 @@
+"""`headway evaluate`: loss, perplexity and exact match of a saved model on held-out samples, as in training."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli import opened
+from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra, print_json
+from headway.errors import DataError, UsageError
+from headway.report import Column, format_count, format_share, render_pairs, render_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headway.data import Budget, Encoder, Sample
+    from headway.train.answers import Answer
+    from headway.train.config import TrainConfig
+    from headway.train.evaluate import Evaluation
+
+_OPTIONS = {"eval.generate": "--generate", "eval.max_new_tokens": "--max-new-tokens"}
+_OPTIONS |= {"data.tokens_per_pack": "--packing-length", "data.eval": "DATA"}
+_ROOMY = 8192  # tokens of a pack where nothing says how many; more if a sample is longer
+
+
+def evaluate(
+    model: opened.ModelArgument,
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DATA]...", help="Files, folders, globs or URLs of datasets; a run's own data.eval else."
+        ),
+    ] = None,
+    packing_length: Annotated[
+        int | None,
+        typer.Option(metavar="L", min=1, help="Token budget of a pack [tokens]; the run's, or 8192, if not given."),
+    ] = None,
+    max_samples: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Only the first so many of each dataset [samples].")
+    ] = None,
+    generate: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Write out the answers to so many chats of each [samples].")
+    ] = None,
+    max_new_tokens: opened.MaxNewTokensOption = 64,
+    base: opened.BaseOption = None,
+    device: opened.DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Judge a model on held-out samples, packed and scored as by `eval` during training: the numbers are the same.
+
+    Loss is the mean cross-entropy over supervised tokens, perplexity its exponential, and a sample is exact if greedy
+    decoding would give all of its answers to the letter, which one forward pass decides. With torchrun the processes
+    share the packs.
+
+    Example: headway evaluate runs/mine held_out.jsonl
+    """
+    with needs_extra("evaluating"):
+        from headway.data import read_samples
+        from headway.models.head import model_with_loss
+        from headway.models.vision import vision_geometry
+        from headway.train.answers import GenerationEval
+        from headway.train.config import RunConfig, load_config
+        from headway.train.config.model import SpeedConfig
+        from headway.train.evaluate import EvalSet, Evaluation, eval_collator
+        from headway.train.opened import find_model, make_encoder, open_model
+        from headway.train.ranks import join_ranks
+        from headway.train.record import CONFIG
+
+    found = find_model(model, base)
+    config = load_config(found.run / CONFIG) if found.run is not None else None
+    paths = _datasets(data, config)
+    samples = {path: read_samples(path)[:max_samples] for path in paths}  # a typo is told before a model is read
+    where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device))
+    if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):  # as the run, where that can be
+        where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device, dtype=config.run.dtype))
+    ranks = join_ranks(where)
+    loaded = open_model(found, dtype=precision.params, device=where, for_generation=False)
+    chunk = config.speed.loss_chunk if config is not None else SpeedConfig().loss_chunk
+    with_loss = model_with_loss(loaded.model, chunk=chunk)
+    limit = {"max_characters": config.data.max_characters} if config is not None else {}
+    encoder = make_encoder(loaded.processor, loaded.model, **limit)
+    budget = _budget(packing_length, config, encoder, samples)
+    geometry = vision_geometry(loaded.model)
+
+    results: dict[str, Evaluation] = {}
+    answers: dict[str, list[Answer]] = {}
+    for path, rows in samples.items():
+        held_out = EvalSet(rows, encoder, budget, ranks, geometry)
+        results[path] = held_out.evaluate(with_loss, where, precision.autocast)
+        if generate is not None:
+            collator = eval_collator(encoder, geometry, ranks)
+            asked_for: dict[str, Any] = {"count": generate, "max_new_tokens": max_new_tokens}
+            with opened.in_words_of_options(_OPTIONS):
+                asked = GenerationEval(rows, encoder, budget, collator, ranks, **asked_for)
+            answers[path] = asked.answer(loaded.model, where, precision.autocast)
+    if not ranks.is_first:
+        return
+    total = Evaluation.total(list(results.values()))
+    if as_json:
+        sources = [{"data": path, **_record(result), **_answers(answers.get(path))} for path, result in results.items()]
+        print_json({"model": found.path, "kind": found.kind, **_record(total), "sources": sources})
+    else:
+        print(_render(found.path, budget, results, total, answers))
+
+
+def _datasets(data: "Sequence[str] | None", config: "TrainConfig | None") -> list[str]:
+    """The datasets given, or the one that a run holds out.
+
+    Raises:
+        UsageError: neither.
+    """
+    if data:
+        return list(dict.fromkeys(data))
+    if config is not None and config.data.eval is not None:
+        return [str(config.data.eval)]
+    raise UsageError("There is nothing to evaluate on. Give DATA, such as held_out.jsonl; this model has no data.eval.")
+
+
+def _budget(
+    packing_length: int | None, config: "TrainConfig | None", encoder: "Encoder", samples: "dict[str, list[Sample]]"
+) -> "Budget":
+    """What a pack holds: as asked for, as in the run, or enough for every sample."""
+    from headway.data import Budget
+    from headway.train.data import budget_of
+
+    for path, rows in samples.items():
+        if not rows:
+            raise DataError(f"{path} holds no sample, so there is nothing to evaluate.")
+    if packing_length is not None:
+        return Budget(packing_length)
+    if config is not None:
+        return budget_of(config.data)
+    longest = max(encoder.measure(sample).tokens for rows in samples.values() for sample in rows)
+    return Budget(max(_ROOMY, longest))
+
+
+def _record(result: "Evaluation") -> dict[str, Any]:
+    return {**result.as_record(), "perplexity": result.perplexity, "tokens": result.tokens}
+
+
+def _answers(answers: "Sequence[Answer] | None") -> dict[str, Any]:
+    if answers is None:
+        return {}
+    shown = [
+        {"where": a.where, "prompt": a.prompt, "gold": a.gold, "answer": a.answer, "exact": a.is_exact} for a in answers
+    ]
+    return {"answers": shown}
+
+
+def _render(
+    path: str,
+    budget: "Budget",
+    results: "dict[str, Evaluation]",
+    total: "Evaluation",
+    answers: "dict[str, list[Answer]]",
+) -> str:
+    from headway.train.answers import answer_line
+
+    columns = [Column("data", "left"), Column("samples"), Column("tokens"), Column("loss"), Column("perplexity")]
+    columns.append(Column("exact match"))
+    rows = [_row(name, result) for name, result in results.items()]
+    footer = _row("all", total) if len(rows) > 1 else None
+    pairs = [("model", path), ("pack", f"at most {format_count(budget.tokens)} tokens")]
+    parts = [render_pairs(pairs), render_table(columns, rows, footer=footer)]
+    parts += ["\n".join(answer_line(answer, longest=400) for answer in each) for each in answers.values()]
+    return "\n\n".join(parts)
+
+
+def _row(name: str, result: "Evaluation") -> list[str]:
+    exact = f"{format_share(result.exact_match)} ({format_count(result.exact)})"
+    counts = [format_count(result.samples), format_count(result.tokens)]
+    return [name, *counts, f"{result.loss:.4f}", f"{result.perplexity:.4g}", exact]

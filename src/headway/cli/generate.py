@@ -1,0 +1,208 @@
+"""`headway generate`: answers to one prompt or a file of them, as text or JSON lines."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from headway.cli import opened
+from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra, print_json
+from headway.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from headway.data import Chat, Sample
+    from headway.train.generate import Generated, Generator
+
+Asked = tuple["Sample", str | None]
+"""A prompt, and the answer that the data give to it, if any."""
+
+
+def generate(
+    model: opened.ModelArgument,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One question; give it here or --input.")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A picture shown with --prompt. Repeatable.")
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="What the model is told before every conversation that says none."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help="Prompts: a .txt with one on each line, or a dataset as for training, whose last answers are gold.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where JSON lines go, one for each answer; stdout if not given.")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Continue the text itself, without the model's chat template.")
+    ] = False,
+    max_new_tokens: opened.MaxNewTokensOption = 256,
+    temperature: opened.TemperatureOption = 0.0,
+    top_p: opened.TopPOption = None,
+    top_k: opened.TopKOption = None,
+    seed: opened.SeedOption = 0,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts that are answered together.")] = 8,
+    base: opened.BaseOption = None,
+    device: opened.DeviceOption = "auto",
+    dtype: opened.DtypeOption = opened.WeightDtype.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a model answer one prompt, or every prompt of a file, with transformers' own generation.
+
+    The answer to --prompt goes to stdout as text. Answers to --input are JSON lines with the prompt, the answer, its
+    tokens, whether the model ended it itself and, where the data have one, the gold answer. A model without a chat
+    template continues the text.
+
+    Example: headway generate runs/mine --prompt "What is this?" --image photo.jpg
+    """
+    if (prompt is None) == (source is None):
+        raise UsageError('Give either --prompt TEXT or --input FILE: what the model is asked, such as --prompt "Hi".')
+    if source is not None and (image or as_json):
+        given = "--image" if image else "--json"
+        raise UsageError(
+            f"{given} goes with --prompt: rows of --input name their own images, and their answers are JSON lines."
+        )
+    with needs_extra("generating"):
+        from headway.train.generate import Decoding
+
+    decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
+    asked = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
+    if output is not None and output.exists():
+        raise UsageError(f"--output {output} exists already; give another file, or delete it first.")
+    generator = opened.open_generator(model, base, device, dtype)
+    if plain or not generator.has_template:
+        asked = [(_as_document(sample, model), gold) for sample, gold in asked]
+    elif system is not None:
+        asked = [(_with_system(sample, system), gold) for sample, gold in asked]
+    answers = generator.answer([sample for sample, _ in asked], decoding, batch=batch)
+    if prompt is not None and output is None:
+        (answer,) = answers
+        if as_json:
+            print_json({"model": model, **_record(*asked[0], answer, generator)})
+        else:
+            print(answer.text)
+        return
+    with _lines(output) as file:
+        for (sample, gold), answer in zip(asked, answers, strict=True):
+            file.write(json.dumps(_record(sample, gold, answer, generator)) + "\n")
+            file.flush()
+    if output is not None:
+        print(f"{output}: {len(asked)} answers", file=sys.stderr)
+
+
+def read_prompts(source: str) -> "list[Asked]":
+    """The prompts of a file, each with the answer that the data give, if they give one.
+
+    Raises:
+        DataError: the file is missing or empty, or a row cannot be used.
+    """
+    from headway.data import Chat, read_samples
+    from headway.errors import DataError
+    from headway.train.generate import question_of
+
+    path = Path(source)
+    if path.suffix == ".txt":
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"The prompts in {path} cannot be read: {error}. Give a UTF-8 text file.") from error
+        asked: list[Asked] = [
+            (chat_of(line, file=str(path), place=f"line {number}"), None)
+            for number, line in enumerate(lines, start=1)
+            if line.strip()
+        ]
+        if not asked:
+            raise DataError(f"{path} holds no prompt; write one on each line.")
+        return asked
+    samples = read_samples(source)
+    if not samples:
+        raise DataError(f"{source} holds no rows, so there is nothing to answer.")
+    return [question_of(sample) if isinstance(sample, Chat) else (sample, None) for sample in samples]
+
+
+def chat_of(text: str, *, file: str = "--prompt", place: str = "as given") -> "Chat":
+    """A conversation of one question."""
+    from headway.data import Chat, Message, Origin, TextPart
+
+    return Chat((Message("user", (TextPart(text),)),), Origin("prompts", file, 0, place))
+
+
+def _prompt(text: str, images: "tuple[Path, ...] | list[Path]") -> "Chat":
+    from headway.data import Chat, ImagePart, Media, Message, TextPart
+
+    pictures = tuple(ImagePart(Media(str(path))) for path in images)
+    chat = chat_of(text)
+    return Chat((Message("user", (*pictures, TextPart(text))),), chat.origin)
+
+
+def _with_system(sample: "Sample", text: str) -> "Sample":
+    from headway.data import Chat, Message, TextPart
+
+    if not isinstance(sample, Chat) or sample.messages[0].role == "system":
+        return sample
+    return Chat((Message("system", (TextPart(text),)), *sample.messages), sample.origin, sample.tools)
+
+
+def _as_document(sample: "Sample", model: str) -> "Sample":
+    """The words of a prompt of one turn, to be continued.
+
+    Raises:
+        ConfigError: a conversation of several turns, or one with media.
+    """
+    from headway.data import Document
+
+    if isinstance(sample, Document):
+        return sample
+    if len(sample.messages) > 1 or sample.images or sample.videos or sample.audio:
+        raise ConfigError(
+            f"{sample.where}: a conversation of several turns, or with media, needs a chat template. The tokenizer of "
+            f"{model} has none, or --plain was given; put a chat_template.jinja into the model's folder."
+        )
+    return Document(sample.messages[0].text, sample.origin)
+
+
+def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: "Generator") -> dict[str, Any]:
+    from headway.data import Chat
+
+    if isinstance(sample, Chat):
+        words = "\n".join(message.text for message in sample.messages)
+    else:
+        words = sample.content if isinstance(sample.content, str) else generator.tokenizer.decode(sample.content)
+    judged = {} if gold is None else {"gold": gold.strip(), "exact": answer.is_whole and answer.text == gold.strip()}
+    return {
+        "where": sample.where,
+        "prompt": words,
+        "answer": answer.text,
+        **judged,
+        "prompt_tokens": answer.prompt_tokens,
+        "tokens": answer.tokens,
+        "whole": answer.is_whole,
+    }
+
+
+@contextmanager
+def _lines(output: Path | None) -> Iterator[TextIO]:
+    """The file for JSON lines, or stdout.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if output is None:
+        yield sys.stdout
+        return
+    try:
+        file = output.open("x", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output {output} cannot be written: {error.strerror}. Give another file.") from error
+    with file:
+        yield file

@@ -1,0 +1,292 @@
+"""`headway look`: samples as tokens with their loss mask, images as patches, packs as strips."""
+
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli import options
+from headway.cli.index import build_indices
+from headway.cli.output import needs_extra, print_json
+from headway.errors import DataError, UsageError
+from headway.report import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from headway.data import Budget, Encoder
+    from headway.data.index import LengthIndex
+    from headway.data.look import Looked, ShownSample
+    from headway.data.sources import Source
+    from headway.packing import OverlongCounts
+    from headway.packing.plan import Plan
+    from headway.train.config import TrainConfig
+
+
+def look(
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA...|CONFIG", help="Files, folders, globs or URLs of datasets; or a training's YAML file alone."
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="M", help="Whose tokenizer and processor encode; a CONFIG names its own."),
+    ] = None,
+    number: Annotated[
+        int, typer.Option("-n", "--samples", metavar="N", min=0, help="Samples of each dataset that are shown.")
+    ] = 3,
+    start: Annotated[int, typer.Option(metavar="K", min=1, help="The first sample shown, counted from 1.")] = 1,
+    packing_length: Annotated[
+        int | None, typer.Option(metavar="L", min=1, help="Show packs of this token budget too [tokens].")
+    ] = None,
+    packs: Annotated[
+        int | None, typer.Option(metavar="P", min=0, help="Packs that are shown, of whole steps; 4 if not given.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="R", min=1, help="Data-parallel ranks that share a step; 1 if not given.")
+    ] = None,
+    overlong: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Samples that exceed a pack: error, drop, truncate or split; drop if not given.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="S", help="Of the order of the samples and of the packs; 0 if not given.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="T", min=8, help="Tokens of a sample that are printed, its beginning and end; 400."),
+    ] = None,
+    max_characters: options.MaxCharactersOption = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with the pictures, all tokens and packs instead.")
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Look at samples as the model is shown them, and at the packs that they make.
+
+    Learnt tokens, which the loss counts, are green; without colours they stand between >> and <<. | separates tokens,
+    and a placeholder of an image is written once with its number. With a packing length, or a CONFIG, the samples are
+    indexed and planned as for training: what was cut or dropped is told, and packs are strips of their samples.
+
+    Example: headway look chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct -n 2
+    """
+    with needs_extra("looking at samples"):
+        from headway.train.config import load_config
+    config = None
+    planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
+    if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
+        said = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
+        own = {**said, "--overlong": overlong, "--seed": seed}
+        _refuse(own, f"{data[0]} says it. Leave it out, or give the datasets themselves")
+        config = load_config(Path(data[0]))
+    elif model is None:
+        raise UsageError("DATA needs --model, whose tokenizer and processor encode its samples: a folder or a Hub id.")
+    elif packing_length is None:
+        _refuse(planned, "there are no packs without --packing-length. Give that too, or leave it out")
+    if html is not None or as_json:
+        _refuse({"--tokens": tokens}, "a page and JSON have all tokens. Leave it out")
+    if html is not None:
+        _refuse({"--json": as_json or None}, "--html writes a page. Give one of the two")
+        if html.exists():
+            raise UsageError(f"--html {html} exists already; give another file, or delete it first.")
+    rows = range(start - 1, start - 1 + number)
+    num_packs = 4 if packs is None else packs
+    if config is not None:
+        seen = _of_config(config, rows, num_packs, ranks or 1)
+    else:
+        chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
+        seen = _of_data(data, model or "", rows, num_packs, max_characters, packing_length=packing_length, **chosen)
+    if as_json:
+        print_json(_record(seen))
+    elif html is not None:
+        from headway.cli.look_html import page
+
+        try:
+            html.write_text(page(seen), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--html {html} cannot be written: {error.strerror}. Give another file.") from error
+        print(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")
+    else:
+        width = max(40, shutil.get_terminal_size((100, 24)).columns)
+        coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        from headway.cli.look_text import paragraphs
+
+        print("\n\n".join(paragraphs(seen, width, tokens or 400, coloured=coloured)))
+
+
+def _refuse(given: "Mapping[str, object]", why: str) -> None:
+    """Refuse options that could not take effect.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} has no effect: {why}.")
+
+
+def _of_data(
+    data: "Sequence[str]",
+    model: str,
+    rows: range,
+    num_packs: int,
+    max_characters: int | None,
+    *,
+    packing_length: int | None,
+    ranks: int,
+    overlong: str,
+    seed: int,
+) -> "Looked":
+    from headway.cli.pack import one_of
+    from headway.data import Budget, Encoder
+    from headway.data.look import Looked
+    from headway.data.media.placeholders import MAX_CHARACTERS
+    from headway.data.sources import open_source
+    from headway.models import load_processor
+    from headway.packing.items import OVERLONG, Items
+    from headway.packing.order import Order
+    from headway.packing.plan import Plan
+
+    policy = one_of(overlong, "policy for over-long samples", OVERLONG)
+    sources = [open_source(path) for path in data]
+    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
+    if packing_length is None:
+        samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
+        return Looked(model, samples, (), (), None, {})
+    indices = _indices(sources, model, max_characters)
+    budget = Budget(packing_length)
+    items, counts = Items.build(indices, budget, policy, _cost_model(model))
+    plan = Plan(items, Order.epochs(items.sizes, 1, seed=seed), budget, ranks, seed=seed) if len(items) else None
+    return _planned(model, sources, indices, encoder, rows, plan, counts, budget, num_packs)
+
+
+def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "Looked":
+    """What a training would see: its own sources, order, budget and costs."""
+    from headway.models import load_processor
+    from headway.models.load import load_model
+    from headway.packing.items import Items
+    from headway.packing.order import Order
+    from headway.packing.plan import Plan
+    from headway.tracing import trace
+    from headway.train.data import budget_of, open_stages
+    from headway.train.opened import make_encoder
+    from headway.train.optim import adapt, freeze
+
+    data = config.data
+    if data.stream is not None:
+        raise UsageError("data.stream packs samples as they come, so there is no plan to look at. Give the datasets.")
+    sources, stages = open_stages(data)
+    shell = load_model(config.model.path, random_init=True, device="meta")
+    costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
+    encoder = make_encoder(load_processor(config.model.path), shell, data.max_characters)
+    indices = _indices(sources, config.model.path, data.max_characters)
+    budget = budget_of(data)
+    items, counts = Items.build(indices, budget, data.overlong, costs)
+    plan = Plan(
+        items,
+        Order(items.sizes, stages, seed=data.seed),
+        budget,
+        ranks * config.optim.accumulation,
+        strategy=data.strategy,
+        seed=data.seed,
+        window=data.window,
+        accumulation=config.optim.accumulation,
+    )
+    return _planned(config.model.path, sources, indices, encoder, rows, plan, counts, budget, num_packs)
+
+
+def _planned(
+    model: str,
+    sources: "Sequence[Source]",
+    indices: "Mapping[str, LengthIndex]",
+    encoder: "Encoder",
+    rows: range,
+    plan: "Plan | None",
+    counts: "Mapping[str, OverlongCounts]",
+    budget: "Budget",
+    num_packs: int,
+) -> "Looked":
+    from headway.data.look import Looked, show_packs, used_of
+
+    samples: list[ShownSample | DataError] = []
+    for number, source in enumerate(sources):
+        used = {row: used_of(plan.items, number, row) if plan is not None else [] for row in rows}
+        samples += _samples(source, rows, encoder, used)
+    bad = [error for index in indices.values() for error in index.bad.values()]
+    packs = show_packs(plan, num_packs) if plan is not None and num_packs else []
+    return Looked(model, samples, bad, packs, budget, counts)
+
+
+def _samples(
+    source: "Source", rows: range, encoder: "Encoder", used: "Mapping[int, Sequence[tuple[int, int]]] | None" = None
+) -> "Iterator[ShownSample | DataError]":
+    """Some rows of a dataset; the reason in place of one that cannot be used."""
+    from headway.data.look import show_sample
+
+    for row in range(rows.start, min(rows.stop, len(source))):
+        try:
+            yield show_sample(source[row], encoder, None if used is None else used[row])
+        except DataError as error:
+            yield error
+
+
+def _indices(sources: "Sequence[Source]", model: str, max_characters: int | None) -> "Mapping[str, LengthIndex]":
+    from headway.data.bad_rows import BadSamples
+
+    if len({source.name for source in sources}) < len(sources):
+        raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in sources)}. Rename a file.")
+    found = build_indices(sources, model, max_characters, BadSamples("skip", limit=None, fraction=None))
+    return {source.name: index for source, index in zip(sources, found, strict=True)}
+
+
+def _cost_model(model: str) -> Any:
+    from headway.cli.resolve import resolve_cost_model
+
+    return resolve_cost_model(model)
+
+
+def _record(seen: "Looked") -> dict[str, Any]:
+    from headway.data.look import ShownSample, why_not_whole
+
+    samples: list[dict[str, Any]] = []
+    for sample in seen.samples:
+        if not isinstance(sample, ShownSample):
+            samples.append({"error": str(sample)})
+            continue
+        samples.append(
+            {
+                "where": sample.where,
+                "lengths": asdict(sample.lengths),
+                "media": [
+                    {"kind": one.kind, "file": str(one.media), "size": one.size, "grid": one.grid, "frames": one.frames}
+                    for one in sample.media
+                ],
+                "used": sample.used,
+                "left_out": why_not_whole(sample, seen.budget) if seen.budget is not None else None,
+                "pieces": [asdict(piece) for piece in sample.pieces],
+            }
+        )
+    packs = [
+        {
+            "step": pack.step,
+            "tokens": pack.tokens,
+            "patches": pack.patches,
+            "flops": pack.flops,
+            "items": [asdict(item) for item in pack.items],
+        }
+        for pack in seen.packs
+    ]
+    counts = {name: count.to_dict() for name, count in seen.counts.items()}
+    bad = [str(error) for error in seen.bad]
+    budget = None if seen.budget is None else seen.budget.tokens
+    said = {"model": seen.model, "packing_length": budget, "sources": counts, "bad": bad}
+    return {**said, "samples": samples, "packs": packs}

@@ -1,0 +1,174 @@
+"""What `headway look` prints: tokens with marks or colours, images in words, packs as strips."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from headway.report import format_count, format_flops, format_share, printable
+
+if TYPE_CHECKING:
+    from headway.data import Budget
+    from headway.data.look import Looked, ShownMedia, ShownPack, ShownSample, TokenRun
+    from headway.packing import OverlongCounts
+
+_BEGIN, _END = ">>", "<<"  # around what is learnt, where there is no colour
+_LEARNT, _MEDIA, _FAINT, _OFF = "\033[1;32m", "\033[36m", "\033[2m", "\033[0m"
+_NAMED = 24  # samples of a pack that are named
+_SHADES = ("\033[44m", "\033[45m")
+
+
+def headline(sample: "ShownSample") -> str:
+    """Lengths of a sample in words."""
+    lengths = sample.lengths
+    parts = [f"{format_count(lengths.tokens)} tokens"]
+    parts.append(f"{format_count(lengths.supervised)} learnt ({format_share(lengths.supervised / lengths.tokens)})")
+    if lengths.patches:
+        parts.append(f"{format_count(lengths.patches)} patches")
+    return ", ".join(parts)
+
+
+def media_line(number: int, shown: "ShownMedia") -> str:
+    """An image, video or sound in words."""
+    parts = [f"{shown.kind} {number}: {shown.media}"]
+    if shown.size is not None:
+        parts.append("{} x {} pixels".format(*shown.size))
+    if shown.grid is not None:
+        parts.append(f"grid {'x'.join(map(str, shown.grid))}, {format_count(shown.patches or 0)} patches")
+    if shown.frames is not None:
+        parts.append(f"{format_count(shown.frames)} feature frames")
+    return ", ".join(parts)
+
+
+def pack_line(number: int, pack: "ShownPack", budget: "Budget") -> str:
+    """A pack's fill and costs in words."""
+    share = format_share(pack.tokens / budget.tokens)
+    fill = f"{format_count(pack.tokens)} of {format_count(budget.tokens)} tokens ({share})"
+    patches = f", {format_count(pack.patches)} patches" if pack.patches else ""
+    return f"pack {number}, step {pack.step}: {len(pack.items)} samples, {fill}{patches}, {format_flops(pack.flops)}"
+
+
+def counts_line(name: str, count: "OverlongCounts") -> str:
+    """What became of a dataset's rows."""
+    said = [f"{format_count(count.read)} read"]
+    said += [
+        f"{format_count(number)} {what}"
+        for what in ("bad", "dropped", "truncated", "split")
+        if (number := getattr(count, what))
+    ]
+    lost = f", {format_count(count.tokens_dropped)} tokens left out" if count.tokens_dropped else ""
+    return f"{name}: {', '.join(said)}{lost}"
+
+
+def paragraphs(seen: "Looked", width: int, most: int, *, coloured: bool) -> Iterator[str]:
+    """Samples and packs for a terminal.
+
+    Args:
+        seen: what there is to see.
+        width: of a line, colours left out [characters].
+        most: tokens of a sample that are shown [tokens].
+        coloured: whether the terminal shows colours; else marks stand for them.
+    """
+    from headway.data.look import ShownSample, why_not_whole
+
+    for sample in seen.samples:
+        if not isinstance(sample, ShownSample):
+            yield textwrap.fill(f"left out: {sample}", width)
+            continue
+        lines = [printable(sample.where), headline(sample)]
+        lines += [printable(media_line(number, one)) for number, one in enumerate(sample.media, start=1)]
+        if seen.budget is not None and (reason := why_not_whole(sample, seen.budget)):
+            lines.append(reason)
+        yield "\n".join([*lines, "", *_wrapped(sample.pieces, width, most, coloured=coloured)])
+    shown = {str(sample) for sample in seen.samples}
+    if bad := [textwrap.fill(f"bad: {error}", width) for error in seen.bad[:5] if str(error) not in shown]:
+        yield "\n".join(bad)
+    if seen.budget is not None:
+        for number, pack in enumerate(seen.packs, start=1):
+            strip = "".join(_strip(pack, seen.budget.tokens, width, coloured=coloured))
+            held = textwrap.fill(printable(_held(pack)), width)
+            yield f"{textwrap.fill(pack_line(number, pack, seen.budget), width)}\n{strip}\n{held}"
+        yield "\n".join(
+            textwrap.fill(printable(counts_line(name, count)), width) for name, count in seen.counts.items()
+        )
+    if not coloured and any(isinstance(sample, ShownSample) for sample in seen.samples):
+        legend = f"Tokens between {_BEGIN} and {_END} are learnt; | separates tokens."
+        yield textwrap.fill(legend + (" A strip is a pack; . is room that is left." if seen.packs else ""), width)
+
+
+def _held(pack: "ShownPack") -> str:
+    """The samples of a pack by dataset and place, counted from 1."""
+    said = []
+    for source, group in groupby(pack.items, lambda item: item.source):
+        rows = [str(item.row + 1) for item in group]
+        more = f" and {format_count(len(rows) - _NAMED)} more" if len(rows) > _NAMED else ""
+        said.append(f"{source} {', '.join(rows[:_NAMED])}{more}")
+    return "; ".join(said)
+
+
+def _wrapped(pieces: "Sequence[TokenRun]", width: int, most: int, *, coloured: bool) -> Iterator[str]:
+    """Tokens on lines of at most `width` characters; a line break in the text breaks the line too."""
+    left = len(pieces) - most
+    shown = [*pieces[: most // 2], None, *pieces[-(most // 2) :]] if left > 0 else [*pieces]
+    line, length, inside = "", 0, False
+    for place, piece in enumerate(shown):
+        if piece is None:
+            words, learnt = f" ... {format_count(left)} more ... ", False
+        else:
+            words, learnt = _text_of(piece), piece.is_learnt
+        mark = "" if coloured or learnt == inside else (_BEGIN if learnt else _END)
+        gap = "" if not place or mark or not length else "|"
+        inside = learnt
+        if length and length + len(gap) + len(mark) + len(words) > width:
+            yield line
+            line, length, gap = "", 0, ""
+        for part in textwrap.wrap(words, width - 4, drop_whitespace=False, replace_whitespace=False) or [""]:
+            if length + len(gap) + len(mark) + len(part) > width:
+                yield line
+                line, length, gap = "", 0, ""
+            line += mark + _coloured(gap, _FAINT, coloured) + _coloured(part, _colour_of(piece), coloured)
+            length += len(mark) + len(gap) + len(part)
+            mark = gap = ""
+        if piece is not None and piece.text.endswith("\n"):
+            yield line
+            line, length = "", 0
+    if inside and not coloured:
+        line += _END
+    if line:
+        yield line
+
+
+def _text_of(piece: "TokenRun") -> str:
+    text = printable(piece.text.replace("\n", "\\n").replace("\t", "\\t"))
+    text = text or f"<{piece.token}>"
+    return f"{text} x {format_count(piece.count)}" if piece.count > 1 else text
+
+
+def _colour_of(piece: "TokenRun | None") -> str:
+    if piece is None:
+        return _FAINT
+    return _LEARNT if piece.is_learnt else _MEDIA if piece.count > 1 else ""
+
+
+def _coloured(text: str, colour: str, wanted: bool) -> str:
+    return f"{colour}{text}{_OFF}" if wanted and colour and text else text
+
+
+def _strip(pack: "ShownPack", budget: int, width: int, *, coloured: bool) -> Iterator[str]:
+    """A pack as one line: its samples in proportion, alternating, and the room that is left."""
+    ends = [0]
+    for item in pack.items:
+        ends.append(ends[-1] + item.tokens)
+    cells = [next((i for i in range(len(pack.items)) if place < ends[i + 1]), None) for place in _places(budget, width)]
+    for number, group in groupby(cells):
+        length = len(list(group))
+        if number is None:
+            yield "." * length
+        elif coloured:
+            yield f"{_SHADES[number % 2]}{' ' * length}{_OFF}"
+        else:
+            yield "#="[number % 2] * length
+
+
+def _places(budget: int, width: int) -> list[float]:
+    return [(cell + 0.5) * budget / width for cell in range(width)]

@@ -1,0 +1,115 @@
+"""What `chat`, `generate` and `evaluate` have in common: a model by its path, on a device, in a precision."""
+
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from headway.train.config import RunConfig
+    from headway.train.device import Precision
+    from headway.train.generate import Generator
+
+
+class WeightDtype(StrEnum):
+    """Precisions that a model is opened in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RUN",
+        help="A model folder, a folder of adapters, a checkpoint, a run folder (its newest export, or checkpoint if "
+        "that is newer), or a Hub id OWNER/MODEL.",
+    ),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="The model that adapters belong to, if it is elsewhere than their folder says."),
+]
+DeviceOption = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N; auto is CUDA if any.")]
+DtypeOption = Annotated[
+    WeightDtype, typer.Option(help="Type of the weights; auto is bfloat16 on CUDA and float32 on a CPU.")
+]
+MaxNewTokensOption = Annotated[
+    int, typer.Option(metavar="N", min=1, help="An answer that has not ended by then is cut [tokens].")
+]
+TemperatureOption = Annotated[
+    float, typer.Option(metavar="X", min=0, help="0 takes the most likely token every time; 0.7 is a usual draw.")
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="Draw among tokens that together have this probability."),
+]
+TopKOption = Annotated[
+    int | None, typer.Option("--top-k", metavar="K", min=1, help="Draw among so many of the most likely tokens.")
+]
+SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the draws; the same seed, the same answers.")]
+
+
+def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype) -> "Generator":
+    """Open a model to generate with it.
+
+    Args:
+        model: what `find_model` finds.
+        base: the model that adapters belong to, if not the one that they name.
+        device: as `run.device`.
+        dtype: of the weights.
+    """
+    import torch
+
+    from headway.train.config import RunConfig
+    from headway.train.generate import Generator
+    from headway.train.opened import find_model, open_model
+
+    found = find_model(model, base)
+    where, precision = chosen_device(RunConfig(folder=Path(), device=device))
+    chosen = precision.compute if dtype is WeightDtype.auto else getattr(torch, dtype.value)
+    return Generator(open_model(found, dtype=chosen, device=where, for_generation=True), where)
+
+
+def chosen_device(run: "RunConfig") -> "tuple[torch.device, Precision]":
+    """Device and precision that settings mean on this machine, in the words of options.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    from transformers.utils import logging
+
+    from headway.train.device import choose_device, choose_precision
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of reading weights
+    with in_words_of_options({"run.device=": "--device ", "run.device": "--device"}):
+        device = choose_device(run)
+        return device, choose_precision(run, device)
+
+
+@contextmanager
+def in_words_of_options(options: "Mapping[str, str]") -> "Iterator[None]":
+    """Turn errors about settings of a YAML file into errors about the options that stand for them.
+
+    Args:
+        options: options by the settings' names.
+
+    Raises:
+        UsageError: in place of a ConfigError.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for setting, option in options.items():
+            text = text.replace(setting, option)
+        raise UsageError(text) from error

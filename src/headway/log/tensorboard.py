@@ -1,0 +1,114 @@
+"""Scalars for TensorBoard, which makes a panel of the first word of each name.
+
+So names have a group there, `train/loss`, `speed/mfu`, `data/fill`, `eval/loss`, where other trackers have `headway/`.
+"""
+
+import itertools
+import time
+from pathlib import Path
+
+from headway.log.trackers import PREFIX, Tracker, opening
+
+_GROUPS = {
+    "speed": (
+        "wall_s", "step_s", "left_out_s", "num_left_out", "num_steps", "tokens_per_s", "slots_per_s", "images_per_s",
+        "patches_per_s", "flops_per_s", "tokens_per_s_per_device", "slots_per_s_per_device", "flops_per_s_per_device",
+        "mfu", "hfu", "mbu", "mfu_of_ceiling", "bytes_moved", "peak_flops_per_s", "peak_dtype", "peak_source",
+        "convention", "world_size", "energy_j", "joules_per_token", "peak_memory_bytes", "compiled", "recompiles",
+        "recompile_guards", "is_warmup",
+    ),
+    "data": (
+        "tokens", "slots", "segments", "images", "videos", "patches", "audio_frames", "packs", "fill", "padding_share",
+        "data_wait_s", "data_wait_share", "samples_digest",
+    ),
+    "ranks": (
+        "balance", "straggler_share", "heaviest_rank", "heaviest_rank_load", "slowest_rank", "slowest_rank_speed",
+    ),
+    "flops": ("flops", "flops_by_component", "flops_share_by_component"),
+}  # fmt: skip
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+
+
+def grouped(name: str) -> str:
+    """The name under which TensorBoard shows what other trackers call `headway/...`, its group first.
+
+    >>> [grouped(f"headway/{name}") for name in ("loss", "mfu", "flops/total", "evaluation/loss")]
+    ['train/loss', 'speed/mfu', 'flops/total', 'eval/loss']
+    """
+    inside = name.removeprefix(f"{PREFIX}/")
+    first, _, rest = inside.partition("/")
+    if first == "evaluation":
+        return f"eval/{rest}"
+    if first == "answers":
+        return f"eval/{inside}"
+    group = _GROUP_OF.get(first, "train")
+    return inside if group == first else f"{group}/{inside}"
+
+
+class TensorBoardSink(Tracker):
+    """Scalars in a folder of TensorBoard events, in the hands of the system when `write` returns.
+
+    TensorBoard keeps scalars as 32-bit floats. When a run is resumed into the same folder, the steps that are done
+    again replace those of before.
+
+    Args:
+        folder: log folder.
+
+    Raises:
+        ConfigError: tensorboard is not installed, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        with opening("TensorBoard"):
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._writer = EventFileWriter(str(folder))
+        self._has_begun = False
+
+    @classmethod
+    def parse(cls, place: str, *, run: Path | None = None) -> "TensorBoardSink":
+        """Open from "FOLDER"; several runs have a folder each in it."""
+        with opening("TensorBoard"):
+            return cls(Path(place) if run is None else _folder_of_run(Path(place), run))
+
+    def _log(self, step: int, numbers: dict[str, int | float], texts: dict[str, str]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        now_s = time.time()
+        if not self._has_begun:  # makes TensorBoard drop what earlier files hold from this step on
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=now_s, step=step, session_log=start))
+            self._has_begun = True
+        values = [Summary.Value(tag=grouped(name), simple_value=number) for name, number in numbers.items()]
+        self._writer.add_event(Event(wall_time=now_s, step=step, summary=Summary(value=values)))
+        for name, text in texts.items():
+            self._writer.add_event(Event(wall_time=now_s, step=step, summary=text_pb(grouped(name), text)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+def _folder_of_run(folder: Path, run: Path) -> Path:
+    """A run's own folder among those that log to one folder, found again when the run goes on.
+
+    Args:
+        folder: of all of them; one inside the run's folder is the run's own.
+        run: the run's folder.
+    """
+    place = str(run.resolve())
+    if folder.resolve().is_relative_to(run.resolve()):
+        return folder
+    for number in itertools.count(1):
+        own = folder / (run.name if number == 1 else f"{run.name}-{number}")
+        note = own / "run.txt"
+        if not own.exists():
+            own.mkdir(parents=True)
+            note.write_text(f"{place}\n", encoding="utf-8")
+        if note.is_file() and note.read_text(encoding="utf-8").strip() == place:
+            return own
+    raise AssertionError("numbers do not end")
