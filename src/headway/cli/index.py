@@ -69,6 +69,8 @@ def index(
         from headway.data.sources import open_source
     if on_bad not in ("error", "skip"):
         raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
+    if workers is not None and workers < 0:
+        raise UsageError(f"--workers {workers} is no number of processes; give 0 or more.")
 
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
@@ -83,29 +85,55 @@ def index(
 
 
 def build_indices(
-    sources: "Sequence[Source]", model: str, max_characters: int | None, policy: "BadSamples", **options: Any
+    sources: "Sequence[Source]",
+    model: str,
+    max_characters: int | None,
+    policy: "BadSamples",
+    *,
+    cache: Path | None = None,
+    workers: int | None = None,
+    refresh: bool = False,
 ) -> "list[LengthIndex]":
-    """Measure datasets, with a progress bar for each.
+    """Measure datasets, with a progress bar for each; or read what was measured before, without opening the model.
 
     Args:
         sources: the datasets.
         model: whose tokenizer and processor measure.
         max_characters: longest text [characters]; the default when None.
         policy: what a row that cannot be used does; it is one for all of them.
-        options: what else `build_index` takes.
+        cache: folder of all indices; `index` in Headway's cache if None.
+        workers: as `build_index` takes them.
+        refresh: measure anew.
     """
     with needs_extra("indexing"):
         from headway.data.bad_rows import SampleCounts
+        from headway.data.index.stored import KnownEncoder, count_rows, stored_index
+        from headway.hub import located
+
+        path = located(model)  # a typo is told before torch is imported, which takes seconds
+    known = KnownEncoder(path, {"max_characters": max_characters}, cache)
+    counts, indices = SampleCounts(), []
+    if known.fingerprint is not None and not refresh:
+        stored = [stored_index(source, known.fingerprint, cache) for source in sources]
+        indices = [index for index in stored if index is not None]
+        if len(indices) == len(sources):
+            for index, source in zip(indices, sources, strict=True):
+                count_rows(index, source.name, policy, counts)
+            return indices
+
+    with needs_extra("indexing"):
         from headway.data.encode import Encoder
         from headway.data.index import build_index
         from headway.data.media.placeholders import MAX_CHARACTERS
         from headway.models import load_processor
 
-    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
-    counts, indices = SampleCounts(), []
+    encoder = Encoder(load_processor(path), max_characters=max_characters or MAX_CHARACTERS)
+    known.remember(encoder.fingerprint())
+    chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
+    indices = []
     for source in sources:
         with _progress_bar(source.name) as progress:
-            indices.append(build_index(source, encoder, progress=progress, policy=policy, counts=counts, **options))
+            indices.append(build_index(source, encoder, progress=progress, policy=policy, counts=counts, **chosen))
     return indices
 
 
