@@ -34,6 +34,12 @@ def index(
     text_column: Annotated[
         str, typer.Option(metavar="NAME", help="Column with the words of documents and captions.")
     ] = "text",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column", metavar="NAME=THEIRS", help="What the dataset calls a column, as question=Frage. Repeatable."
+        ),
+    ] = None,
     root: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder or URL that media paths start from; each file's own else.")
     ] = None,
@@ -74,6 +80,7 @@ def index(
 
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
+    options["columns"] = _columns(column or [])
     sources = [open_source(path, **options) for path in data]  # a typo is told before anything is measured
     found = build_indices(sources, model, max_characters, policy, cache=cache, workers=workers, refresh=refresh)
     indices = dict(zip(data, found, strict=True))
@@ -82,6 +89,14 @@ def index(
         print_json({"model": model, "indices": records})
     else:
         print("\n\n".join(_render(path, found) for path, found in indices.items()))
+
+
+def _columns(given: list[str]) -> dict[str, str]:
+    pairs = [one.partition("=") for one in given]
+    for name, equals, theirs in pairs:
+        if not (name and equals and theirs):
+            raise UsageError(f"--column {name + equals + theirs!r} is not NAME=THEIRS, such as question=Frage.")
+    return {name: theirs for name, _, theirs in pairs}
 
 
 def build_indices(

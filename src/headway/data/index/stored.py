@@ -21,7 +21,7 @@ from headway.cache import cache_root, write_whole
 from headway.data.bad_rows import BadSamples, SampleCounts
 from headway.data.index.length_index import LengthIndex
 from headway.data.index.table import LAYOUT
-from headway.data.sources import Source
+from headway.data.sources import Source, schemas
 from headway.errors import HeadwayError
 from headway.hub import CONFIG, cached_folder, endpoint, located
 from headway.version import __version__
@@ -46,7 +46,7 @@ def folder_of(source: Source, encoder_fingerprint: str, cache: Path | None = Non
         encoder_fingerprint: `Encoder.fingerprint()` of the encoder that measures them.
         cache: folder of all indices; `index` in Headway's cache if None.
     """
-    parts = [str(LAYOUT), source.fingerprint(), encoder_fingerprint]
+    parts = [str(LAYOUT), str(schemas.VERSION), source.fingerprint(), encoder_fingerprint]
     return _home(cache) / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
