@@ -24,8 +24,10 @@ from headway.cli import (
     goodput,
     import_config,
     index,
+    init,
     mfu,
     models,
+    new_model,
     pack,
     train,
     verify,
@@ -57,6 +59,8 @@ app.command("models", short_help="List the models that ship with their costs.")(
 app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own counter.")(verify.verify)
 app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
 app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
+app.command("init", short_help="Write a configuration for a model and data.")(init.init)
+app.command("new-model", short_help="Write a small model with random weights, for experiments.")(new_model.new_model)
 app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
 app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)

@@ -57,12 +57,12 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     name = device or config.plan.device
     cost_model = resolve_cost_model(config.model.path)
     found = named_device(name) if name is not None else None
-    saved = SavedByPrecision(partial(_saved, config.model.path))
+    saved = SavedByPrecision(partial(saved_activations, config.model.path))
     planned = dry_run(config, cost_model, saved, devices=count, device=found)
     print(json.dumps(planned.as_json()) if as_json else _render(config, planned))
 
 
-def _saved(name: str, precision: str) -> "SavedActivations":
+def saved_activations(name: str, precision: str) -> "SavedActivations":
     """Load the activations that autograd saves of a shipped model, or trace them."""
     from headway.count.activations import shipped_activations
     from headway.count.models import shipped_name

@@ -223,7 +223,7 @@ def below(root: str, kind: str, name: str) -> str:
             f"the {kind} {name!r} does not exist in the folder {root!r}. Put the file there, correct the path, or "
             "delete the row."
         )
-    if not Path(os.path.realpath(path)).is_relative_to(_real(root)):
+    if not Path(os.path.realpath(path)).is_relative_to(_real(str(Path(root).absolute()))):
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root} by a link, to {os.path.realpath(path)}. Copy "
             f"the file, or {_OTHER_ROOT} that holds both."
