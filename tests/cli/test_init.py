@@ -9,7 +9,7 @@ from PIL import Image
 
 from headway.models import load_model
 from headway.train.config import load_config
-from headway.train.suggest import Lengths, pack_length
+from headway.train.suggest import MeasuredLengths, pack_length
 
 
 @pytest.fixture
@@ -90,4 +90,4 @@ def test_a_model_that_cannot_be_made_is_refused(headway, questions, arguments, s
     ],
 )
 def test_a_pack_holds_the_longest_sample_and_several_others(tokens, pack):
-    assert pack_length(Lengths(np.array(tokens), 0, 0, are_documents=False)) == pack
+    assert pack_length(MeasuredLengths(np.array(tokens), 0, 0, are_documents=False)) == pack

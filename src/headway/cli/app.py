@@ -6,7 +6,6 @@ is one readable paragraph; a traceback appears only with HEADWAY_DEBUG=1.
 
 import os
 import sys
-import textwrap
 from typing import Annotated, NoReturn
 
 import typer
@@ -33,10 +32,11 @@ from headway.cli import (
     verify,
 )
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
+from headway.report.terminal import coloured, width_of, wrapped
 from headway.version import __version__
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
-_ERROR_WIDTH = 120
+_ERROR_WIDTH = 120  # where stderr is no terminal, which has its own
 
 app = typer.Typer(
     name="headway",
@@ -76,7 +76,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", "-V", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Train multimodal models on packed data, and know to the FLOP how much of the hardware turned into progress."""
@@ -84,6 +85,7 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    sys.argv[1:] = _spoken(sys.argv[1:])
     try:
         app(prog_name="headway")
     except HeadwayError as error:
@@ -99,7 +101,15 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _spoken(arguments: list[str]) -> list[str]:
+    """`version` and `help` as commands: what other tools call them."""
+    if arguments[:1] == ["version"]:
+        return ["--version"]
+    return [*arguments[1:], "--help"] if arguments[:1] == ["help"] else arguments
+
+
 def error_paragraph(error: HeadwayError) -> str:
-    """Render an error as one paragraph, wrapped for a terminal."""
+    """Render an error as one paragraph, wrapped for the terminal."""
     text = " ".join(f"Error: {error}".split())
-    return textwrap.fill(text, width=_ERROR_WIDTH, break_long_words=False, break_on_hyphens=False)
+    lines = wrapped(text, width_of(sys.stderr) or _ERROR_WIDTH)
+    return "\n".join(lines).replace("Error:", coloured("Error:", "red", sys.stderr), 1)

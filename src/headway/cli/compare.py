@@ -8,7 +8,7 @@ import typer
 from headway.cli import options
 from headway.cli.bill import note_row_length
 from headway.cli.output import print_json, warn, warn_of_unknown
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
 from headway.errors import UsageError
 from headway.report import (
@@ -65,7 +65,7 @@ def compare(
             f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
             "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
         )
-    workload = build_workload(segments, images, videos, slots, sources, audio)
+    workload = build_workload(segments, in_patches(model, images), videos, slots, sources, audio)
     row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
     peak = named_peak(device)
     cost_model = resolve_cost_model(model)

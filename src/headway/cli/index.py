@@ -10,7 +10,7 @@ import typer
 from headway.cli.options import JsonOption, MaxCharactersOption
 from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
-from headway.report import format_count, format_share, printable, render_pairs
+from headway.report import format_count, format_share, printable, render_lines, render_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -202,7 +202,7 @@ def _render(path: str, index: "LengthIndex") -> str:
     shown = [str(error) for error in list(index.bad.values())[:_SHOWN_BAD]]
     if len(index.bad) > len(shown):
         shown.append(f"and {format_count(len(index.bad) - len(shown))} more; --quarantine FILE or --json names all")
-    return "\n".join([render_pairs(pairs), *(f"bad: {reason}" for reason in shown)])
+    return "\n".join([render_pairs(pairs), *([render_lines([f"bad: {one}" for one in shown])] if shown else [])])
 
 
 def _percentile(percent: int) -> str:

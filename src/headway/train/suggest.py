@@ -33,8 +33,8 @@ _SMALL_MODEL = 100_000_000  # parameters; nobody fine-tunes so few
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Lengths of all samples that can be used.
+class MeasuredLengths:
+    """MeasuredLengths of all samples that can be used.
 
     Attributes:
         tokens: of each sample [tokens], shape (N,).
@@ -49,7 +49,7 @@ class Lengths:
     are_documents: bool
 
     @classmethod
-    def of(cls, indices: Sequence[LengthIndex]) -> "Lengths":
+    def of(cls, indices: Sequence[LengthIndex]) -> "MeasuredLengths":
         """Join indices.
 
         Raises:
@@ -99,7 +99,7 @@ class Suggestion:
 
     text: str
     config: TrainConfig
-    lengths: Lengths
+    lengths: MeasuredLengths
     steps_per_epoch: int
     planned: DryRun | None
 
@@ -129,7 +129,7 @@ def suggest(
         DataError: no sample can be used.
         ConfigError: nothing makes it fit the device.
     """
-    lengths = Lengths.of(list(data.values()))
+    lengths = MeasuredLengths.of(list(data.values()))
     pack = pack_length(lengths)
     raw: dict[str, Any] = {
         "model": {"path": model} | ({} if has_weights else {"random_init": True}),
@@ -162,7 +162,7 @@ def suggest(
     return Suggestion(text, parse_config(yaml.safe_load(text)), lengths, steps, planned)
 
 
-def pack_length(lengths: Lengths) -> int:
+def pack_length(lengths: MeasuredLengths) -> int:
     """Suggest a token budget: a power of two that holds the longest sample and eight of the median's length.
 
     Less where the data would fill fewer than ten packs, or where the longest are rare and would make packs of 32,768.
@@ -259,7 +259,7 @@ def _steps(
 
 
 def _comments(
-    raw: dict[str, Any], lengths: Lengths, steps: int, planned: DryRun | None, cost_model: CostModel
+    raw: dict[str, Any], lengths: MeasuredLengths, steps: int, planned: DryRun | None, cost_model: CostModel
 ) -> dict[str, str]:
     """What each line is for, by its key."""
     pack, optim = raw["data"]["tokens_per_pack"], raw["optim"]
