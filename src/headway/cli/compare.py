@@ -35,6 +35,7 @@ StepTimeOption = Annotated[
 
 def compare(
     model: options.ModelArgument,
+    others: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     segments: options.SegmentsOption = None,
     images: options.ImagesOption = None,
     videos: options.VideosOption = None,
@@ -55,6 +56,11 @@ def compare(
 
     Example: headway compare qwen3-vl-8b --segments 4096*3,512 --images 1x32x48*2 --device H100 --step-time 1.9
     """
+    if others:
+        raise UsageError(
+            f"`headway compare` shows one step of one MODEL as every tool would print it, and got {others[0]} besides. "
+            "Whether two runs trained on the same samples says `headway check RUN OTHER`."
+        )
     from headway.audit import compare as compare_step
     from headway.conventions import Step
     from headway.devices import named_peak
@@ -88,6 +94,7 @@ def compare(
             f"({format_duration(step_time)} for {describe(workload)}), --ranks {ranks} is too low for it, or --device "
             f"{device} is not the device."
         )
+        raise typer.Exit(1)
 
 
 def _seq_len(seq_len: int | None, slots: int, ranks: int, longest: int) -> int:
