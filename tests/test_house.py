@@ -10,7 +10,7 @@ import pytest
 from tools.house import circles, duplicated_classes, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
-BASE = ["version", "report", "errors", "cache", "quiet"]
+BASE = ["version", "report", "errors", "cache", "quiet", "hub"]
 CORE = ["count", "devices", "tracing", "conventions", "plan", "packing", "log", "meter", "models", "data", "synthetic"]
 EDGES = ["integrations", "compat", "audit", "importing"]
 ORDER = [*BASE, *CORE, "train", *EDGES, "cli", "headway", "__main__"]  # each imports only what stands before it

@@ -95,6 +95,7 @@ def test_an_impossible_mfu_is_printed_and_explained(headway):
     result = headway("compare", "qwen3-8b", "--segments", "8192*64", "--device", "H100", "--step-time", "0.1", "--json")
     assert by_name(json.loads(result.out))["useful"]["mfu"] > 1
     assert "a useful MFU above 100 % cannot be. Likely causes" in result.err
+    assert result.code == 1
 
 
 BAD = [
@@ -107,6 +108,7 @@ BAD = [
     (["--segments", "8", "--device", "-1e12", "--step-time", "1"], "--device '-1e12' is not a positive number"),
     (["--segments", "8,16", "--seq-len", "8", "--device", "H100", "--step-time", "1"], "--seq-len 8 contradicts"),
     (["--device", "H100", "--step-time", "1"], "--segments is missing"),
+    (["runs/b"], "shows one step of one MODEL as every tool would print it, and got runs/b besides"),
 ]
 
 

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -89,7 +91,7 @@ def test_the_quarantine_names_what_was_skipped(headway, chats, model, tmp_path):
         (("CHATS", "--model", "./nothing"), 2, "no model folder or config.json at './nothing'"),
         (("CHATS", "--model", "MODEL", "--on-bad", "ignore"), 2, "--on-bad 'ignore' is neither error nor skip"),
         (("CHATS", "--model", "MODEL", "--schema", "xml"), 2, "'xml'"),
-        (("CHATS", "--model", "MODEL", "--workers", "-1"), 2, "workers=-1"),
+        (("CHATS", "--model", "MODEL", "--workers", "-1"), 2, "--workers -1 is no number of processes"),
         (("CHATS", "--model", "MODEL", "--quarantine", "bad.jsonl"), 2, "bad.jsonl would stay empty"),
     ],
 )
@@ -101,3 +103,16 @@ def test_a_mistake_is_one_paragraph(headway, chats, model, arguments, code, said
     assert (result.code, result.out) == (code, "")
     assert result.err.startswith("Error: ")
     assert said in " ".join(result.err.split())
+
+
+def test_the_second_index_imports_neither_torch_nor_transformers(headway, chats, model):
+    arguments = ["index", str(chats), "--model", str(model), "--on-bad", "skip"]
+    first = headway(*arguments, "--workers", 0)
+    code = (
+        "import sys; from headway.cli.app import app; app(sys.argv[1:], standalone_mode=False);"
+        "print(*({'torch', 'transformers', 'tokenizers'} & {*sys.modules}), file=sys.stderr)"
+    )
+
+    second = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+
+    assert (second.stdout, second.stderr.split()) == (first.out, [])

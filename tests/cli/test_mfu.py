@@ -51,7 +51,7 @@ def test_chips_for_a_deadline_are_whole(headway):
 
 def test_an_impossible_mfu_is_explained(headway):
     result = headway("mfu", "--flops-per-token", "5e10", "--device", "1e15", "--tokens-per-s-per-chip", 100_000)
-    assert result.code == 0
+    assert result.code == 1
     assert "500.0 %" in result.out
     assert "above 100 %, which no device reaches" in result.err
 

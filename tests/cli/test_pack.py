@@ -145,7 +145,7 @@ BAD = [
         ["--packing-length", 10],
         TABLE,
         1,
-        "Row 1 of lengths has 25 tokens and 0 vision patches, more than a",
+        "Row 1 (counted from 0) of lengths has 25 tokens and 0 vision patches, more than a",
     ),
     (["--packing-length", 30, "--strategy", "worst_fit"], TABLE, 2, "'worst_fit'. Allowed: balanced, best_fit"),
     (["--packing-length", 30, "--overlong", "cut"], TABLE, 2, "'cut'. Allowed: error, drop, truncate, split"),

@@ -36,8 +36,9 @@ def test_every_recipe_is_tested():
 
 def dry_run(headway, name, *options):
     result = headway("train", RECIPES / f"{name}.yaml", "--dry-run", "--json", *options)
-    assert result.code == 0, result.err
-    return json.loads(result.out)
+    plan = json.loads(result.out)
+    assert result.code == (1 if plan["fits"] is False else 0), result.err
+    return plan
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -91,7 +92,7 @@ def test_options_and_settings_change_the_plan(headway):
 
 def test_the_tables_name_what_does_not_fit(headway):
     result = headway("train", RECIPES / "qwen2.5-7b-text-81920.yaml", "--dry-run", "--set", "speed.recompute=none")
-    assert result.code == 0
+    assert result.code == 1
     text = " ".join(result.out.split())
     assert "A800-SXM4-80GB's 74.5 GiB: DOES NOT FIT within 90.0 % what fits, by the plan" in text
     assert re.search(

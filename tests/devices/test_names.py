@@ -116,7 +116,7 @@ def test_a_name_that_only_looks_alike_is_unknown(name):
 def test_alike_names_are_offered():
     with pytest.raises(UnknownDeviceError, match=r"It is what people call NVIDIA A100-SXM4-80GB; .*a driver reports\."):
         datasheet_peak("A100", "bf16")
-    with pytest.raises(UnknownDeviceError, match=r"look alike are other devices: .*NVIDIA L40S"):
+    with pytest.raises(UnknownDeviceError, match=r"Did you mean .*NVIDIA L40S.* look alike are other devices"):
         datasheet_peak("NVIDIA L40S-48Q", "bf16")
 
 

@@ -77,9 +77,11 @@ def test_split_makes_a_packs_worth_each_of_text_and_leaves_out_long_samples_with
 
 
 def test_error_names_source_and_row():
-    with pytest.raises(DataError, match="Row 1 of second has 25 tokens and 0 vision patches, more than"):
+    with pytest.raises(
+        DataError, match=r"Row 1 \(counted from 0\) of second has 25 tokens and 0 vision patches, more than"
+    ):
         build("error", FITS, LONG_TEXT)
-    with pytest.raises(DataError, match="Row 0 of second has 9 tokens and 80 vision patches"):
+    with pytest.raises(DataError, match=r"Row 0 \(counted from 0\) of second has 9 tokens and 80 vision patches"):
         build("error", TOO_MANY_PATCHES)
 
 

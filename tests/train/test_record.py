@@ -134,3 +134,18 @@ def test_the_line_of_a_step():
 def test_the_line_of_an_evaluation():
     record = {"step": 400, "exact_match": 0.914, "exact": 457, "samples": 500, "loss": 0.12}
     assert evaluation_line(record) == "evaluation after step 400: exact match 91.4 % (457 of 500), loss 0.1200"
+
+
+def test_a_step_keeps_to_the_width_of_the_terminal():
+    record = {"step": 7, "loss": 1.652, "lr": 2e-3, "grad_norm": 2.22, "step_s": 0.5, "tokens_per_s": 1991.0}
+    record |= {
+        "data_wait_share": 0.01,
+        "padding_share": 0.0,
+        "flops_per_s": 12.4e9,
+        "mfu": 0.126,
+        "peak_memory_bytes": 1,
+    }
+    whole = step_line(record, 150)
+    assert [len(step_line(record, 150, width)) <= width for width in (40, 80, 120)] == [True] * 3
+    assert step_line(record, 150, 40) == "step   7/150  loss 1.6520  MFU 12.6 %"
+    assert step_line(record, 150, 200) == whole

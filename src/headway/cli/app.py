@@ -6,7 +6,6 @@ is one readable paragraph; a traceback appears only with HEADWAY_DEBUG=1.
 
 import os
 import sys
-import textwrap
 from typing import Annotated, NoReturn
 
 import typer
@@ -27,18 +26,21 @@ from headway.cli import (
     goodput,
     import_config,
     index,
+    init,
     look,
     mfu,
     models,
+    new_model,
     pack,
     train,
     verify,
 )
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
+from headway.report.terminal import coloured, width_of, wrapped
 from headway.version import __version__
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
-_ERROR_WIDTH = 120
+_ERROR_WIDTH = 120  # where stderr is no terminal, which has its own
 
 app = typer.Typer(
     name="headway",
@@ -62,6 +64,8 @@ app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own cou
 app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
 app.command("look", short_help="See samples as tokens with their loss mask, and packs.")(look.look)
 app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
+app.command("init", short_help="Write a configuration for a model and data.")(init.init)
+app.command("new-model", short_help="Write a small model with random weights, for experiments.")(new_model.new_model)
 app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("chat", short_help="Talk to a model that was trained.")(chat.chat)
 app.command("generate", short_help="Answer one prompt or a file of them.")(generate.generate)
@@ -80,7 +84,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", "-V", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Train multimodal models on packed data, and know to the FLOP how much of the hardware turned into progress."""
@@ -88,6 +93,7 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    sys.argv[1:] = _spoken(sys.argv[1:])
     try:
         app(prog_name="headway")
     except HeadwayError as error:
@@ -103,7 +109,15 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _spoken(arguments: list[str]) -> list[str]:
+    """`version` and `help` as commands: what other tools call them."""
+    if arguments[:1] == ["version"]:
+        return ["--version"]
+    return [*arguments[1:], "--help"] if arguments[:1] == ["help"] else arguments
+
+
 def error_paragraph(error: HeadwayError) -> str:
-    """Render an error as one paragraph, wrapped for a terminal."""
+    """Render an error as one paragraph, wrapped for the terminal."""
     text = " ".join(f"Error: {error}".split())
-    return textwrap.fill(text, width=_ERROR_WIDTH, break_long_words=False, break_on_hyphens=False)
+    lines = wrapped(text, width_of(sys.stderr) or _ERROR_WIDTH)
+    return "\n".join(lines).replace("Error:", coloured("Error:", "red", sys.stderr), 1)

@@ -8,7 +8,7 @@ import typer
 from headway.cli import options
 from headway.cli.bill import note_row_length
 from headway.cli.output import print_json, warn, warn_of_unknown
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
 from headway.errors import UsageError
 from headway.report import (
@@ -35,6 +35,7 @@ StepTimeOption = Annotated[
 
 def compare(
     model: options.ModelArgument,
+    others: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     segments: options.SegmentsOption = None,
     images: options.ImagesOption = None,
     videos: options.VideosOption = None,
@@ -55,6 +56,11 @@ def compare(
 
     Example: headway compare qwen3-vl-8b --segments 4096*3,512 --images 1x32x48*2 --device H100 --step-time 1.9
     """
+    if others:
+        raise UsageError(
+            f"`headway compare` shows one step of one MODEL as every tool would print it, and got {others[0]} besides. "
+            "Whether two runs trained on the same samples says `headway check RUN OTHER`."
+        )
     from headway.audit import compare as compare_step
     from headway.conventions import Step
     from headway.devices import named_peak
@@ -65,7 +71,7 @@ def compare(
             f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
             "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
         )
-    workload = build_workload(segments, images, videos, slots, sources, audio)
+    workload = build_workload(segments, in_patches(model, images), videos, slots, sources, audio)
     row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
     peak = named_peak(device)
     cost_model = resolve_cost_model(model)
@@ -88,6 +94,7 @@ def compare(
             f"({format_duration(step_time)} for {describe(workload)}), --ranks {ranks} is too low for it, or --device "
             f"{device} is not the device."
         )
+        raise typer.Exit(1)
 
 
 def _seq_len(seq_len: int | None, slots: int, ranks: int, longest: int) -> int:

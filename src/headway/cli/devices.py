@@ -1,5 +1,6 @@
 """`headway devices`: the peaks that are known, and where each stands."""
 
+import sys
 import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +9,8 @@ import typer
 from headway.cli.options import JsonOption
 from headway.cli.output import print_json, warn
 from headway.errors import UnknownDeviceError, UsageError
-from headway.report import Column, render_pairs, render_table
+from headway.report import Column, render_lines, render_pairs, render_table
+from headway.report.terminal import width_of
 
 if TYPE_CHECKING:
     from headway.devices import Device
@@ -93,7 +95,7 @@ def _render_all(found: "list[Device]") -> str:
         "Dense TFLOP/s of one device as the framework sees it, accumulated in fp32; TOP/s in int8. * fp16: no bf16.",
         "Sources, dates and disagreements: headway devices NAME. To add a device: docs/devices.md.",
     ]
-    return "\n".join([render_table(columns, rows), "", *legend])
+    return "\n".join([render_table(columns, rows), "", render_lines(legend)])
 
 
 def _cell(device: "Device", dtype: str) -> str:
@@ -134,6 +136,8 @@ def _render(device: "Device") -> str:
 
 
 def _wrapped(name: str, text: str) -> list[tuple[str, str]]:
+    if width_of(sys.stdout) is not None:  # the terminal's width wraps it
+        return [(name, text)]
     lines = textwrap.wrap(text, _TEXT_WIDTH, break_long_words=False, break_on_hyphens=False)
     return [(name if i == 0 else "", line) for i, line in enumerate(lines)]
 

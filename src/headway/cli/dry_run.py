@@ -2,8 +2,11 @@
 
 import json
 import math
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from headway.cli.output import needs_extra
 from headway.cli.resolve import resolve_config, resolve_cost_model
@@ -13,15 +16,18 @@ from headway.report import (
     format_count,
     format_flops,
     format_share,
+    render_lines,
     render_pairs,
     render_table,
 )
+from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
     from headway.count.activations import SavedActivations
     from headway.train.config import TrainConfig
     from headway.train.dry_run import DryRun, Packs
 
+_NO_ROOM = "DOES NOT FIT"
 _PARTS = (
     ("weights", "weights", "this device's share, as the optimizer sees them"),
     ("casts", "weights, cast", "copies in the dtype of the products"),
@@ -48,6 +54,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
 
     Raises:
         HeadwayError: an unknown model or device, a mesh that does not fit, or a setting that cannot take effect.
+        typer.Exit: the run does not fit the device; exit code 1.
     """
     from headway.count.activations import SavedByPrecision
     from headway.devices import named_device
@@ -57,12 +64,17 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     name = device or config.plan.device
     cost_model = resolve_cost_model(config.model.path)
     found = named_device(name) if name is not None else None
-    saved = SavedByPrecision(partial(_saved, config.model.path))
+    saved = SavedByPrecision(partial(saved_activations, config.model.path))
     planned = dry_run(config, cost_model, saved, devices=count, device=found)
-    print(json.dumps(planned.as_json()) if as_json else _render(config, planned))
+    if as_json:
+        print(json.dumps(planned.as_json()))
+    else:
+        print(_render(config, planned).replace(_NO_ROOM, coloured(_NO_ROOM, "red", sys.stdout)))
+    if planned.fits is False:
+        raise typer.Exit(1)
 
 
-def _saved(name: str, precision: str) -> "SavedActivations":
+def saved_activations(name: str, precision: str) -> "SavedActivations":
     """Load the activations that autograd saves of a shipped model, or trace them."""
     from headway.count.activations import shipped_activations
     from headway.count.models import shipped_name
@@ -93,7 +105,7 @@ def _render(config: "TrainConfig", planned: "DryRun") -> str:
     if packs is not None:
         sections += [_flops_table(packs), _packs_pairs(config, planned, packs)]
     notes = [*planned.notes, "Memory leaves out the CUDA context, communication buffers and what the allocator wastes."]
-    return "\n\n".join([*sections, "\n".join(notes)])
+    return "\n\n".join([*sections, render_lines(notes)])
 
 
 def _memory_table(planned: "DryRun") -> str:
@@ -114,7 +126,7 @@ def _verdict(planned: "DryRun") -> str:
         return "name a device with --device to see whether it fits"
     share = format_share(planned.memory.peak / device.memory_bytes)
     whole = f"{share} of {device.title}'s {format_bytes(device.memory_bytes)}"
-    return whole if planned.fits else f"{whole}: DOES NOT FIT within {format_share(USABLE)}"
+    return whole if planned.fits else f"{whole}: {_NO_ROOM} within {format_share(USABLE)}"
 
 
 def _ways(planned: "DryRun") -> str:
@@ -127,9 +139,11 @@ def _ways(planned: "DryRun") -> str:
     columns = [Column("what fits, by the plan", "left"), Column("size"), Column("price", "left")]
     table = render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
     if ways[0].peak_bytes > room:
-        return (
-            f"No settings make it fit {format_bytes(room)}. The least that was found is {ways[0]}, which takes "
-            f"{format_bytes(ways[0].peak_bytes)}; train adapters (model.lora), a smaller model, or on more devices."
+        return render_lines(
+            [
+                f"No settings make it fit {format_bytes(room)}. The least that was found is {ways[0]}, which takes "
+                f"{format_bytes(ways[0].peak_bytes)}; train adapters (model.lora), a smaller model, or on more devices."
+            ]
         )
     return table
 

@@ -10,7 +10,7 @@ from headway.cli import options
 from headway.cli.bill import note_row_length, print_bill
 from headway.cli.output import print_json, warn_of_unknown
 from headway.cli.parse import parse_lora
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
 from headway.errors import UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
@@ -76,7 +76,7 @@ def flops(
             f"--past {past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it needs "
             "--forward-only. Leave it out to count a training step."
         )
-    workload = build_workload(segments, images, videos, slots, sources, audio, past)
+    workload = build_workload(segments, in_patches(model, images), videos, slots, sources, audio, past)
     cost_model = resolve_cost_model(model)
     if lora is not None:
         cost_model = cost_model.lora(*parse_lora(lora))

@@ -10,7 +10,7 @@ import typer
 from headway.cli.options import JsonOption, MaxCharactersOption
 from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
-from headway.report import format_count, format_share, printable, render_pairs
+from headway.report import format_count, format_share, printable, render_lines, render_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,6 +34,12 @@ def index(
     text_column: Annotated[
         str, typer.Option(metavar="NAME", help="Column with the words of documents and captions.")
     ] = "text",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column", metavar="NAME=THEIRS", help="What the dataset calls a column, as question=Frage. Repeatable."
+        ),
+    ] = None,
     root: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder or URL that media paths start from; each file's own else.")
     ] = None,
@@ -69,9 +75,12 @@ def index(
         from headway.data.sources import open_source
     if on_bad not in ("error", "skip"):
         raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
+    if workers is not None and workers < 0:
+        raise UsageError(f"--workers {workers} is no number of processes; give 0 or more.")
 
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
+    options["columns"] = _columns(column or [])
     sources = [open_source(path, **options) for path in data]  # a typo is told before anything is measured
     found = build_indices(sources, model, max_characters, policy, cache=cache, workers=workers, refresh=refresh)
     indices = dict(zip(data, found, strict=True))
@@ -82,35 +91,63 @@ def index(
         print("\n\n".join(_render(path, found) for path, found in indices.items()))
 
 
+def _columns(given: list[str]) -> dict[str, str]:
+    pairs = [one.partition("=") for one in given]
+    for name, equals, theirs in pairs:
+        if not (name and equals and theirs):
+            raise UsageError(f"--column {name + equals + theirs!r} is not NAME=THEIRS, such as question=Frage.")
+    return {name: theirs for name, _, theirs in pairs}
+
+
 def build_indices(
-    sources: "Sequence[Source]", model: str, max_characters: int | None, policy: "BadSamples", **options: Any
+    sources: "Sequence[Source]",
+    model: str,
+    max_characters: int | None,
+    policy: "BadSamples",
+    *,
+    cache: Path | None = None,
+    workers: int | None = None,
+    refresh: bool = False,
 ) -> "list[LengthIndex]":
-    """Measure datasets, with a progress bar for each.
+    """Measure datasets, with a progress bar for each; or read what was measured before, without opening the model.
 
     Args:
         sources: the datasets.
         model: whose tokenizer and processor measure.
         max_characters: longest text [characters]; the default when None.
         policy: what a row that cannot be used does; it is one for all of them.
-        options: what else `build_index` takes.
+        cache: folder of all indices; `index` in Headway's cache if None.
+        workers: as `build_index` takes them.
+        refresh: measure anew.
     """
     with needs_extra("indexing"):
         from headway.data.bad_rows import SampleCounts
-        from headway.data.encode import Encoder
+        from headway.data.index.stored import KnownEncoder, count_rows, stored_index
+        from headway.hub import located
+
+        path = located(model)  # a typo is told before torch is imported, which takes seconds
+    known = KnownEncoder(path, {"max_characters": max_characters}, cache)
+    counts, indices = SampleCounts(), []
+    if known.fingerprint is not None and not refresh:
+        stored = [stored_index(source, known.fingerprint, cache) for source in sources]
+        indices = [index for index in stored if index is not None]
+        if len(indices) == len(sources):
+            for index, source in zip(indices, sources, strict=True):
+                count_rows(index, source.name, policy, counts)
+            return indices
+
+    with needs_extra("indexing"):
+        from headway.data.encode import open_encoder
         from headway.data.index import build_index
         from headway.data.media.placeholders import MAX_CHARACTERS
-        from headway.data.media.processed import reads_processed_images
-        from headway.models import load_processor
-        from headway.models.load import load_config
-        from headway.models.vision import patch_size_of
 
-    processor = load_processor(model)
-    patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
-    encoder = Encoder(processor, max_characters=max_characters or MAX_CHARACTERS, patch_size=patch_size)
-    counts, indices = SampleCounts(), []
+    encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS)
+    known.remember(encoder.fingerprint())
+    chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
+    indices = []
     for source in sources:
         with _progress_bar(source.name) as progress:
-            indices.append(build_index(source, encoder, progress=progress, policy=policy, counts=counts, **options))
+            indices.append(build_index(source, encoder, progress=progress, policy=policy, counts=counts, **chosen))
     return indices
 
 
@@ -164,7 +201,7 @@ def _render(path: str, index: "LengthIndex") -> str:
     shown = [str(error) for error in list(index.bad.values())[:_SHOWN_BAD]]
     if len(index.bad) > len(shown):
         shown.append(f"and {format_count(len(index.bad) - len(shown))} more; --quarantine FILE or --json names all")
-    return "\n".join([render_pairs(pairs), *(f"bad: {reason}" for reason in shown)])
+    return "\n".join([render_pairs(pairs), *([render_lines([f"bad: {one}" for one in shown])] if shown else [])])
 
 
 def _percentile(percent: int) -> str:

@@ -147,18 +147,18 @@ def _of_data(
     seed: int,
 ) -> "Looked":
     from headway.cli.pack import one_of
-    from headway.data import Budget, Encoder
+    from headway.data import Budget
+    from headway.data.encode import open_encoder
     from headway.data.look import Looked
     from headway.data.media.placeholders import MAX_CHARACTERS
     from headway.data.sources import open_source
-    from headway.models import load_processor
     from headway.packing.items import OVERLONG, Items
     from headway.packing.order import Order
     from headway.packing.plan import Plan
 
     policy = one_of(overlong, "policy for over-long samples", OVERLONG)
     sources = [open_source(path) for path in data]
-    encoder = Encoder(load_processor(model), max_characters=max_characters or MAX_CHARACTERS)
+    encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS)
     if packing_length is None:
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
         return Looked(model, samples, (), (), None, {})

@@ -6,7 +6,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.output import print_json, warn
-from headway.cli.resolve import resolve_cost_model
+from headway.cli.resolve import in_patches, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens
 from headway.errors import UsageError
 from headway.report import format_count, format_duration, format_flops, format_rate, format_share, render_pairs
@@ -87,6 +87,8 @@ def mfu(
         print(_render(plan))
     for warning in plan.warnings:
         warn(warning)
+    if plan.values.get("mfu", 0.0) > 1.0:
+        raise typer.Exit(1)
 
 
 def _work(
@@ -123,7 +125,7 @@ def _work(
     if freeze:
         cost_model = cost_model.freeze(freeze)
     images, videos, sources, audio = towers
-    workload = build_workload(segments or str(seq_len), images, videos, None, sources, audio)
+    workload = build_workload(segments or str(seq_len), in_patches(model, images), videos, None, sources, audio)
     check_vision_tokens(cost_model, workload)
     found = {"flops_per_token": cost_model.count(workload).total / workload.tokens}
     if segments is not None and tokens_per_step is None:

@@ -22,7 +22,10 @@ SegmentsOption = Annotated[
 
 ImagesOption = Annotated[
     str | None,
-    typer.Option(metavar="TxHxW*N,...", help="Image grids [patches, before merging]; *N repeats a grid N times."),
+    typer.Option(
+        metavar="TxHxW*N,...",
+        help="Image grids [patches, before merging], or WxHpx in pixels, as 1024x768px; *N repeats one N times.",
+    ),
 ]
 
 VideosOption = Annotated[

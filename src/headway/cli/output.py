@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from headway.errors import HeadwayError
+from headway.report.terminal import coloured, width_of, wrapped
 
 SCHEMA_VERSION = 1  # of every object that --json prints
 
@@ -17,8 +18,11 @@ def print_json(record: Mapping[str, Any]) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning to stderr."""
-    print(f"Warning: {text}", file=sys.stderr)
+    """Print a warning to stderr, wrapped where that is a terminal."""
+    width = width_of(sys.stderr)
+    said = f"Warning: {text}"
+    said = said if width is None else "\n".join(wrapped(said, width))
+    print(said.replace("Warning:", coloured("Warning:", "yellow", sys.stderr), 1), file=sys.stderr)
 
 
 def warn_of_unknown(names: Iterable[str]) -> None:

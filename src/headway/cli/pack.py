@@ -10,7 +10,7 @@ from headway.cli.index import build_indices
 from headway.cli.output import needs_extra, print_json
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
-from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
+from headway.report import Column, format_count, format_flops, format_share, render_lines, render_pairs, render_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -240,7 +240,7 @@ def _render(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", re
         "mixing: spread over steps of the mean segment length, relative to random packing.",
         f"As padded batches the packs of {best.strategy} would be {format_share(best.padding_loss)} padding.",
     ]
-    return "\n\n".join([render_pairs(pairs), render_table(columns, rows), "\n".join(notes)])
+    return "\n\n".join([render_pairs(pairs), render_table(columns, rows), render_lines(notes)])
 
 
 def _check_plot_path(path: Path) -> None:

@@ -81,7 +81,8 @@ def parse_grids(option: str, text: str) -> list[tuple[int, int, int]]:
         if match is None:
             raise WorkloadError(
                 f"{option} {text!r}: {item!r} is not a grid. Give TxHxW in patches before merging, separated by "
-                f"commas, TxHxW*N for N of them, for example {_EXAMPLES[option]}."
+                f"commas, TxHxW*N for N of them, for example {_EXAMPLES[option]}"
+                + ("; or pixels, width x height, as 1024x768px." if option == "--images" else ".")
             )
         *sides, repeat = (_whole(option, digits) for digits in (match[1], match[2], match[3], match[4] or "1"))
         grid = (sides[0], sides[1], sides[2])

@@ -1,15 +1,19 @@
 """Find the cost model that MODEL names: shipped, a local config or folder, or a name on the Hugging Face Hub."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.output import needs_extra
-from headway.errors import UnknownModelError
+from headway.errors import UnknownModelError, WorkloadError
 
 if TYPE_CHECKING:
     from headway.conventions import Architecture
     from headway.count import CostModel
+
+
+_PIXELS = re.compile(r"(\d{1,6})[xX](\d{1,6})px")
 
 
 def resolve_cost_model(name: str) -> "CostModel":
@@ -37,6 +41,37 @@ def resolve_cost_model(name: str) -> "CostModel":
         return trace(resolve_config(name))
 
 
+def in_patches(model: str | None, images: str | None) -> str | None:
+    """Turn images whose size is given in pixels, 1024x768px (width x height), into grids of the model's patches.
+
+    Sides are rounded to whole tokens, as Qwen's image processors do; a processor's own limits on size are not applied.
+
+    Args:
+        model: as `resolve_cost_model` takes it.
+        images: what was typed; items in patches stay as they are.
+
+    Raises:
+        WorkloadError: the model's configuration does not say how large a patch is.
+
+    Source: transformers 5.17, models/qwen2_vl/image_processing_qwen2_vl.py, smart_resize.
+    """
+    if model is None or images is None or "px" not in images:
+        return images
+    vision = _raw_config(model).get("vision_config") or {}
+    patch, merge = vision.get("patch_size"), vision.get("spatial_merge_size")
+    if not isinstance(patch, int) or not isinstance(merge, int):
+        raise WorkloadError(
+            f"--images {images[:80]!r} is in pixels, and the configuration of {model} does not say how many make a "
+            "patch (vision_config: patch_size and spatial_merge_size). Give grids in patches, TxHxW, such as 1x32x48."
+        )
+
+    def grid(match: re.Match[str]) -> str:
+        width, height = (max(1, round(int(side) / (patch * merge))) * merge for side in match.groups())
+        return f"1x{height}x{width}"
+
+    return _PIXELS.sub(grid, images)
+
+
 def resolve_architecture(name: str, cost_model: "CostModel") -> "Architecture":
     """Read the numbers of the model that a name stands for off its configuration.
 
@@ -53,21 +88,25 @@ def resolve_architecture(name: str, cost_model: "CostModel") -> "Architecture":
     from headway.conventions import architecture
     from headway.count.models import presets
 
+    shown = name.lower() if name.lower() in presets() else cost_model.name
+    return architecture(_raw_config(name), shown, cost_model)
+
+
+def _raw_config(name: str) -> Any:
+    """What a model's config.json holds."""
+    from headway.count.models import presets
+
     if name.lower() in presets():
-        return architecture(presets()[name.lower()], name.lower(), cost_model)
+        return presets()[name.lower()]
     path = Path(name).expanduser()
     if path.is_dir():
         path /= "config.json"
     if path.exists():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise UnknownModelError(f"{path} is not JSON: {error}. Give a model's config.json.") from error
-    else:
-        from headway.models.load import load_config
-
-        config = load_config(name).to_dict()
-    return architecture(config, cost_model.name, cost_model)
+    return resolve_config(name).to_dict()
 
 
 def resolve_config(name: str) -> Any:
@@ -89,6 +128,10 @@ def resolve_config(name: str) -> Any:
             f"Hub id (OWNER/MODEL). {nearest(name)}"
         )
     with needs_extra(f"building the configuration of {name!r}"):
+        if name.lower() not in presets() and not path.exists():
+            from headway.hub import located
+
+            located(name)  # without network this is told before torch is imported, which takes seconds
         from headway.models.load import load_config
         from headway.tracing.build import preset_config
 

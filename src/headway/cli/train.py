@@ -107,12 +107,32 @@ def train(
             "starts, and run.device."
         )
     with needs_extra("training"):
+        if not scale_down:
+            _find_inputs(resolved)
         from headway.train.loop import train as run
 
     goes_on = None if resume_if_any else resume
     if scale_down:
         resolved = _scaled_down(resolved, later, resume=goes_on)
     print_summary(run(resolved, resume=goes_on), as_json=as_json)
+
+
+def _find_inputs(config: "TrainConfig") -> None:
+    """Look for the model and the data before torch is imported, which takes seconds.
+
+    Raises:
+        UnknownModelError: there is no such model.
+        DataError: there are no such files.
+    """
+    from headway.data.sources.files import find_files
+    from headway.hub import located
+
+    located(config.model.path)
+    paths = [part.path for stage in config.data.train for part in stage.parts if part.path is not None]
+    paths += [] if config.data.eval is None else [str(config.data.eval)]
+    for path in paths:
+        if "://" not in path:  # a store elsewhere is asked once, when it is opened
+            find_files(path, {})
 
 
 def _split(overrides: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -93,7 +93,9 @@ def unknown(name: str) -> UnknownDeviceError:
     """Say that no device has a name, which are alike, and what to do."""
     spoken = {text.lower(): text for device in all_devices() for text in (*device.aliases, *device.names)}
     nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), spoken, n=3, cutoff=0.6)]
-    hint = f" Names that look alike are other devices: {', '.join(nearest)}." if nearest else ""
+    parts = [text for text in spoken if len(name) > 1 and name.lower() in text]  # "rtx 40" is no misspelling
+    nearest = nearest or [spoken[text] for text in sorted(parts, key=len)[:3]]
+    hint = f" Did you mean {', '.join(nearest)}? Those that only look alike are other devices." if nearest else ""
     called = [d.names[0] for d in all_devices() if name.lower() in {alias.lower() for alias in d.aliases}]
     if called:  # good enough from a person, not from a driver
         hint = f" It is what people call {' or '.join(called)}; what is needed here is the name that a driver reports."

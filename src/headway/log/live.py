@@ -121,6 +121,9 @@ _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # key of a record -> 
 }
 
 
+_LEAST_MISSED = ("useful", "memory", "padding", "grad", "lr", "time", "wait", "tokens/s")
+
+
 def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and format those of a step's numbers that a person watches.
 
@@ -141,6 +144,24 @@ def joined(fields: Iterable[tuple[str, str]]) -> str:
     'step 7  MFU 41.2 %'
     """
     return "  ".join(f"{name} {value}" for name, value in fields)
+
+
+def fitted(fields: Iterable[tuple[str, str]], width: int | None) -> str:
+    """Join fields to one line that keeps to a width, without those that are missed least.
+
+    Args:
+        fields: names and values.
+        width: columns of the screen; None for any.
+
+    >>> fitted([("step", "7"), ("memory", "62.1 GiB"), ("MFU", "41.2 %")], 20)
+    'step 7  MFU 41.2 %'
+    """
+    kept = list(fields)
+    for name in _LEAST_MISSED:
+        if width is None or len(joined(kept)) <= width:
+            break
+        kept = [field for field in kept if field[0] != name]
+    return joined(kept)
 
 
 def _stragglers(record: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
+from headway.hub import located
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
 from headway.models.init_weights import init_weights
@@ -56,7 +57,8 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: the folder is there but holds no readable config.json, or needs code of its own.
     """
-    path = Path(name_or_path)
+    name = located(name_or_path)
+    path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(
             f"The model folder {path} has no config.json; it holds {_listing(path)}. Point to a folder that "
@@ -64,18 +66,16 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         )
     if path.is_file() and path.suffix != ".json":
         raise UnknownModelError(f"{path} is a file but not a config.json. Give a model folder or its config.json.")
-    if not path.exists():
-        _check_hub_name(str(name_or_path))
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(name_or_path), **_NO_CODE)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_NO_CODE)
     except _MALFORMED as error:
-        _refuse_code(str(name_or_path), error)
+        _refuse_code(name, error)
         if path.exists():
             raise CheckpointError(
                 f"The configuration in {path} cannot be read: {_first_line(error)} Fix the file, or save it anew with "
                 "config.save_pretrained."
             ) from error
-        raise _unreachable(str(name_or_path), error) from error
+        raise _unreachable(name, error) from error
     return config
 
 
@@ -103,6 +103,8 @@ def load_model(
         ConfigError: a configuration alone was given without `random_init`.
     """
     register()
+    if not isinstance(spec, PreTrainedConfig):
+        spec = located(spec)
     config = spec if isinstance(spec, PreTrainedConfig) else load_config(spec)
     model_class = _model_class(config)
     if random_init:
@@ -139,10 +141,9 @@ def load_processor(name_or_path: str | Path) -> Processor:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: the folder holds no tokenizer, its files cannot be read, or need code of its own.
     """
-    path = Path(name_or_path)
-    name = str(path.parent if path.is_file() else name_or_path)
-    if not Path(name).exists():
-        _check_hub_name(name)
+    name = located(name_or_path)
+    if Path(name).is_file():
+        name = str(Path(name).parent)
     try:
         class_name = _processor_class_name(name)
         if class_name is None:
@@ -352,16 +353,6 @@ def _with_videos(processor_class: Any, name: str) -> Any:
 
     Opening.__name__, Opening.__module__ = processor_class.__name__, processor_class.__module__
     return Opening
-
-
-def _check_hub_name(name: str) -> None:
-    """Refuse a name that cannot be a Hub id, a path or more than owner/model, as a folder that does not exist."""
-    parts = name.split("/")
-    if name.startswith((".", "/", "~")) or len(parts) > 2 or not all(parts):
-        raise UnknownModelError(
-            f"There is no model folder or config.json at {name!r}. Check the path, or give a name on the Hugging Face "
-            "Hub such as Qwen/Qwen3-VL-2B-Instruct."
-        )
 
 
 def _refuse_code(name: str, error: Exception) -> None:

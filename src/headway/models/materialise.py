@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from headway.hub import located
 from headway.models.init_weights import to_memory
 from headway.models.load import check_weights, load_model, weights_of
 from headway.models.parallel import fill, local, own_classes
@@ -48,7 +49,7 @@ def read_weights(
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: files are missing, cut short, or of another model.
     """
-    place = torch.device(device if keep_on is None else keep_on)
+    name, place = located(name), torch.device(device if keep_on is None else keep_on)
     model.to_empty(device=place)
     model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
     with weights_of(str(name)) as missing, ExitStack() as opened:

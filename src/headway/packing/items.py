@@ -217,7 +217,9 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
     over = too_long | too_wide
     if overlong == "error" and over.any():
         row = int(over.argmax())
-        raise DataError(over_budget(f"Row {row} of {name}", Size(int(tokens[row]), int(patches[row])), budget))
+        raise DataError(
+            over_budget(f"Row {row} (counted from 0) of {name}", Size(int(tokens[row]), int(patches[row])), budget)
+        )
     cut = over & False
     if overlong == "truncate":
         cut = too_long & ~too_wide & (lengths.media_end <= budget.tokens) & (lengths.first_target < budget.tokens)

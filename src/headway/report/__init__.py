@@ -9,7 +9,7 @@ from headway.report.format import (
     format_share,
     printable,
 )
-from headway.report.table import Column, render_pairs, render_table
+from headway.report.table import Column, render_lines, render_pairs, render_table
 
 __all__ = [
     "Column",
@@ -20,6 +20,7 @@ __all__ = [
     "format_rate",
     "format_share",
     "printable",
+    "render_lines",
     "render_pairs",
     "render_table",
 ]

@@ -1,12 +1,20 @@
-"""Plain-text tables: aligned columns that read the same on a terminal, in a pipe and in a log."""
+"""Plain-text tables: aligned columns that read the same on a terminal, in a pipe and in a log.
 
+On a terminal they keep to its width: words wrap within their column, and columns that still find no room stand in a
+second table below, the first column repeated. In a pipe or a file every row is one line.
+"""
+
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from headway.report.format import printable
+from headway.report.terminal import width_of, wrapped
 
 _GAP = "  "
+_NARROWEST_WORDS = 18  # a column of words is not made narrower
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +26,11 @@ class Column:
 
 
 def render_table(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    *,
+    footer: Sequence[str] | None = None,
+    width: int | None = None,
 ) -> str:
     """Render rows under headings, with an optional last row below a rule.
 
@@ -26,6 +38,8 @@ def render_table(
         columns: headings and alignment, one per cell of a row.
         rows: cells, already formatted.
         footer: one more row, such as totals, set apart by a rule.
+        width: columns of the screen that it keeps to; those of the terminal at stdout if None, and any where there is
+            none.
 
     Returns:
         Lines joined by newlines, without trailing spaces or a final newline.
@@ -39,29 +53,93 @@ def render_table(
     ----  -----
     all      19
     """
-    headings = [column.heading for column in columns]
-    rows = [[printable(cell) for cell in row] for row in rows]
-    body = rows + ([list(footer)] if footer is not None else [])
+    body = [[printable(cell) for cell in row] for row in rows] + ([list(footer)] if footer is not None else [])
     for row in body:
         assert len(row) == len(columns), f"a row has {len(row)} cells for {len(columns)} columns: {row}"
-    widths = [max(len(cells[i]) for cells in [headings, *body]) for i in range(len(columns))]
+    screen = width if width is not None else width_of(sys.stdout)
+    widths = _widths(columns, body, screen)
+    tables = []
+    for part in _side_by_side(widths, screen):
+        tables.append(_render([columns[i] for i in part], [[row[i] for i in part] for row in body],
+                              [widths[i] for i in part], has_footer=footer is not None))  # fmt: skip
+    return "\n\n".join(tables)
+
+
+def _widths(columns: Sequence[Column], body: Sequence[Sequence[str]], screen: int | None) -> list[int]:
+    """Width of each column: of its longest cell, less where words must wrap to keep to the screen."""
+    widths = [max(len(cells[i]) for cells in [[c.heading for c in columns], *body]) for i in range(len(columns))]
+    if screen is None:
+        return widths
+    excess = sum(widths) + len(_GAP) * (len(columns) - 1) - screen
+    for i in sorted(range(len(columns)), key=lambda i: -widths[i]):
+        has_words = columns[i].align == "left" and any(" " in row[i] for row in body)
+        if excess > 0 and has_words and widths[i] > _NARROWEST_WORDS:
+            narrower = max(_NARROWEST_WORDS, widths[i] - excess)
+            excess -= widths[i] - narrower
+            widths[i] = narrower
+    return widths
+
+
+def _side_by_side(widths: Sequence[int], screen: int | None) -> list[list[int]]:
+    """Numbers of the columns of each table: as many as fit beside each other, the first in all of them."""
+    tables = [[0]] if widths else [[]]
+    for i in range(1, len(widths)):
+        taken = sum(widths[j] + len(_GAP) for j in tables[-1]) + widths[i]
+        if screen is not None and taken > screen and len(tables[-1]) > 1:
+            tables.append([0])
+        tables[-1].append(i)
+    return tables
+
+
+def _render(
+    columns: Sequence[Column], body: Sequence[Sequence[str]], widths: Sequence[int], *, has_footer: bool
+) -> str:
     rule = _GAP.join("-" * width for width in widths)
-    lines = [_line(headings, columns, widths), rule]
-    lines += [_line(row, columns, widths) for row in rows]
-    if footer is not None:
-        lines += [rule, _line(footer, columns, widths)]
+    lines = [_line([column.heading for column in columns], columns, widths), rule]
+    for number, row in enumerate(body):
+        if has_footer and number == len(body) - 1:
+            lines.append(rule)
+        cells = [
+            wrapped(cell, width) if column.align == "left" and len(cell) > width else [cell]
+            for cell, column, width in zip(row, columns, widths, strict=True)
+        ]
+        lines += [_line(line, columns, widths) for line in zip_longest(*cells, fillvalue="")]
     return "\n".join(lines)
 
 
-def render_pairs(pairs: Sequence[tuple[str, str]]) -> str:
-    """Render names and values, one pair a line, values aligned.
+def render_pairs(pairs: Sequence[tuple[str, str]], *, width: int | None = None) -> str:
+    """Render names and values, one pair a line, values aligned; on a terminal they wrap beside their names.
+
+    Args:
+        pairs: names and values.
+        width: as in `render_table`.
 
     >>> print(render_pairs([("MFU", "47.1 %"), ("tokens", "12,800")]))
     MFU     47.1 %
     tokens  12,800
     """
-    width = max((len(name) for name, _ in pairs), default=0)
-    return "\n".join(f"{name:<{width}}{_GAP}{printable(value)}".rstrip() for name, value in pairs)
+    screen = width if width is not None else width_of(sys.stdout)
+    named = max((len(name) for name, _ in pairs), default=0)
+    lines = []
+    for name, value in pairs:
+        line = f"{name:<{named}}{_GAP}{printable(value)}".rstrip()
+        if screen is not None and len(line) > screen:
+            room = max(screen - named - len(_GAP), _NARROWEST_WORDS)
+            first, *rest = wrapped(printable(value), room)
+            line = "\n".join([f"{name:<{named}}{_GAP}{first}", *(" " * named + _GAP + words for words in rest)])
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def render_lines(lines: Sequence[str]) -> str:
+    """Render sentences, each on a line of its own; on a terminal they wrap.
+
+    >>> print(render_lines(["One.", "Two."]))
+    One.
+    Two.
+    """
+    screen = width_of(sys.stdout)
+    return "\n".join(line if screen is None else "\n".join(wrapped(line, screen)) for line in lines)
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> str:

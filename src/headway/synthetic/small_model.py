@@ -6,6 +6,7 @@ features enter and leave, patch sizes, tied embeddings, experts. Depth, width, v
 
 import copy
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,6 @@ from headway.models.load import load_processor
 from headway.synthetic.processor import write_processor, write_tokenizer
 from headway.tracing.build import with_layers
 
-LAYERS = 4
-HEAD_DIM = 16
-KEY_VALUE_HEADS = 2  # where the model has so many: two processes of sequence parallelism then hold one each
-VISION_HEADS = 4
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 _WIDTH_STEP = 16  # widths are multiples of it, as kernels like them
 
@@ -33,7 +30,35 @@ _SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermedi
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def write_small_model(folder: Path, config: PreTrainedConfig, texts: Iterable[str], *, max_pixels: int) -> Path:
+@dataclass(frozen=True)
+class Shape:
+    """How small.
+
+    Attributes:
+        layers: of the text model, and of the vision tower, at most.
+        head_dim: of an attention head.
+        key_value_heads: where the model has so many: two processes of sequence parallelism then hold one each.
+        vision_heads: of the vision tower, at most.
+    """
+
+    layers: int = 4
+    head_dim: int = 16
+    key_value_heads: int = 2
+    vision_heads: int = 4
+
+
+SMALLEST = Shape()
+
+
+def write_small_model(
+    folder: Path,
+    config: PreTrainedConfig,
+    texts: Iterable[str],
+    *,
+    max_pixels: int,
+    shape: Shape = SMALLEST,
+    vocab_size: int = 512,
+) -> Path:
     """Write the configuration, tokenizer and processor of a small model of the same structure.
 
     Args:
@@ -41,13 +66,15 @@ def write_small_model(folder: Path, config: PreTrainedConfig, texts: Iterable[st
         config: configuration of the large model.
         texts: texts that the vocabulary is learned from.
         max_pixels: larger images and videos are shrunk to this area [pixels].
+        shape: how small.
+        vocab_size: upper bound on vocabulary entries [tokens].
 
     Raises:
         ConfigError: a model whose configuration does not name its widths, heads and depth as transformers' do.
     """
     vision = getattr(config, "vision_config", None)
     if vision is None:
-        write_tokenizer(folder, texts)
+        write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
         processor = _PROCESSORS.get(config.model_type)
         if processor is None:
@@ -62,11 +89,12 @@ def write_small_model(folder: Path, config: PreTrainedConfig, texts: Iterable[st
             vision.spatial_merge_size,
             temporal_patch_size=vision.temporal_patch_size,
             max_pixels=max_pixels,
+            vocab_size=vocab_size,
             processor_class=processor,
         )
     opened: Any = load_processor(folder)
     tokenizer = getattr(opened, "tokenizer", opened)
-    small = small_config(config, len(tokenizer))
+    small = small_config(config, len(tokenizer), shape)
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
     for name, token in names.items():
@@ -76,31 +104,32 @@ def write_small_model(folder: Path, config: PreTrainedConfig, texts: Iterable[st
     return folder
 
 
-def small_config(config: PreTrainedConfig, vocabulary: int) -> PreTrainedConfig:
+def small_config(config: PreTrainedConfig, vocabulary: int, shape: Shape = SMALLEST) -> PreTrainedConfig:
     """Shrink a configuration.
 
     Args:
         config: configuration of a causal or image-text model.
         vocabulary: entries of the small tokenizer [tokens].
+        shape: how small.
 
     Raises:
         ConfigError: as for `write_small_model`.
     """
-    small: Any = with_layers(config, LAYERS)
+    small: Any = with_layers(config, shape.layers)
     text, old_text = small.get_text_config(), config.get_text_config()
-    _shrink_text(text, old_text, vocabulary)
+    _shrink_text(text, old_text, vocabulary, shape)
     for part in (small, text):
         for name, value in (("bos_token_id", None), ("eos_token_id", 2), ("pad_token_id", 0)):
             if hasattr(part, name):
                 setattr(part, name, value)
     old_vision = getattr(config, "vision_config", None)
     if old_vision is not None:
-        _shrink_vision(small.vision_config, old_vision, text.hidden_size)
+        _shrink_vision(small.vision_config, old_vision, text.hidden_size, shape)
     shrunk: PreTrainedConfig = small
     return shrunk
 
 
-def _shrink_text(small: Any, old: Any, vocabulary: int) -> None:
+def _shrink_text(small: Any, old: Any, vocabulary: int, shape: Shape) -> None:
     needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
     if missing := [name for name in needed if not isinstance(getattr(old, name, None), int)]:
         raise ConfigError(
@@ -109,38 +138,38 @@ def _shrink_text(small: Any, old: Any, vocabulary: int) -> None:
     heads = old.num_attention_heads
     key_value = getattr(old, "num_key_value_heads", None) or heads
     head_dim = getattr(old, "head_dim", None) or old.hidden_size // heads
-    new_key_value = min(KEY_VALUE_HEADS, key_value)
+    new_key_value = min(shape.key_value_heads, key_value)
     small.num_key_value_heads = new_key_value
     small.num_attention_heads = heads // key_value * new_key_value
-    scale = small.num_attention_heads * HEAD_DIM / (heads * head_dim)
+    scale = small.num_attention_heads * shape.head_dim / (heads * head_dim)
     small.hidden_size = _width(old.hidden_size * scale)
     if getattr(old, "head_dim", None):
-        small.head_dim = HEAD_DIM
+        small.head_dim = shape.head_dim
     for name in _SIZES:
         if isinstance(size := getattr(old, name, None), int) and size:
             setattr(small, name, _width(size * scale))
     small.vocab_size = vocabulary
     if rope := getattr(small, "rope_parameters", None):
-        small.rope_parameters = _small_rope(rope, head_dim)
+        small.rope_parameters = _small_rope(rope, head_dim, shape.head_dim)
     for name in _NUM_EXPERTS:
         if isinstance(getattr(old, name, None), int) and getattr(old, name):
             setattr(small, name, min(EXPERTS, getattr(old, name)))
             small.num_experts_per_tok = min(EXPERTS_PER_TOKEN, old.num_experts_per_tok)
 
 
-def _small_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+def _small_rope(rope: dict[str, Any], old_dim: int, head_dim: int) -> dict[str, Any]:
     """Rotary settings with M-RoPE's sections in their old proportions."""
     rope = copy.deepcopy(rope)
     if sections := rope.get("mrope_section"):
-        shares = [section * HEAD_DIM // head_dim for section in sections]
-        rope["mrope_section"] = [HEAD_DIM // 2 - sum(shares[1:]), *shares[1:]]
+        shares = [section * head_dim // old_dim for section in sections]
+        rope["mrope_section"] = [head_dim // 2 - sum(shares[1:]), *shares[1:]]
     return rope
 
 
-def _shrink_vision(small: Any, old: Any, width_of_text: int) -> None:
-    heads = min(VISION_HEADS, old.num_heads)
-    scale = heads * HEAD_DIM / old.hidden_size
-    small.num_heads, small.hidden_size = heads, heads * HEAD_DIM
+def _shrink_vision(small: Any, old: Any, width_of_text: int, shape: Shape) -> None:
+    heads = min(shape.vision_heads, old.num_heads)
+    scale = heads * shape.head_dim / old.hidden_size
+    small.num_heads, small.hidden_size = heads, heads * shape.head_dim
     small.intermediate_size = _width(old.intermediate_size * scale)
     if hasattr(old, "out_hidden_size"):
         small.out_hidden_size = width_of_text

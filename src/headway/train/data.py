@@ -156,10 +156,11 @@ def _open(part: SourceConfig) -> Source:
         name=part.name,
         schema=part.schema_name,
         text_column=part.text_column,
+        columns=part.columns,
         root=part.root,
         allow_remote=part.allow_remote,
     )
 
 
 def _identity(part: SourceConfig) -> tuple[object, ...]:
-    return part.path, part.schema_name, part.text_column, part.root, part.allow_remote
+    return part.path, part.schema_name, part.text_column, part.columns, part.root, part.allow_remote

@@ -12,11 +12,13 @@ supervised or not, because that is what the ledger counts: what is billed is wha
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 import transformers
 
+from headway.data import Batch
 from headway.data.feed import FeedReport, on_device
 from headway.errors import TrainingError
 from headway.meter import Goodput, clock
@@ -82,15 +84,15 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
-    steps = iter(run.feed)
     evaluation, stopped_by = None, 0
     window = ProfileWindow(config.run.profile, config.run.folder, rank=ranks.rank, size=ranks.size, device=device)
 
     with (
         _outputs(config, run, start_ns) as out,
         window,
-        meter,
         run.feed,
+        _workers_started(run, phase, needed=step < optim.steps) as steps,
+        meter,
         saver,
         stop_requests() as stop_signal,
         explain_errors(phase, Explanation(run, config, phase)),
@@ -252,6 +254,13 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
             before=run.checkpoint.position() if run.checkpoint else {},
         )
         yield _Outputs(progress, metrics, samples, goodput, recorder)
+
+
+@contextmanager
+def _workers_started(run: Run, phase: LoopPhase, *, needed: bool) -> Iterator[Iterator[list[Batch]]]:
+    """Wait for the first step's packs before the clock starts: that processes start is no data wait of that step."""
+    phase.at("start of the data workers")
+    yield chain([next(run.feed, [])] if needed else [], run.feed)
 
 
 def _leave(run: Run, out: _Outputs, phase: LoopPhase, bucket: Bucket) -> None:

@@ -9,12 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.data.encode import Encoder
+from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.errors import CheckpointError, ConfigError
 from headway.models.attention import use_attention
 from headway.models.load import Processor, load_model, load_processor, rope_index
 from headway.models.lora import ADAPTER_CONFIG, add_saved_adapters, initialise_adapters, read_adapters, without_adapters
 from headway.models.materialise import allocate
+from headway.models.vision import patch_size_of
 from headway.train.checkpoint import Checkpoint, restore
 from headway.train.checkpoint.export import find_checkpoint_in, holds_adapters
 from headway.train.checkpoint.folder import MANIFEST, step_folders
@@ -157,17 +159,26 @@ def _of_checkpoint(checkpoint: Checkpoint, device: torch.device, dtype: torch.dt
     return model
 
 
-def make_encoder(processor: Processor, model: PreTrainedModel, max_characters: int = MAX_CHARACTERS) -> Encoder:
+def make_encoder(
+    processor: Processor,
+    model: PreTrainedModel,
+    *,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    max_characters: int = MAX_CHARACTERS,
+) -> Encoder:
     """The encoder of a model's samples, in training and whenever the model is judged.
 
     Args:
         processor: the model's processor or tokenizer.
         model: with or without weights.
+        max_image_pixels: largest image [pixels].
         max_characters: longest text of a sample [characters].
     """
     return Encoder(
         processor,
         rope_index(model),
         num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
+        max_image_pixels=max_image_pixels,
         max_characters=max_characters,
+        patch_size=patch_size_of(model.config),
     )

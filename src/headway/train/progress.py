@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from headway.log.live import joined, shared_console, shown_fields
+from headway.log.live import fitted, shared_console, shown_fields
 from headway.report import format_count, format_share
 
 
@@ -48,7 +48,8 @@ class Progress:
         step = record["step"]
         self._bar.update(self._task, completed=step)
         if step % self._log_every == 0 or step in (1, self._steps):
-            self.note(step_line(record, self._steps))
+            width = self._console.width if self._console.is_terminal else None
+            self.note(step_line(record, self._steps, width))
 
     def recompiled(self, step: int, guards: Iterable[str]) -> None:
         """Warn of guards that failed in a step, so that a block was compiled again."""
@@ -66,9 +67,9 @@ class Progress:
             self._bar.stop()
 
 
-def step_line(record: dict[str, Any], steps: int) -> str:
-    """Render a step's record as one line."""
-    return joined([("step", f"{record['step']:>{len(str(steps))}}/{steps}"), *shown_fields(record)])
+def step_line(record: dict[str, Any], steps: int, width: int | None = None) -> str:
+    """Render a step's record as one line; where it does not fit, without the numbers that are missed least."""
+    return fitted([("step", f"{record['step']:>{len(str(steps))}}/{steps}"), *shown_fields(record)], width)
 
 
 def evaluation_line(record: dict[str, Any]) -> str:

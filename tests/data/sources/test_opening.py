@@ -44,7 +44,7 @@ def test_a_dataset_is_called_by_its_path_or_a_given_name(folder):
     [
         ("none.jsonl", r"none\.jsonl cannot be read: No such file"),
         ("none-*.jsonl", r"none-\*\.jsonl cannot be read: No such file"),
-        ("nothing", "nothing cannot be read: the folder holds no files"),
+        ("nothing", "nothing is a folder without files"),
     ],
 )
 def test_a_missing_dataset_is_named(folder, name, says):

@@ -24,8 +24,8 @@ def read(tmp_path):
     for name in ("a.png", "b.png", "c.mp4", "d.wav"):
         (tmp_path / name).write_bytes(name.encode())
 
-    def normalise(row, schema="auto", text_column="text", **members):
-        normaliser = Normaliser(schema, text_column, str(tmp_path), MediaRules())
+    def normalise(row, schema="auto", text_column="text", columns=None, **members):
+        normaliser = Normaliser(schema, text_column, str(tmp_path), MediaRules(), columns or {})
         return normaliser.sample(
             ParsedRow(row, {name.replace("_", "."): data for name, data in members.items()}), ORIGIN
         )
@@ -194,6 +194,63 @@ def test_prompt_and_completion(read, at):
     assert pictured.messages == (user(ImagePart(at("a.png")), "?"), assistant("Ho"))
 
 
+def test_turns_are_read_in_either_column_in_either_form(read):
+    turns = [said("user", "Hi"), said("assistant", "Ho")]
+    assert read({"conversations": turns, "system": "x"}).messages[1:] == (user("Hi"), assistant("Ho"))
+    told = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    assert read({"messages": told}).messages == (user("Hi"), assistant("Ho"))
+
+
+def test_alpaca(read, at):
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3", "text": "the same as one document"}
+    assert read(row).messages == (user("Add.\n1, 2"), assistant("3"))
+    more = {"instruction": "Add.", "input": "", "output": "3", "system": "x", "history": [["Hi", "Ho"]]}
+    head = Message("system", (TextPart("x"),))
+    assert read(more).messages == (head, user("Hi"), assistant("Ho"), user("Add."), assistant("3"))
+    assert read(row | {"image": "a.png"}).messages[0] == user(ImagePart(at("a.png")), "Add.\n1, 2")
+
+
+def test_question_and_answer_with_media_where_a_marker_says_or_before_the_words(read, at):
+    row = {"question": "What?", "answer": "A cat."}
+    assert read(row).messages == (user("What?"), assistant("A cat."))
+    assert read(row | {"image": "a.png"}).messages[0] == user(ImagePart(at("a.png")), "What?")
+    marked = {"question": "See <image>.", "answer": "A cat.", "image": "a.png"}
+    assert read(marked).messages[0] == user("See ", ImagePart(at("a.png")), ".")
+
+
+def test_columns_by_other_names(read, at):
+    row = {"Frage": "What?", "a": {"text": ["A cat.", "Cat"]}, "bild": "a.png", "messages": "of the moderators"}
+    mapped = {"question": "Frage", "answer": "a.text.0", "image": "bild"}
+    assert read(row, columns=mapped).messages == (user(ImagePart(at("a.png")), "What?"), assistant("A cat."))
+    assert read({"body": "Words."}, columns={"text": "body"}) == Document("Words.", ORIGIN)
+    assert read({"a.b": "Words."}, columns={"text": "a.b"}).content == "Words."
+
+
+def test_chosen_answers_can_be_mapped(read):
+    pair = {"prompt": "Hi", "chosen": "Ho", "rejected": "Hu"}
+    assert read(pair, columns={"prompt": "prompt", "completion": "chosen"}).answer == "Ho"
+    turns = {"chosen": [said("user", "Hi"), said("assistant", "Ho")], "rejected": []}
+    assert read(turns, columns={"messages": "chosen"}).answer == "Ho"
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"qestion": "Frage"}, "columns maps 'qestion', which no schema reads. Did you mean 'question'?"),
+        ({"Frage": "question"}, "The other way round it would be question: Frage."),
+    ],
+)
+def test_a_mapping_to_no_column_is_refused(read, columns, says):
+    with pytest.raises(ConfigError) as caught:
+        read({"Frage": "?"}, columns=columns)
+    assert says in str(caught.value)
+
+
+def test_a_mapped_column_that_a_row_lacks_is_named(read):
+    with pytest.raises(DataError, match=r"no column 'Frage', which columns names for question; it has a, b"):
+        read({"a": 1, "b": 2}, columns={"question": "Frage", "answer": "b"})
+
+
 def test_captions(read, at):
     row = {"image": "a.png", "caption": "A cat.", "text": "A dog."}
     assert read(row).messages == (user(ImagePart(at("a.png"))), assistant("A dog."))
@@ -221,6 +278,13 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
     ("row", "says"),
     [
         ({"question": "?"}, 'got {"question": "?"}, but the row needs the columns of a schema: messages (messages);'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, 'the row is a preference pair, "chosen" and "rejected"'),
+        ({"prompt": "a", "completion": "b", "label": False}, 'the row is graded, with "label" false'),
+        ({"question": "a", "answer": ["b"]}, '"answer" is ["b"], but it must be a string. In columns a path such as'),
+        (
+            {"instruction": "a", "output": "b", "history": [["c"]]},
+            '"history" is [["c"]], but it must be a list of pairs',
+        ),
         ({"messages": "no JSON"}, "messages is a string but not JSON"),
         ({"messages": 3}, 'got 3, but "messages" must be a list of turns'),
         ({"messages": {"role": ["user"], "content": []}}, '"messages" must be a list of turns'),
@@ -232,7 +296,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"messages": [said("user", [{"type": "image"}])]}, "message 1: the row has 0 of kind image"),
         (
             {"messages": [said("user", "a")], "images": ["a.png"]},
-            "the row names 1 image(s), and its messages say of 0",
+            "the row names 1 image, and its messages place none of them",
         ),
         ({"messages": [said("user", "<image><image>")], "image": "a.png"}, "hold more <image> markers"),
         ({"messages": [said("user", [{"type": "input_audio", "input_audio": "x"}])]}, '"input_audio" is "x"'),
@@ -250,7 +314,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"conversations": [{"from": "human", "value": "<image>"}]}, 'choose the schema "sharegpt"'),
         (
             {"conversations": [{"from": "human", "value": "a"}], "image": "a.png"},
-            "its messages say of 0 where they belong",
+            "its messages place none of them",
         ),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "turn 1: the call is a string but not JSON"),
         ({"prompt": 3, "completion": "a"}, '"prompt" is 3 and "completion" is "a"'),
@@ -274,14 +338,14 @@ def test_a_named_schema_says_what_it_needs(read):
         DataError, match=r"needs the columns of a schema: prompt and completion \(prompt_completion\)\."
     ):
         read({"text": "a"}, schema="prompt_completion")
-    with pytest.raises(DataError, match=r"the row names 1 image\(s\), and its messages say of 0"):
+    with pytest.raises(DataError, match=r"the row names 1 image, and its messages place none of them"):
         read({"conversations": [{"from": "human", "value": "<image>"}], "image": "a.png"}, schema="sharegpt")
-    with pytest.raises(ConfigError, match=f"Unknown schema 'alpaca'. Allowed: {', '.join(SCHEMAS)}"):
-        read({"text": "a"}, schema="alpaca")
+    with pytest.raises(ConfigError, match=f"Unknown schema 'vicuna'. Allowed: {', '.join(SCHEMAS)}"):
+        read({"text": "a"}, schema="vicuna")
 
 
 def test_media_beside_a_document_are_not_dropped(read):
-    with pytest.raises(DataError, match=r"the row names 1 image\(s\)"):
+    with pytest.raises(DataError, match=r"the row names 1 image, and"):
         read({"text": "a", "image": "a.png"}, schema="text")
 
 

@@ -4,7 +4,6 @@ The work is cut into units, ranges of rows that are measured apart; each finishe
 """
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -15,14 +14,14 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headway.cache import CACHE_VARIABLE, cache_root
+from headway.cache import CACHE_VARIABLE
 from headway.data.bad_rows import BadSamples, SampleCounts, sample_error
 from headway.data.encode import Encoder
 from headway.data.index.length_index import METADATA, LengthIndex
+from headway.data.index.stored import INDEX_FILE, count_rows, folder_of
 from headway.data.index.table import BAD, LAYOUT, bad_rows, join_tables, table_of, write_table
 from headway.data.pool import Job, Pool
 from headway.data.samples import SampleError, SampleLengths
@@ -60,7 +59,7 @@ class IndexJob:
     @property
     def index_file(self) -> Path:
         """The finished index."""
-        return self.folder / "index.parquet"
+        return self.folder / INDEX_FILE
 
     @property
     def parts_folder(self) -> Path:
@@ -98,9 +97,7 @@ def index_folder(source: Source, encoder: Encoder, cache: Path | None = None) ->
         encoder: measures them.
         cache: folder of all indices; `index` in Headway's cache if None.
     """
-    parts = [str(LAYOUT), source.fingerprint(), encoder.fingerprint()]
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-    return (cache if cache is not None else cache_root() / "index") / key
+    return folder_of(source, encoder.fingerprint(), cache)
 
 
 def build_index(
@@ -147,10 +144,7 @@ def build_index(
     if not job.index_file.exists():
         _make(job, workers, progress or (lambda *_: None), policy)
     index = LengthIndex.load(job.index_file, source=source.name)
-    counts = SampleCounts() if counts is None else counts
-    counts.count(source.name, "read", len(index), int(index.tokens.sum(dtype=np.int64)))
-    for error in index.bad.values():
-        policy.handle(error, counts)
+    count_rows(index, source.name, policy, SampleCounts() if counts is None else counts)
     return index
 
 

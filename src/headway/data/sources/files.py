@@ -103,6 +103,10 @@ class File:
             )
 
 
+class _EmptyFolderError(Exception):
+    pass
+
+
 def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | None]:
     """Find the files that a path, glob or URL names, in the order of their names.
 
@@ -126,8 +130,13 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
             if not Path(inside).name.startswith("."):  # as in a shell
                 names = [name for name in names if not Path(name).name.startswith(".")]
         if not names:
-            raise FileNotFoundError(ENOENT, "the folder holds no files" if folder else os.strerror(ENOENT))
+            raise _EmptyFolderError if folder else FileNotFoundError(ENOENT, os.strerror(ENOENT))
         return [_file(system, name, options) for name in names], folder
+    except _EmptyFolderError as error:
+        raise DataError(
+            f"The dataset {path} is a folder without files (those whose names begin with . or _ are not looked at). "
+            "Put the dataset into it, or name another path."
+        ) from error
     except (OSError, ImportError, ValueError) as error:  # ImportError and ValueError: fsspec's, of unknown protocols
         reason = getattr(error, "strerror", None) or error
         raise DataError(

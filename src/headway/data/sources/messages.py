@@ -33,7 +33,26 @@ _CUTS = (
 _MARKER = re.compile(r"<(image|video|audio)>")
 
 
-def read_messages(value: Any, media: RowMedia) -> tuple[Message, ...]:
+def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = True) -> tuple[Message, ...]:
+    """Read a column of turns in either form, told by the first turn's keys: "from", or "role".
+
+    Args:
+        value: the list of turns.
+        column: "messages" or "conversations", whose form is meant where the first turn has neither.
+        media: the row's media.
+        has_markers: whether markers are looked for in ShareGPT's turns; otherwise they are words.
+
+    Raises:
+        DataError: it is something else; the message names the turn.
+    """
+    first = turns_of(value, column)[0]
+    keys = first.keys() if isinstance(first, dict) else set[str]()
+    if "from" in keys or (column == "conversations" and "role" not in keys):
+        return read_conversations(value, media, has_markers)
+    return read_messages(value, media, column)
+
+
+def read_messages(value: Any, media: RowMedia, column: str = "messages") -> tuple[Message, ...]:
     """Read OpenAI's messages.
 
     Content is a string or a list of parts. Parts of the types image, video and audio take their media from the row's
@@ -43,11 +62,12 @@ def read_messages(value: Any, media: RowMedia) -> tuple[Message, ...]:
     Args:
         value: the list of messages.
         media: the row's media.
+        column: where they stand, for messages to people.
 
     Raises:
         DataError: it is something else; the message names the turn.
     """
-    turns = turns_of(value, "messages")
+    turns = turns_of(value, column)
     typed = {_kind(part) for turn in turns if isinstance(turn, dict) for part in _parts_of(turn.get("content"))}
     markers = {kind for kind in KINDS if media.waits(kind) and kind not in typed}
     calls: dict[str, str] = {}  # names of called tools by the calls' ids

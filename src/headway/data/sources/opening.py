@@ -54,6 +54,7 @@ def open_source(
     format: str = "auto",  # noqa: A002 - the word that everyone uses
     schema: str = "auto",
     text_column: str = "text",
+    columns: Mapping[str, str] | None = None,
     root: str | Path | None = None,
     allow_remote: bool = False,
     sample_by: SampleBy | None = None,
@@ -70,6 +71,7 @@ def open_source(
         format: one of `FORMATS`; "auto" tells it from each file's extension.
         schema: form of the rows, one of `schemas.SCHEMAS`; "auto" tells it from each row's columns.
         text_column: the column that holds the words of documents and captions.
+        columns: the dataset's own names of columns, by the names that schemas read: {"question": "Frage"}.
         root: the folder or URL that rows' media paths start from and stay below; by default each file's own.
         allow_remote: whether rows may name media on the web or in object stores.
         sample_by: unit of plain text that is a document: "paragraph" (the default), "line" or "document" (the file).
@@ -96,7 +98,8 @@ def open_source(
     for file, found in files:
         taken = {setting: settings[setting] for setting in _SETTINGS.get(found, ()) if setting in settings}
         column = "text" if found == "text" else text_column
-        shards.append(Shard(called, FORMATS[found](file, **taken), Normaliser(schema, column, file.folder, rules)))
+        normaliser = Normaliser(schema, column, file.folder, rules, dict(columns or {}))
+        shards.append(Shard(called, FORMATS[found](file, **taken), normaliser))
     return Source(called, tuple(shards))
 
 

@@ -29,6 +29,7 @@ REMOTE = ("http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss"
 
 MAX_INLINE_BYTES = 256 * 2**20  # a data URI's, decoded
 
+_OTHER_ROOT = "give the dataset another root (root: FOLDER in YAML, --root, root=)"
 _COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 _TYPE = {extension: kind for kind, extensions in EXTENSIONS.items() for extension in extensions}
 
@@ -102,9 +103,11 @@ class RowMedia:
         """
         for kind, waiting in self._waiting.items():
             if waiting:
+                named, placed = self._taken[kind] + len(waiting), self._taken[kind]
                 raise DataError(
-                    f"the row names {self._taken[kind] + len(waiting)} {kind}(s), and its messages say of "
-                    f"{self._taken[kind]} where they belong. Write <{kind}> into the words where each does."
+                    f"the row names {named} {kind}{'s' * (named > 1)}, and its messages place {placed or 'none'} of "
+                    f"them. Write the marker <{kind}> into a message where each belongs, as in "
+                    f'"<{kind}>What is shown here?".'
                 )
 
     def _column(self, kind: str, fields: Mapping[str, Any]) -> list[Media]:
@@ -149,7 +152,8 @@ class RowMedia:
         if not self._rules.allow_remote:
             raise DataError(
                 f"the {kind} {url!r} lies outside the dataset, and nothing is fetched from elsewhere unless allowed. "
-                f"Download it below {self._root} and name its path, or open the dataset with allow_remote=True."
+                f"Download it below {self._root} and name its path, or allow it (allow_remote: true in YAML, "
+                "--allow-remote, allow_remote=True)."
             )
         return url
 
@@ -203,13 +207,13 @@ def below(root: str, kind: str, name: str) -> str:
     if posixpath.isabs(inside):
         raise DataError(
             f"the {kind} path {name!r} is absolute. Paths are relative to the dataset's root, {root}, and stay below "
-            "it; write it without what leads there, or open the dataset with another root."
+            f"it; write it without what leads there, or {_OTHER_ROOT}."
         )
     if inside == ".." or inside.startswith("../") or "\\" in name or "\0" in name:
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root}. Paths are relative to the dataset's root "
             "(the file's own folder, if no other is given), with forward slashes, and stay below it; move the file "
-            "there, or open the dataset with another root."
+            f"there, or {_OTHER_ROOT}."
         )
     if "://" in root:
         return f"{root.rstrip('/')}/{inside}"
@@ -219,10 +223,10 @@ def below(root: str, kind: str, name: str) -> str:
             f"the {kind} {name!r} does not exist in the folder {root!r}. Put the file there, correct the path, or "
             "delete the row."
         )
-    if not Path(os.path.realpath(path)).is_relative_to(_real(root)):
+    if not Path(os.path.realpath(path)).is_relative_to(_real(str(Path(root).absolute()))):
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root} by a link, to {os.path.realpath(path)}. Copy "
-            "the file, or open the dataset with a root that holds both."
+            f"the file, or {_OTHER_ROOT} that holds both."
         )
     return str(path)
 

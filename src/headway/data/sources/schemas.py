@@ -1,11 +1,13 @@
 """Rows as typed samples: which form a row has, and what becomes of it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.data.samples import Chat, Document, Message, Origin, Part, Sample, TextPart
+from headway.data.sources.columns import check_columns, renamed
 from headway.data.sources.json_rows import shortened
-from headway.data.sources.messages import json_value, read_conversations, read_messages, read_tools
+from headway.data.sources.messages import json_value, read_messages, read_tools, read_turns, split_markers
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import KINDS, MediaRules, RowMedia
 from headway.errors import ConfigError, DataError
@@ -16,10 +18,15 @@ NEEDS = {
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
     "tokens": ("input_ids",),
+    "alpaca": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
 }
 """Schemas and the columns that each must have; "caption" and "text" need the text column."""
 
 SCHEMAS = ("auto", *NEEDS, "caption", "text")
+
+VERSION = 2
+"""Raised when rows that could not be used can be, so that no index says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +38,20 @@ class Normaliser:
         text_column: the column that holds a document's or caption's words.
         folder: folder of the row's file, where paths start unless the rules have a root.
         rules: which media rows may name.
+        columns: the dataset's own names of columns, by the names that schemas read.
 
     Raises:
-        ConfigError: there is no such schema.
+        ConfigError: there is no such schema or name of a column.
     """
 
     schema: str
     text_column: str
     folder: str
     rules: MediaRules
+    columns: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        check_columns(self.columns)
         if self.schema not in SCHEMAS:
             raise ConfigError(f"Unknown schema {self.schema!r}. Allowed: {', '.join(SCHEMAS)}.")
 
@@ -51,7 +61,8 @@ class Normaliser:
         Raises:
             DataError: the row does not have the schema's form.
         """
-        fields = {name: value for name, value in row.fields.items() if value is not None}
+        given = renamed(row.fields, self.columns) if self.columns else row.fields
+        fields = {name: value for name, value in given.items() if value is not None}
         media = RowMedia(fields, row.members, self.folder, self.rules)
         schema = self._schema_of(fields, media)
         if schema == "tokens":
@@ -69,28 +80,36 @@ class Normaliser:
         needs = NEEDS | {"caption": (self.text_column,), "text": (self.text_column,)}
         if self.schema == "auto":
             found = [name for name, columns in needs.items() if all(column in fields for column in columns)]
+            found = [name for name in found if self.columns.keys() & {*needs[name]}] or found  # what is mapped is meant
             if found:
+                _refuse_graded(found[0], fields)
                 return "text" if found[0] == "caption" and not has_media else found[0]
         elif all(column in fields for column in needs[self.schema]):
             return self.schema
+        _refuse_pairs(fields)
         wanted = needs if self.schema == "auto" else {self.schema: needs[self.schema]}
         allowed = "; ".join(f"{' and '.join(columns)} ({name})" for name, columns in wanted.items())
         raise DataError(
-            f"got {shortened(fields)}, but the row needs the columns of a schema: {allowed}. Rename the columns, or "
-            "name the schema and its text column."
+            f"got {shortened(fields)}, but the row needs the columns of a schema: {allowed}. Say which column is which "
+            f"with columns, such as {{question: {next(iter(fields), 'Frage')}, answer: ...}}, or name the schema and "
+            "its text column."
         )
 
     def _messages(self, schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
         if schema == "messages":
-            return read_messages(fields["messages"], media)
-        if schema == "prompt_completion":
-            return _prompt_completion(fields["prompt"], fields["completion"], media)
+            return read_turns(fields["messages"], "messages", media)
         if schema == "caption":
             pictured = tuple(part for kind in KINDS for part in _all_waiting(media, kind))
             return (Message("user", pictured), Message("assistant", (TextPart(self._words(fields)),)))
         opening = fields.get("system")
         head = (Message("system", (TextPart(opening),)),) if isinstance(opening, str) and opening else ()
-        return head + read_conversations(fields["conversations"], media, has_markers=schema == "llava")
+        if schema == "prompt_completion":
+            return _prompt_completion(fields["prompt"], fields["completion"], media)
+        if schema == "alpaca":
+            return head + _alpaca(fields, media)
+        if schema == "question_answer":
+            return head + _asked_and_answered(fields, "question", "answer", media)
+        return head + read_turns(fields["conversations"], "conversations", media, has_markers=schema == "llava")
 
     def _words(self, fields: dict[str, Any]) -> str:
         words = fields[self.text_column]
@@ -121,6 +140,58 @@ def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[M
             'learns all of them. Write the row as "messages" to learn them too, or split it.'
         )
     return messages
+
+
+def _alpaca(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
+    """Earlier pairs of the history, then the instruction with its input on the next line, and the answer.
+
+    Source: LLaMA-Factory 0.9, data/converter.py, AlpacaDatasetConverter.
+    """
+    history = json_value(fields.get("history") or [], "history")
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError(f'"history" is {shortened(history)}, but it must be a list of pairs [instruction, answer].')
+    earlier = [_asked_and_answered(dict(zip("qa", pair, strict=True)), "q", "a", media) for pair in history]
+    more = fields.get("input")
+    if more:
+        fields = fields | {"instruction": f"{_text(fields, 'instruction')}\n{_text(fields, 'input')}"}
+    return sum(earlier, ()) + _asked_and_answered(fields, "instruction", "output", media)
+
+
+def _asked_and_answered(fields: dict[str, Any], asked: str, answered: str, media: RowMedia) -> tuple[Message, ...]:
+    """A turn of the user and one of the assistant; media that no marker places stand before the question."""
+    words = _text(fields, asked)
+    markers = {kind for kind in KINDS if media.waits(kind) and f"<{kind}>" in words}
+    shown = tuple(part for kind in KINDS if kind not in markers for part in _all_waiting(media, kind))
+    question = Message("user", shown + split_markers(words, markers, media))
+    return question, Message("assistant", (TextPart(_text(fields, answered)),))
+
+
+def _text(fields: dict[str, Any], column: str) -> str:
+    words = fields[column]
+    if not isinstance(words, str):
+        raise DataError(
+            f'"{column}" is {shortened(words)}, but it must be a string. In columns a path such as answers.0 leads '
+            "into a list."
+        )
+    return words
+
+
+def _refuse_pairs(fields: dict[str, Any]) -> None:
+    if {"chosen", "rejected"} <= fields.keys():
+        raise DataError(
+            'the row is a preference pair, "chosen" and "rejected", as DPO, ORPO and reward models learn from, and '
+            "Headway trains on one answer. To learn the chosen answers alone, map them: columns: {messages: chosen} "
+            "where they are lists of messages, or {prompt: prompt, completion: chosen} where they are strings."
+        )
+
+
+def _refuse_graded(schema: str, fields: dict[str, Any]) -> None:
+    """Refuse rows of KTO: learning the answers that people did not want would be the opposite of what they say."""
+    if schema == "prompt_completion" and fields.get("label") is False:
+        raise DataError(
+            'the row is graded, with "label" false: an answer that KTO learns to avoid, and Headway learns every '
+            "answer. Leave such rows out, or remove the column label."
+        )
 
 
 def _token_ids(fields: dict[str, Any]) -> tuple[int, ...]:

@@ -134,4 +134,6 @@ class Source:
         digest = hashlib.sha256()
         for shard in self.shards:
             digest.update(repr((shard.reader, shard.normaliser)).encode())
+            if shard.normaliser.columns:
+                digest.update(repr(sorted(shard.normaliser.columns.items())).encode())
         return digest.hexdigest()[:32]

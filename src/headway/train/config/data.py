@@ -17,6 +17,9 @@ class SourceConfig(Section):
         default="auto", alias="schema", description="How rows become samples; told by their keys if not given"
     )
     text_column: str = Field(default="text", description="Column that holds the words of documents")
+    columns: dict[str, str] = Field(
+        default={}, description="The dataset's own names of columns, by those that schemas read: {question: Frage}"
+    )
     root: Path | None = Field(default=None, description="Folder that media paths start from and may not leave")
     allow_remote: bool = Field(default=False, description="Whether rows may name media by URL")
     epochs: Share | None = Field(

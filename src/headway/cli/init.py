@@ -1,0 +1,109 @@
+"""`headway init`: look at a model and data, and write a configuration that trains the one on the other."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cli.dry_run import saved_activations
+from headway.cli.index import build_indices
+from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.resolve import resolve_cost_model
+from headway.errors import UsageError
+from headway.report import format_bytes, format_count, render_pairs
+
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="M", help="What is trained: a model folder, config.json or Hub id.")
+]
+DataOption = Annotated[
+    list[str], typer.Option("--data", metavar="D", help="File, folder, glob or URL of samples. Repeatable: a mixture.")
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Device whose memory it must fit, as `headway devices` names it: H100, 4090."),
+]
+OutputOption = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FILE", help="The YAML file to write; must not be there yet.")
+]
+
+
+def init(
+    model: ModelOption,
+    data: DataOption,
+    device: DeviceOption = None,
+    output: OutputOption = Path("train.yaml"),
+    as_json: JsonOption = False,
+) -> None:
+    """Write a commented YAML file that trains a model on data as it is; asks nothing.
+
+    Lengths are measured (as `headway index`), packs and memory planned (as `headway train --dry-run`). With --device
+    the settings are chosen to fit it: as they are, with recomputation or smaller moments, or with LoRA.
+
+    Example: headway init --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl --device 4090 -o train.yaml
+    """
+    if output.exists():
+        raise UsageError(f"{output} exists already, and is left as it is. Name another file with -o, or delete it.")
+    if not output.parent.is_dir():
+        raise UsageError(f"-o {output}: the folder {output.parent} does not exist. Make it, or name another.")
+    from headway.count.activations import SavedByPrecision
+    from headway.devices import named_device
+
+    found = named_device(device) if device is not None else None
+    with needs_extra("looking at data"):
+        from headway.data.bad_rows import BadSamples
+        from headway.data.sources import open_source
+        from headway.hub import located
+
+        sources = [open_source(path) for path in data]
+        path = located(model)
+    indices = build_indices(sources, path, None, BadSamples("skip", limit=None, fraction=None))
+    from headway.train.suggest import EPOCHS, suggest
+
+    made = suggest(
+        model,
+        dict(zip(data, indices, strict=True)),
+        resolve_cost_model(path),
+        SavedByPrecision(partial(saved_activations, path)),
+        device=found,
+        run_folder=f"runs/{output.stem}",
+        has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
+    )
+    output.write_text(made.text, encoding="utf-8")
+    if made.lengths.bad:
+        warn(
+            f"{made.lengths.bad} rows cannot be used, and training will stop at them. `headway index` names them; "
+            "data.bad: {policy: skip} leaves them out."
+        )
+    settings, lengths, planned = made.config, made.lengths, made.planned
+    if as_json:
+        print_json(
+            {
+                "file": str(output),
+                "samples": len(lengths.tokens),
+                "bad": lengths.bad,
+                "median": lengths.median,
+                "p95": lengths.p95,
+                "longest": lengths.longest,
+                "tokens_per_pack": settings.data.tokens_per_pack,
+                "steps_per_epoch": made.steps_per_epoch,
+                "epochs": EPOCHS,
+                "peak_bytes": None if planned is None else planned.memory.peak,
+                "lora": settings.model.lora is not None,
+            }
+        )
+        return
+    memory = "not looked at; --device NAME does"
+    if planned is not None and planned.device is not None:
+        memory = f"{format_bytes(planned.memory.peak)} by the plan, on {planned.device.title}"
+        memory += f", with LoRA of rank {settings.model.lora.rank}" if settings.model.lora is not None else ""
+    pairs = [
+        ("wrote", str(output)),
+        ("lengths", str(lengths)),
+        ("packs", f"{format_count(settings.data.tokens_per_pack)} tokens"),
+        ("epochs", f"{EPOCHS} of {format_count(made.steps_per_epoch)} steps on one device"),
+        ("memory", memory),
+        ("next", f"headway train {output}"),
+    ]
+    print(render_pairs(pairs))

@@ -1,0 +1,100 @@
+"""`headway new-model`: a small model folder with random weights, and a tokenizer that learned from the data."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra, print_json
+from headway.errors import UsageError
+from headway.report import format_bytes, format_count, render_pairs
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)")
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+_LEAST, _MOST = 10_000, 2_000_000_000
+_LEAST_VOCABULARY = 300  # the 256 bytes, the special tokens, and some words
+
+FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The model folder to write.")]
+DataOption = Annotated[
+    list[str],
+    typer.Option("--data", metavar="D", help="Dataset that the tokenizer learns from, of any form. Repeatable."),
+]
+LikeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE",
+        help="Whose structure it has: a model_type of transformers, such as qwen3 or qwen3-vl. If not given, qwen3-vl "
+        "where the data have pictures or videos, else qwen3.",
+    ),
+]
+SizeOption = Annotated[str, typer.Option(metavar="N", help="Parameters, about: 1M, 30M, 0.5B.")]
+VocabOption = Annotated[
+    int, typer.Option("--vocab", metavar="N", min=_LEAST_VOCABULARY, help="Most entries of the vocabulary [tokens].")
+]
+SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the weights.")]
+
+
+def new_model(
+    folder: FolderArgument,
+    data: DataOption,
+    like: LikeOption = None,
+    size: SizeOption = "3M",
+    vocab: VocabOption = 2048,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a small model with random weights, for experiments: a folder that `headway train` takes as it is.
+
+    Layers and width grow together with --size; the real numbers are printed. Pictures are shrunk to 256 tokens at most.
+
+    Example: headway new-model models/tiny --data chats.jsonl --size 3M
+    """
+    wanted = _parameters(size)
+    with needs_extra("making a model"):
+        from headway.data.sources import open_source
+
+        sources = [open_source(path) for path in data]  # a typo is told before torch is imported
+        from headway.synthetic.new_model import TRAINING_BYTES, write_new_model
+
+    made = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)
+    if as_json:
+        print_json(
+            {
+                "folder": str(made.folder),
+                "like": made.like,
+                "parameters": made.parameters,
+                "vocabulary": made.vocabulary,
+                "layers": made.layers,
+                "width": made.width,
+                "samples": made.samples,
+                "weight_bytes": 4 * made.parameters,
+                "training_bytes": TRAINING_BYTES * made.parameters,
+            }
+        )
+        return
+    pairs = [
+        ("model", f"{made.folder}, like {made.like}"),
+        ("parameters", f"{format_count(made.parameters)} ({made.layers} layers of width {made.width})"),
+        ("vocabulary", f"{format_count(made.vocabulary)} tokens, learned from {format_count(made.samples)} samples"),
+        ("weights", f"{format_bytes(4 * made.parameters)}, random, float32"),
+        ("to train", f"{format_bytes(TRAINING_BYTES * made.parameters)} with AdamW in float32, and activations"),
+        ("next", f"headway init --model {made.folder} --data {data[0]} -o train.yaml"),
+    ]
+    print(render_pairs(pairs))
+
+
+def _parameters(text: str) -> int:
+    """Read a number of parameters, such as 30M.
+
+    Raises:
+        UsageError: it is none, or too small or large to be made here.
+    """
+    match = _SIZE.fullmatch(text)
+    count = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if not _LEAST <= count <= _MOST:
+        raise UsageError(
+            f"--size {text[:40]!r} is no number of parameters from {_LEAST:,} to {_MOST:,}; write 1M, 30M or 0.5B."
+        )
+    return count

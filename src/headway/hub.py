@@ -1,0 +1,106 @@
+"""Models by name: a folder here, a copy in the Hugging Face Hub's cache, or the Hub itself if it can be reached.
+
+Asked before torch and transformers are imported, which takes seconds, and before transformers asks the Hub, which it
+does over and over where there is no network.
+"""
+
+import os
+import socket
+import threading
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from headway.errors import UnknownModelError
+
+CONFIG = "config.json"
+_CONNECT_S = 1.5  # for one connection to the Hub, the look-up of its address included [s]
+
+
+def located(name: str | Path) -> str:
+    """Find a model's files.
+
+    Args:
+        name: a folder, a file, or a model's name on the Hub.
+
+    Returns:
+        The path itself; the name of a model if the Hub can be reached; or the folder of its copy in the Hub's cache.
+
+    Raises:
+        UnknownModelError: no such path, and no name on the Hub, or one that neither the cache nor the network has.
+    """
+    given = str(name)
+    if Path(given).expanduser().exists():
+        return str(Path(given).expanduser()) if given.startswith("~") else given
+    parts = given.split("/")
+    if given.startswith((".", "/", "~")) or len(parts) > 2 or not all(parts):
+        raise UnknownModelError(
+            f"There is no model folder or config.json at {given!r}. Check the path, or give a name on the Hugging Face "
+            "Hub such as Qwen/Qwen3-VL-2B-Instruct."
+        )
+    obstacle = obstacle_to_hub()
+    if obstacle is None:
+        return given
+    copy = cached_folder(given)
+    if copy is None:
+        raise UnknownModelError(
+            f"The model {given!r} is no folder on this machine and not in the Hub's cache ({_cache()}), and could not "
+            f"be had from the Hugging Face Hub: {obstacle}. Check the name, or download it where there is a network "
+            f"with `hf download {given}` and give the folder."
+        )
+    return str(copy)
+
+
+def cached_folder(name: str) -> Path | None:
+    """The newest copy of a Hub model in the Hub's cache; None without one."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CONFIG)
+    except HFValidationError:  # no name that the Hub could have
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+@cache
+def obstacle_to_hub() -> str | None:
+    """Why the Hub cannot be asked; None if a connection to it, or to the proxy before it, could be opened."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    hub = urlsplit(endpoint())
+    proxy = None if proxy_bypass(hub.hostname or "") else getproxies().get(hub.scheme, getproxies().get("all"))
+    server = hub if proxy is None else urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = server.port or (443 if server.scheme == "https" else 80)
+    reasons: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((server.hostname or "", port), timeout=_CONNECT_S).close()
+        except OSError as error:
+            reasons.append(error.strerror or str(error))
+        else:
+            reasons.append("")
+
+    attempt = threading.Thread(target=connect, daemon=True)  # looking up a name has no time limit of its own
+    attempt.start()
+    attempt.join(_CONNECT_S)
+    reason = reasons[0] if reasons else f"no answer within {_CONNECT_S:g} s"
+    return f"{server.hostname} cannot be reached ({reason})" if reason else None
+
+
+def endpoint() -> str:
+    """Address of the Hub; HF_ENDPOINT names another."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    home, folder = str(Path.home()), os.fspath(constants.HF_HUB_CACHE)
+    return folder.replace(home, "~", 1) if folder.startswith(home) else folder

@@ -1,0 +1,175 @@
+"""A small model from nothing, for experiments: random weights, and a tokenizer that learned from the data itself."""
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from headway.data.samples import Chat
+from headway.data.sources import Source
+from headway.errors import ConfigError, DataError
+from headway.models.load import load_model
+from headway.synthetic.small_model import Shape, small_config, write_small_model
+from headway.tracing.build import subconfigs
+
+TEXT, IMAGES = "qwen3", "qwen3_vl"
+"""What a new model is like if nothing is said, without and with pictures or videos in the data."""
+
+IMAGE_TOKENS = 256
+"""Larger pictures are shrunk to so many tokens."""
+
+TRAINING_BYTES = 16
+"""Weights, gradients and AdamW's two moments of a parameter in float32 [bytes]."""
+
+# Smallest first: layers and width grow together, about 64 of width for each layer.
+_SHAPES = (
+    Shape(2, 16, 4),
+    Shape(2, 32, 4),
+    *(Shape(layers, 64, layers, layers) for layers in (3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24)),
+)
+_MOST_SAMPLES = 20_000  # that the tokenizer learns from
+_MOST_CHARACTERS = 50_000_000
+
+
+@dataclass(frozen=True)
+class NewModel:
+    """A model that was written.
+
+    Attributes:
+        folder: the model folder.
+        like: the type of transformers that it is like.
+        parameters: how many it has.
+        vocabulary: entries of its tokenizer [tokens].
+        layers: of its text model.
+        width: of its text model.
+        samples: that the tokenizer learned from.
+    """
+
+    folder: Path
+    like: str
+    parameters: int
+    vocabulary: int
+    layers: int
+    width: int
+    samples: int
+
+
+def write_new_model(
+    folder: Path, sources: Sequence[Source], *, like: str | None, size: int, vocab_size: int, seed: int
+) -> NewModel:
+    """Write a model folder with random weights and a tokenizer trained on data.
+
+    Args:
+        folder: to write; must not hold a model yet.
+        sources: what the tokenizer learns from.
+        like: a model type of transformers, such as "qwen3" or "qwen3_vl"; by whether the data have pictures if None.
+        size: parameters wanted; the nearest of a row of shapes is taken.
+        vocab_size: most entries of the vocabulary [tokens].
+        seed: of the weights.
+
+    Raises:
+        ConfigError: a folder that holds a model, or a type that is not known or cannot be made small.
+        DataError: the data hold no words.
+    """
+    if (folder / "config.json").exists():
+        raise ConfigError(f"The folder {folder} holds a model already. Give another folder, or delete it.")
+    texts, samples, has_media = _texts(sources)
+    config = _config_like(like or (IMAGES if has_media else TEXT))
+    if has_media and getattr(config, "vision_config", None) is None:
+        raise ConfigError(
+            f"--like {like} reads text alone, and the data hold pictures or videos. Leave it out for {IMAGES}, or name "
+            "a type with a vision tower."
+        )
+    shape, parameters = _nearest(config, size, vocab_size)
+    area = _token_area(config)
+    write_small_model(folder, config, texts, max_pixels=IMAGE_TOKENS * area, shape=shape, vocab_size=vocab_size)
+    written: Any = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    text = written.get_text_config()
+    for part in subconfigs(written):
+        if hasattr(part, "initializer_range"):
+            part.initializer_range = _spread(getattr(part, "hidden_size", text.hidden_size))
+    torch.manual_seed(seed)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model = load_model(written, random_init=True)
+    model.save_pretrained(folder)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    depth, width, words = text.num_hidden_layers, text.hidden_size, text.vocab_size
+    return NewModel(folder, config.model_type, parameters, words, depth, width, samples)
+
+
+def _spread(width: int) -> float:
+    """Standard deviation of initial weights: 0.02 at a width of 1000, more for narrower models, which else learn late.
+
+    Source: Nguyen and Salazar 2019 (arXiv:1910.05895), section 3.2, "SmallInit".
+    """
+    return math.sqrt(2 / (5 * width))
+
+
+def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
+    """Words of the first samples of every source, how many samples, and whether any has pictures or videos."""
+    texts: list[str] = []
+    count, has_media = 0, False
+    for source in sources:
+        characters = 0
+        for sample in islice(_samples(source), _MOST_SAMPLES // len(sources)):
+            count += 1
+            if isinstance(sample, Chat):
+                found = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
+                has_media = has_media or bool(sample.images or sample.videos)
+            else:
+                found = [sample.content] if isinstance(sample.content, str) else []
+            texts += found
+            characters += sum(map(len, found))
+            if characters > _MOST_CHARACTERS // len(sources):
+                break
+    if not any(text.strip() for text in texts):
+        raise DataError("The data hold no words that a tokenizer could learn from. Give chats or documents of text.")
+    return texts, count, has_media
+
+
+def _samples(source: Source) -> Iterator[Any]:
+    for shard in source.shards:
+        for _, sample in shard.rows():
+            if isinstance(sample, DataError):
+                raise sample
+            yield sample
+
+
+def _config_like(like: str) -> PreTrainedConfig:
+    name = like.lower().replace("-", "_")
+    if name not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
+        hint = f"Did you mean {', '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"--like {like!r} is no model type of the installed transformers. {hint}Give a model_type as in a "
+            f"config.json, such as {TEXT} or {IMAGES}."
+        )
+    config: PreTrainedConfig = AutoConfig.for_model(name)
+    return config
+
+
+def _nearest(config: PreTrainedConfig, size: int, vocabulary: int) -> tuple[Shape, int]:
+    """The shape whose number of parameters is nearest, by ratio."""
+    best: tuple[Shape, int] | None = None
+    for shape in _SHAPES:
+        model = load_model(small_config(config, vocabulary, shape), random_init=True, device="meta")
+        count = sum(parameter.numel() for parameter in model.parameters())
+        if best is None or abs(math.log(count / size)) < abs(math.log(best[1] / size)):
+            best = shape, count
+        if count > size:
+            break
+    assert best is not None
+    return best
+
+
+def _token_area(config: PreTrainedConfig) -> int:
+    """Pixels that one token of a picture stands for; 1 without a vision tower."""
+    vision = getattr(config, "vision_config", None)
+    return 1 if vision is None else (vision.patch_size * getattr(vision, "spatial_merge_size", 1)) ** 2

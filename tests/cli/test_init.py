@@ -1,0 +1,93 @@
+"""A model from nothing and a configuration for it: what they say is so, and `headway train` takes both as they are."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from headway.models import load_model
+from headway.train.config import load_config
+from headway.train.suggest import MeasuredLengths, pack_length
+
+
+@pytest.fixture
+def questions(tmp_path, monkeypatch):
+    """Thirty questions, every second one about a picture."""
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 48), (200, 0, 0)).save(tmp_path / "red.png")
+    rows = [{"question": "How red is it?", "answer": f"{n} of 255. " * (n + 1)} for n in range(30)]
+    for row in rows[::2]:
+        row["image"] = "red.png"
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": row["answer"]}) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_new_model_and_a_configuration_for_it(headway, questions):
+    made = headway("new-model", "tiny", "--data", "questions.jsonl", "--size", "500k", "--json")
+    said = json.loads(made.out)
+
+    assert (made.code, said["like"]) == (0, "qwen3_vl")
+    model = load_model("tiny")
+    assert sum(p.numel() for p in model.parameters()) == said["parameters"]
+    assert said["training_bytes"] == 16 * said["parameters"]
+    again = headway("new-model", "tiny", "--data", "questions.jsonl")
+    assert (again.code, "holds a model already" in again.err) == (2, True)
+
+    wrote = headway(
+        "init", "--model", "tiny", "--data", "questions.jsonl", "--device", "4090", "-o", "a.yaml", "--json"
+    )
+
+    said, config = json.loads(wrote.out), load_config(questions / "a.yaml")
+    assert (wrote.code, wrote.err, said["samples"]) == (0, "", 30)
+    assert said["median"] <= said["p95"] <= said["longest"] <= config.data.tokens_per_pack == said["tokens_per_pack"]
+    assert said["peak_bytes"] > said["steps_per_epoch"] > 0
+    assert config.model.random_init is False
+    comments = (questions / "a.yaml").read_text()
+    assert f"longest {said['longest']} tokens" in " ".join(comments.split())
+    kept = headway("init", "--model", "tiny", "--data", "questions.jsonl", "-o", "a.yaml")
+    assert (kept.code, "a.yaml exists already" in kept.err) == (2, True)
+
+
+def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, questions):
+    (questions / "more.jsonl").write_text((questions / "words.jsonl").read_text() * 2)
+    data = ("--data", "words.jsonl", "--data", "more.jsonl")
+    made = headway("new-model", "tiny", *data, "--size", "100k", "--vocab", 300)
+    assert (made.code, "tiny, like qwen3\n" in made.out, "learned from 90 samples" in made.out) == (0, True, True)
+
+    wrote = headway("init", "--model", "tiny", *data, "-o", "b.yaml")
+
+    assert (wrote.code, "on one device" in wrote.out) == (0, True)
+    (stage,) = yaml.safe_load((questions / "b.yaml").read_text())["data"]["train"]
+    assert stage == {"mix": [{"path": "words.jsonl", "weight": 30}, {"path": "more.jsonl", "weight": 60}]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--size", "much"), "--size 'much' is no number of parameters"),
+        (("--like", "qwen33"), "--like 'qwen33' is no model type of the installed transformers. Did you mean qwen3"),
+        (("--like", "llama"), "--like llama reads text alone, and the data hold pictures"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_refused(headway, questions, arguments, says):
+    result = headway("new-model", "tiny", "--data", "questions.jsonl", *arguments)
+    assert (result.code, " ".join(result.err.split())[: len(says) + 7]) == (2, f"Error: {says}")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pack"),
+    [
+        ([100] * 10_000, 1024),  # eight of the median, to a power of two
+        ([100] * 999 + [3000], 4096),  # the longest fits
+        ([100] * 999 + [90_000], 32768),  # one that is far longer than all others does not
+        ([50] * 4, 512),
+    ],
+)
+def test_a_pack_holds_the_longest_sample_and_several_others(tokens, pack):
+    assert pack_length(MeasuredLengths(np.array(tokens), 0, 0, are_documents=False)) == pack
