@@ -17,6 +17,7 @@ from headway.cli import (
     ceiling,
     check,
     compare,
+    config,
     demo,
     devices,
     export,
@@ -58,6 +59,7 @@ app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own cou
 app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
 app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
 app.command("train", short_help="Train a model on packed data.")(train.train)
+app.command("config", short_help="Print every setting of `headway train`.")(config.config)
 app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
 app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)

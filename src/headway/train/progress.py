@@ -19,15 +19,18 @@ class Progress:
         steps: optimizer steps of the whole run [steps].
         done: steps taken before a resumed run goes on [steps].
         log_every: steps between printed lines [steps].
+        epochs: how often the data play in the whole run; None where steps say how long it is [epochs].
         quiet: print nothing, as on all ranks but the first.
     """
 
-    def __init__(self, steps: int, *, done: int, log_every: int, quiet: bool = False) -> None:
+    def __init__(
+        self, steps: int, *, done: int, log_every: int, epochs: float | None = None, quiet: bool = False
+    ) -> None:
         self._steps = steps
-        self._log_every = log_every
+        self._log_every, self._epochs = log_every, epochs
         self._console = Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
         self._bar = Bar(
-            TextColumn("training"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -46,8 +49,10 @@ class Progress:
         """Show a finished step: a line if it is its turn, and the bar."""
         step = record["step"]
         self._bar.update(self._task, completed=step)
+        if "epoch" in record:
+            self._bar.update(self._task, description=f"epoch {epoch_of(record['epoch'], self._epochs)}")
         if step % self._log_every == 0 or step in (1, self._steps):
-            self.note(step_line(record, self._steps))
+            self.note(step_line(record, self._steps, self._epochs))
 
     def recompiled(self, step: int, guards: Iterable[str]) -> None:
         """Warn of guards that failed in a step, so that a block was compiled again."""
@@ -65,9 +70,21 @@ class Progress:
             self._bar.stop()
 
 
-def step_line(record: dict[str, Any], steps: int) -> str:
+def step_line(record: dict[str, Any], steps: int, epochs: float | None = None) -> str:
     """Render a step's record as one line."""
-    return joined([("step", f"{record['step']:>{len(str(steps))}}/{steps}"), *shown_fields(record)])
+    fields = [("step", f"{record['step']:>{len(str(steps))}}/{steps}")]
+    if "epoch" in record:
+        fields.append(("epoch", epoch_of(record["epoch"], epochs)))
+    return joined([*fields, *shown_fields(record)])
+
+
+def epoch_of(done: float, epochs: float | None) -> str:
+    """How often the data have played, of how often they are to.
+
+    >>> epoch_of(1.2345, 3.0), epoch_of(0.5, None)
+    ('1.23/3', '0.50')
+    """
+    return f"{done:.2f}" if epochs is None else f"{done:.2f}/{epochs:g}"
 
 
 def evaluation_line(record: dict[str, Any]) -> str:

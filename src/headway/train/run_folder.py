@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from headway.errors import ConfigError
 from headway.log.jsonl import lock
 from headway.log.sink import flatten
 from headway.train.config import TrainConfig, parse_config
-from headway.train.record import CHECKPOINTS, CONFIG, METRICS
+from headway.train.record import CHECKPOINTS, CONFIG, EXPORTS, METRICS
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -27,11 +28,17 @@ _FREE_ON_RESUME = (
     "parallel",
     "plan",
     "optim.accumulation",  # other processes, the same packs in a step
+    "optim.steps",  # what was trained stays, what follows takes the schedule of the new length
+    "optim.epochs",
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
+    "data.epoch_of",
+    "speed.recompute",  # computes the same numbers again
+    "speed.recompiles",
     "run.folder",
     "run.device",
+    "run.threads",
     "run.log_every",
     "run.trackers",
     "run.profile",
@@ -169,7 +176,25 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
     if changes:
         raise ConfigError(
             f"the run in {folder} began with other settings: {'; '.join(changes)}. A resumed run repeats exactly what "
-            "an uninterrupted one would have done, so set them back, or start a new run in another run.folder."
+            "an uninterrupted one would have done, so set them back; or start another run from its weights, with --set "
+            f"model.path={folder / EXPORTS} --set run.folder=FOLDER (`headway export` makes that model folder where it "
+            "is not there)."
+        )
+    _check_goes_further(before, now)
+
+
+def _check_goes_further(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that the data play at least as long as planned: packs under way hold samples of all of them.
+
+    Raises:
+        ConfigError: there are fewer epochs now.
+    """
+    planned, wanted = before.get("optim.epochs"), now.get("optim.epochs")
+    if wanted is not None and (planned is None or wanted < planned):
+        instead = f"{planned:g} epochs or more" if planned is not None else f"optim.steps {before.get('optim.steps')}"
+        raise ConfigError(
+            f"the run began with {instead} and cannot go on with optim.epochs {wanted:g}: samples beyond them may lie "
+            "in packs that are planned already. Stop it by optim.steps instead, or start another run."
         )
 
 

@@ -1,7 +1,7 @@
 """Datasets by their paths: which files, in which format."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def open_source(
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"Unknown format {format!r}. Allowed: auto, {', '.join(FORMATS)}.")
     rules = MediaRules(None if root is None else str(root), allow_remote)
-    called = name or given.rstrip("/").rpartition("/")[2].partition(".")[0] or given
+    called = name or _short_name(given)
     files = _with_formats(*find_files(given, storage_options or {}), format)
     settings = {"sample_by": sample_by, "token_dtype": token_dtype, "end_token": end_token}
     settings = {setting: value for setting, value in settings.items() if value is not None}
@@ -98,6 +98,32 @@ def open_source(
         column = "text" if found == "text" else text_column
         shards.append(Shard(called, FORMATS[found](file, **taken), Normaliser(schema, column, file.folder, rules)))
     return Source(called, tuple(shards))
+
+
+def own_names(given: Sequence[tuple[str | None, str]]) -> list[str]:
+    """Names for datasets that are used together: of those whose files have one name, the folders tell which is which.
+
+    Args:
+        given: name, if one is given, and path of each.
+
+    >>> own_names([(None, "pictures/train.jsonl"), (None, "words/train.parquet"), ("chats", "words/test.jsonl")])
+    ['pictures/train', 'words/train', 'chats']
+    """
+    names = [name or _short_name(path) for name, path in given]
+    folders = [path.rstrip("/").split("/")[:-1] for _, path in given]
+    for depth in range(1, 1 + max(map(len, folders), default=0)):
+        paths_of: dict[str, set[str]] = {}
+        for name, (_, path) in zip(names, given, strict=True):
+            paths_of.setdefault(name, set()).add(path)
+        names = [
+            "/".join([*folder[-depth:], _short_name(path)]) if explicit is None and len(paths_of[name]) > 1 else name
+            for name, folder, (explicit, path) in zip(names, folders, given, strict=True)
+        ]
+    return names
+
+
+def _short_name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2].partition(".")[0] or path
 
 
 def _with_formats(files: list[File], folder: str | None, format: str) -> list[tuple[File, str]]:  # noqa: A002
@@ -177,8 +203,17 @@ def read_samples(path: str | Path) -> list[Sample]:
     >>> read_samples(file)[0].messages
     (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None),)
     """
+    return samples_of(open_source(path))
+
+
+def samples_of(source: Source) -> list[Sample]:
+    """Read all samples of an open dataset into memory, in order.
+
+    Raises:
+        DataError: a row cannot be used; the message names file and row.
+    """
     samples: list[Sample] = []
-    for shard in open_source(path).shards:
+    for shard in source.shards:
         for _, sample in shard.rows():
             if isinstance(sample, DataError):
                 raise sample
