@@ -26,6 +26,9 @@ WINDOW = 131_072
 """Samples that are packed together unless told otherwise; more where `MIN_STEPS` steps need more."""
 
 MIN_STEPS = 16
+MOST_PACKS = 2**20
+"""Packs of a step over all ranks at most."""
+
 _UNLIMITED = 1 << 62
 
 
@@ -115,6 +118,11 @@ class Plan:
             raise ConfigError(
                 f"A plan of {packs_per_step} packs per step with an accumulation of {accumulation}: both must be at "
                 "least 1, and the packs of a step are ranks times accumulation."
+            )
+        if packs_per_step > MOST_PACKS:
+            raise ConfigError(
+                f"A step of {packs_per_step:,} packs, ranks times accumulation: at most {MOST_PACKS:,} can be planned. "
+                "Lower one of them."
             )
         if window is not None and window < 1:
             raise ConfigError(f"A window of {window} samples: it must hold at least 1; thousands pack well.")

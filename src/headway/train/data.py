@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -48,6 +49,12 @@ def open_feed(
         DataError: a source cannot be read, or samples cannot be used.
     """
     data = config.data
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if data.prefetch_bytes > memory_bytes:
+        raise ConfigError(
+            f"data.prefetch_bytes {data.prefetch_bytes} is more than this machine's memory of {memory_bytes} bytes, "
+            "which packs made ahead would fill. Lower it; 2**30 (1 GiB) is the default."
+        )
     sources, stages = open_stages(data, config.optim.epochs)
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
@@ -135,7 +142,8 @@ def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[So
         DataError: a source cannot be found.
     """
     parts = [part for stage in data.played for part in stage.parts]
-    names = dict(zip(map(_identity, parts), own_names([(part.name, part.path or "") for part in parts]), strict=True))
+    own = own_names([part.path or "" for part in parts], [part.name for part in parts])
+    names = dict(zip(map(_identity, parts), own, strict=True))
     opened: dict[str, tuple[DatasetConfig, Source]] = {}
     stages = []
     for stage in data.played:

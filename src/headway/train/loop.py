@@ -28,6 +28,7 @@ from headway.models.parallel.sequence import local_slots
 from headway.train.answers import answers_record
 from headway.train.checkpoint import Checkpoint
 from headway.train.config import TrainConfig
+from headway.train.config.wording import errors_in_words_of
 from headway.train.evaluate import EvalSet, Evaluation
 from headway.train.memory_error import Explanation
 from headway.train.optim import learning_rate, set_learning_rate, take_step
@@ -45,13 +46,14 @@ from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, s
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
 
-def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
+def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = False) -> RunSummary:
     """Train a model.
 
     Args:
         config: everything there is to say.
         resume: go on from the newest checkpoint of the run folder, exactly as if the run had not been interrupted;
             None to do so if there is a run, and to begin one if there is none.
+        is_smoke: whether the run may take the place of an earlier smoke run in its folder.
 
     Returns:
         What the run did; incomplete if Ctrl-C or SIGTERM stopped it, which save a checkpoint first.
@@ -69,7 +71,8 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
     with (
         Watchdog(phase, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
         explain_errors(phase, lambda error: f"out of memory (rank {rank}) in {phase}: {error}. {_SMALLER}"),
-        RunFolder(config.run.folder) as folder,
+        errors_in_words_of("yaml"),
+        RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
     ):
         return _loop(config, prepare(config, resume=resume, phase=phase, folder=folder), phase, start_ns)
 

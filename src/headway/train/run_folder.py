@@ -1,6 +1,7 @@
 """The folder of a run: who may write to it, and whether a run there can go on with the settings given."""
 
 import os
+import shutil
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,7 +21,7 @@ from headway.train.record import CHECKPOINTS, CONFIG, EXPORTS, METRICS
 if TYPE_CHECKING:
     from io import FileIO
 
-LOCK = ".lock"
+LOCK, SMOKE = ".lock", ".smoke"
 # What may change between a run and its continuation: it does not touch the sequence of losses.
 _FREE_ON_RESUME = (
     "eval",
@@ -69,10 +70,11 @@ class RunFolder:
 
     Args:
         path: of the folder, which need not be there.
+        is_smoke: whether it is that of a smoke run, which takes the place of an earlier one.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, is_smoke: bool = False) -> None:
+        self.path, self._is_smoke = path, is_smoke
         self._lock: FileIO | None = None
 
     def open(self, config: TrainConfig, *, resume: bool | None) -> bool:
@@ -120,6 +122,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._take()
         self._check(resume)  # another process may have begun and ended a run since
+        if self._is_smoke:
+            self._clear()
         goes_on = has_run(self.path)
         if goes_on:
             _check_unchanged(config, self.path)
@@ -128,7 +132,18 @@ class RunFolder:
         write_whole(self.path / CONFIG, lambda file: file.write(content))
         return goes_on
 
+    def _clear(self) -> None:
+        """Leave nothing of an earlier smoke run, and mark the folder as one that the next may clear."""
+        for left in self.path.iterdir() if (self.path / SMOKE).exists() else ():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            elif left.name != LOCK:
+                left.unlink()
+        (self.path / SMOKE).touch()
+
     def _check(self, resume: bool | None) -> None:
+        if self._is_smoke and (self.path / SMOKE).exists():
+            return
         if resume is False:
             refuse_existing_run(self.path)
         elif resume and not has_run(self.path):

@@ -100,26 +100,32 @@ def open_source(
     return Source(called, tuple(shards))
 
 
-def own_names(given: Sequence[tuple[str | None, str]]) -> list[str]:
-    """Names for datasets that are used together: of those whose files have one name, the folders tell which is which.
+def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -> list[str]:
+    """Names for datasets that are used together: where files have one name, their folders tell which is which.
 
     Args:
-        given: name, if one is given, and path of each.
+        paths: of the datasets.
+        given: names that are given to them; None for one that is not.
 
-    >>> own_names([(None, "pictures/train.jsonl"), (None, "words/train.parquet"), ("chats", "words/test.jsonl")])
-    ['pictures/train', 'words/train', 'chats']
+    >>> own_names(["pictures/train.jsonl", "words/train.parquet", "words/test.jsonl"])
+    ['pictures/train', 'words/train', 'test']
     """
-    names = [name or _short_name(path) for name, path in given]
-    folders = [path.rstrip("/").split("/")[:-1] for _, path in given]
-    for depth in range(1, 1 + max(map(len, folders), default=0)):
-        paths_of: dict[str, set[str]] = {}
-        for name, (_, path) in zip(names, given, strict=True):
-            paths_of.setdefault(name, set()).add(path)
+    given = given or [None] * len(paths)
+    parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in paths]
+    names = [name or part[-1] for name, part in zip(given, parts, strict=True)]
+    for depth in range(2, 1 + max(map(len, parts), default=0)):
+        of_one_name: dict[str, set[str]] = {}
+        for name, path in zip(names, paths, strict=True):
+            of_one_name.setdefault(name, set()).add(path)
         names = [
-            "/".join([*folder[-depth:], _short_name(path)]) if explicit is None and len(paths_of[name]) > 1 else name
-            for name, folder, (explicit, path) in zip(names, folders, given, strict=True)
+            "/".join(part[-depth:]) if own is None and len(of_one_name[name]) > 1 else name
+            for name, part, own in zip(names, parts, given, strict=True)
         ]
-    return names
+    # In one folder the extensions tell.
+    return [
+        path if own is None and len({p for n, p in zip(names, paths, strict=True) if n == name}) > 1 else name
+        for name, path, own in zip(names, paths, given, strict=True)
+    ]
 
 
 def _short_name(path: str) -> str:

@@ -201,10 +201,13 @@ def below(root: str, kind: str, name: str) -> str:
     """
     inside = posixpath.normpath(name) if name else ".."
     if posixpath.isabs(inside):
-        raise DataError(
-            f"the {kind} path {name!r} is absolute. Paths are relative to the dataset's root, {root}, and stay below "
-            "it; write it without what leads there, or open the dataset with another root."
-        )
+        within = _within(root, inside)
+        if within is None:
+            raise DataError(
+                f"the {kind} path {name!r} is absolute and leads elsewhere than to the dataset's root, {root}. Paths "
+                "start from that folder and stay below it; open the dataset with another root, which holds the file."
+            )
+        inside = within
     if inside == ".." or inside.startswith("../") or "\\" in name or "\0" in name:
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root}. Paths are relative to the dataset's root "
@@ -225,6 +228,16 @@ def below(root: str, kind: str, name: str) -> str:
             "the file, or open the dataset with a root that holds both."
         )
     return str(path)
+
+
+def _within(root: str, path: str) -> str | None:
+    """What follows the root in an absolute path on this machine; None where that lies elsewhere."""
+    if "://" in root:
+        return None
+    for start in (os.path.abspath(root), _real(root)):  # noqa: PTH100 - as it is written, and with links resolved
+        if path.startswith(start.rstrip("/") + "/"):
+            return path[len(start.rstrip("/")) + 1 :]
+    return None
 
 
 @lru_cache(maxsize=256)

@@ -5,8 +5,8 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1, le=10**12)]
-Slots = Annotated[int, Field(ge=1, le=2**28)]
-"""Tokens, patches or samples of a pack: what one device computes at a time; kernels count slots in 32 bits."""
+Slots = Annotated[int, Field(ge=1, le=2**26)]
+"""Tokens, patches or samples of a pack: what one device computes at a time, and the most that can be planned."""
 Share = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
