@@ -1,6 +1,7 @@
 """How long a run is, said by epochs, and a run that its data end."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from headway.errors import ConfigError, TrainingError
 from headway.train import loop
 from headway.train.checkpoint import latest_checkpoint
-from headway.train.config import parse_config
+from headway.train.config import parse_config, with_overrides
 from headway.train.loop import train
 from helpers.run_records import read_metrics
 
@@ -155,3 +156,17 @@ def test_a_list_of_files_is_a_mixture_of_all_their_samples_or_by_weight(raw, dig
         raw["run"]["folder"] += "-next"
         counted = train(parse_config(raw)).as_json()["data"]["samples"]
         assert {name: counted[name]["used"]["samples"] for name in paths} == expected
+
+
+@pytest.mark.slow
+def test_another_run_begins_with_the_weights_as_a_refusal_says(raw):
+    raw["optim"]["steps"] = 2
+    summary = train(parse_config(raw))
+    raw["optim"] |= {"lr": 1e-4, "warmup_steps": 0}
+    with pytest.raises(ConfigError) as refused:
+        train(parse_config(raw), resume=True)
+    settings = re.findall(r"--set (\S+)=(\S+?)\.?(?= |$)", str(refused.value))
+    said = dict(settings) | {"run.folder": raw["run"]["folder"] + "-next"}
+    assert said["model.path"] == str(summary.model)
+    config = with_overrides(raw, tuple(f"{name}={value}" for name, value in said.items()))
+    assert train(config).first_loss < summary.first_loss

@@ -173,6 +173,10 @@ class Order:
         at = np.arange(len(items))  # where in `items` the places are that no source has taken yet
         places = np.arange(start, stop + 1)  # their numbers among the free places of the stage, and one past the last
         rest = sum(part.share for part in self._stages[stage])
+        if stop * max(part.share for part in self._stages[stage]) >= _LAST_PLACE:
+            raise ConfigError(
+                f"Place {stop} of the data is more than an order can number. Use more stages, or weights."
+            )
         for part in self._stages[stage]:
             before = places * part.share // rest  # draws of this source before each place; grows by 0 or 1
             taken = before[1:] > before[:-1]
@@ -239,7 +243,6 @@ def _parts(
         shares = [round(Fraction(source.epochs or 0) * one) for source, one in zip(stage.sources, used, strict=True)]
     elif by_size:
         shares = [one // math.gcd(*used) for one in used]
-        shares = shares if stage.epochs is not None else _whole_shares(shares)  # exact, where it is known how far
     else:
         shares = _whole_shares([source.weight for source in stage.sources])
     epoch = Fraction(sum(shares)) if by_epochs else _epoch_of(stage, used, shares, where)

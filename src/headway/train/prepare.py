@@ -49,7 +49,7 @@ from headway.train.evaluate import EvalSet
 from headway.train.optim import Optimizer, WeightAverage, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
-from headway.train.run_folder import RunFolder
+from headway.train.run_folder import RunFolder, from_weights_of
 from headway.train.watch import LoopPhase
 
 
@@ -258,9 +258,7 @@ def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> t
 def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> ConfigError:
     return ConfigError(
         f"the run in {config.run.folder} has taken all of its {checkpoint.step} steps, so there is nothing to resume. "
-        "Raise optim.steps or optim.epochs to go on, or start another run from its weights with --set "
-        f"model.path={config.run.folder / EXPORTS} --set run.folder=FOLDER (`headway export` makes that model folder "
-        "where it is not there)."
+        f"Raise optim.steps or optim.epochs to go on, or start another run {from_weights_of(config.run.folder)}."
     )
 
 

@@ -34,7 +34,6 @@ _FREE_ON_RESUME = (
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
-    "data.epoch_of",
     "speed.recompute",  # computes the same numbers again
     "speed.recompiles",
     "run.folder",
@@ -63,6 +62,16 @@ def refuse_existing_run(folder: Path) -> None:
             f"the run folder {folder} already holds a run. Continue it with --resume, start another one elsewhere with "
             "--set run.folder=FOLDER, or delete the folder."
         )
+
+
+def from_weights_of(folder: Path) -> str:
+    """How another run begins with the weights of the one in a folder."""
+    exports = sorted((folder / EXPORTS).glob("step-*"))
+    model = exports[-1] if exports else "MODEL"
+    made = "" if exports else f", a folder that `headway export {folder} MODEL` makes"
+    return (
+        f"from its weights, with --set run.folder=FOLDER --set model.random_init=false --set model.path={model}{made}"
+    )
 
 
 class RunFolder:
@@ -191,9 +200,7 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
     if changes:
         raise ConfigError(
             f"the run in {folder} began with other settings: {'; '.join(changes)}. A resumed run repeats exactly what "
-            "an uninterrupted one would have done, so set them back; or start another run from its weights, with --set "
-            f"model.path={folder / EXPORTS} --set run.folder=FOLDER (`headway export` makes that model folder where it "
-            "is not there)."
+            f"an uninterrupted one would have done, so set them back; or start another run {from_weights_of(folder)}."
         )
     _check_goes_further(before, now)
 
