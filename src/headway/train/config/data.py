@@ -55,6 +55,17 @@ class SourceConfig(DatasetConfig):
     limit: Positive | None = Field(default=None, description="Only so many of its samples [samples]")
 
 
+def _listed(value: Any) -> Any:
+    """A path, a source, or a list of either, as a list of sources."""
+    return [_dataset(each) for each in value] if isinstance(value, list | tuple) else [_dataset(value)]
+
+
+def _dataset(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | dict | Section):
+        raise ValueError(f"{value!r} is no dataset; give its path, or its settings, such as {{path: chats.jsonl}}")
+    return {"path": value} if isinstance(value, str) else value
+
+
 class MixPart(SourceConfig):
     """One of the sources that play together."""
 
@@ -76,7 +87,9 @@ class MixPart(SourceConfig):
 class StageConfig(SourceConfig):
     """One stretch of the training data: a source, or a mix of them; stages play one after the other."""
 
-    mix: tuple[MixPart, ...] = Field(default=(), description="Sources that play together, instead of one path")
+    mix: Annotated[tuple[MixPart, ...], BeforeValidator(_listed, json_schema_input_type=list[str | MixPart])] = Field(
+        default=(), description="Sources that play together, instead of one path"
+    )
     samples: Positive | None = Field(default=None, description="Length of a mix with weights [samples]")
 
     @model_validator(mode="after")
@@ -116,19 +129,6 @@ class TrainSource(StageConfig):
 def _check_shares(parts: Sequence[MixPart | TrainSource]) -> None:
     if len({(part.weight is None, part.epochs is None) for part in parts}) > 1:
         raise ValueError("sources that play together all have a 'weight', or all have 'epochs', or none has either")
-
-
-def _listed(value: Any) -> Any:
-    """A path, a source, or a list of either, as a list of sources."""
-    if isinstance(value, str | dict):
-        value = [value]
-    if isinstance(value, list | tuple):
-        return [{"path": each} if isinstance(each, str) else each for each in value]
-    return value
-
-
-def _dataset(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
 
 
 class BadSamplesConfig(Section):

@@ -192,11 +192,11 @@ def _assign(raw: dict[str, Any], override: str) -> None:
                 node[int(key)] = value
             else:
                 node = node[int(key)]
-        elif isinstance(node, dict):
+        elif isinstance(node, dict) and not key.isdecimal():
             node = _assigned(node, key, value, last)
         else:
             where = ".".join(keys[:depth])
-            raise ConfigError(f"--set {override!r}: {where} is the value {node!r}, which has no {key!r} in it.")
+            raise ConfigError(f"--set {override!r}: {where} is {node!r}, which has no {key!r} in it.")
 
 
 def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
