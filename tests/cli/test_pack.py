@@ -5,8 +5,10 @@ import sys
 import numpy as np
 import pytest
 
+from headway.cli.pack import _measured
 from headway.models import load_processor
 from headway.synthetic.digits import write_reader
+from headway.synthetic.processor import write_processor
 
 STRATEGIES = ["balanced", "best_fit", "first_fit", "next_fit", "none"]
 
@@ -185,3 +187,30 @@ def test_planning_from_lengths_loads_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script, str(table)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("option", "number", "says"),
+    [
+        ("--packing-length", 99999999999999999999999, "at most 67,108,864 of each can be planned"),
+        ("--ranks", 99999999999999999999999, "at most 1,048,576 can be planned"),
+        ("--accumulation", 10**12, "at most 1,048,576 can be planned"),
+        ("--patches", 10**12, "at most 67,108,864 of each can be planned"),
+    ],
+)
+def test_a_number_that_would_fill_the_memory_is_one_error_at_once(headway, tmp_path, option, number, says):
+    given = {"--packing-length": 1000, option: number}
+    options = [part for pair in given.items() for part in pair]
+    result = headway("pack", "--lengths", write(tmp_path, "tokens\n100\n"), *options)
+    assert result.code == 2
+    assert says in " ".join(result.err.split())
+
+
+def test_two_files_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    model = write_processor(tmp_path / "model", ["one two"], patch_size=8)
+    for name in ("pictures", "words"):
+        (tmp_path / name).mkdir()
+        write(tmp_path, '{"text": "one two"}\n', f"{name}/train.jsonl")
+    paths = [str(tmp_path / name / "train.jsonl") for name in ("pictures", "words")]
+    assert list(_measured([*paths, paths[0]], str(model), None)) == ["pictures/train", "words/train"]

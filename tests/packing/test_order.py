@@ -105,7 +105,9 @@ BAD = [
         "'chats', which holds no samples. Sources with samples: chat, images, code",
     ),
     ([Stage(())], "names no source"),
-    ([Stage((StageSource("chat"),))], "weight None and epochs None"),
+    ([Stage((StageSource("chat"), StageSource("code", weight=1)))], "'code' weight 1 and epochs None"),
+    ([Stage((StageSource("chat", weight=1), StageSource("code")))], "'code' weight None and epochs None"),
+    ([Stage((StageSource("chat", weight=1),), epochs=2, epoch_of="images")], "epochs of 'images', which is none of"),
     ([Stage((StageSource("chat", weight=1, epochs=1),))], "weight 1 and epochs 1"),
     ([Stage((StageSource("chat", weight=1), StageSource("code", epochs=1)))], "weights to all"),
     ([Stage((StageSource("chat", weight=0),))], "above 0"),
@@ -181,3 +183,36 @@ def test_the_permutation_is_the_same_for_ever():
 def test_keys_of_different_numbers_differ(parts):
     assert key_of(*parts) != key_of(*parts, 0)
     assert 0 <= key_of(*parts) < 2**64
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings", "expected"),
+    [
+        ((None, None), {"epochs": 3}, {"chat": 300, "images": 90}),
+        ((None, None), {"epochs": 0.5}, {"chat": 50, "images": 15}),
+        ((1, 1), {"epochs": 2}, {"chat": 200, "images": 200}),
+        ((1, 1), {"epochs": 2, "epoch_of": "images"}, {"chat": 60, "images": 60}),
+        ((3, 1), {"epochs": 2, "epoch_of": "total"}, {"chat": 195, "images": 65}),
+        ((1, 1), {"epochs": 2, "samples": 20}, {"chat": 20, "images": 20}),
+        ((0.25, 0.75), {"epochs": 1}, {"chat": 100, "images": 300}),
+    ],
+)
+def test_epochs_of_a_mixture_are_those_of_all_its_items_the_longest_the_named_or_the_total(weights, settings, expected):
+    sizes = {"chat": 100, "images": 30}
+    parts = tuple(StageSource(name, weight) for name, weight in zip(sizes, weights, strict=True))
+    order = Order(sizes, [Stage(parts, **settings)], seed=3)
+    items = order.draw(0, order.length + 1)
+    assert {"chat": int((items < 100).sum()), "images": int((items >= 100).sum())} == expected
+    assert order.epochs_at(len(items)) == pytest.approx(settings["epochs"])
+
+
+def test_every_item_comes_once_an_epoch_and_an_order_of_more_epochs_begins_alike():
+    sizes = {"chat": 100, "images": 30}
+    stage = (StageSource("chat"), StageSource("images", limit=20))
+    once, endless = Order(sizes, [Stage(stage, epochs=1)]), Order(sizes, [Stage(stage)])
+    thrice = Order(sizes, [Stage(stage, epochs=3)])
+    items = thrice.draw(0, 10**6)
+    assert items.tolist() == endless.draw(0, 360).tolist()
+    assert items[:120].tolist() == once.draw(0, 10**6).tolist()
+    for epoch in range(3):
+        assert len(set(items[epoch * 120 : (epoch + 1) * 120].tolist())) == 120

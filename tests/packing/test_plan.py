@@ -248,3 +248,20 @@ def test_the_samples_of_a_small_dataset_play_about_equally_often_at_any_time():
     for step, _ in itertools.islice(plan.steps(), 400):
         np.add.at(played, np.concatenate(step.packs), 1)
         assert played.max() - played.min() <= 4
+
+
+@settings(max_examples=examples(10, 50))
+@given(plans(), st.integers(1, 4), st.data())
+def test_a_plan_goes_on_for_more_epochs_from_any_step_with_every_item_as_often(plan, packs_per_step, data):
+    items, _, budget, settings = plan
+    stage = tuple(StageSource(name) for name in items.sizes)
+    short, long = (Order(items.sizes, [Stage(stage, epochs=epochs)], seed=7) for epochs in (1.5, 3))
+    before = list(Plan(items, short, budget, packs_per_step, **settings).steps())
+    taken = data.draw(st.integers(1, len(before)))
+    state = json.loads(json.dumps(before[taken - 1][1]))
+    longer = Plan(items, long, budget, packs_per_step, **settings)
+    after = list(longer.steps(state))
+    assert sorted(itertools.chain(*packs_of(before[:taken]), *packs_of(after))) == drawn(long)
+    assert longer.count_steps(state) == len(after)
+    assert longer.count_steps(state, 2) == min(2, len(after))
+    assert [step.reached for step, _ in [*before[:taken], *after]][-1] == long.length

@@ -1,7 +1,14 @@
+from typing import get_args
+
 import pytest
 
+from headway.data.media.images import MAX_IMAGE_PIXELS
+from headway.data.sources import FORMATS
+from headway.data.sources.documents import DTYPES, SampleBy
 from headway.errors import ConfigError
 from headway.train.config import TrainConfig, load_config, parse_config
+from headway.train.config.advice import warnings
+from headway.train.config.data import DataConfig, DatasetConfig
 from headway.train.config.sections import Section
 
 MINIMAL = """
@@ -39,7 +46,12 @@ def test_the_resolved_configuration_reads_back_as_itself(minimal):
         ("optim.clip=null", lambda c: c.optim.clip, None),
         ("optim.betas=[0.8, 0.9]", lambda c: c.optim.betas, (0.8, 0.9)),
         ("data.train.0.epochs=3", lambda c: c.data.train[0].epochs, 3),
-        ("data.train=[{path: b.jsonl, epochs: 1}, {path: c.jsonl}]", lambda c: len(c.data.train), 2),
+        ("data.train=[b.jsonl, {path: c.jsonl}]", lambda c: len(c.data.train), 2),
+        ("data.train={mix: [a, b]}", lambda c: [part.path for part in c.data.train[0].mix], ["a", "b"]),
+        ("data.eval=e.jsonl", lambda c: c.data.eval.path, "e.jsonl"),
+        ("optim.epochs=1.5", lambda c: (c.optim.steps, c.optim.epochs), (None, 1.5)),
+        ("optim.eps=null", lambda c: c.optim.eps, 1e-8),
+        ("eval=null", lambda c: c.eval.evaluates, False),
         ("model.random_init=true", lambda c: c.model.random_init, True),
         ("checkpoint.every=50", lambda c: c.checkpoint.every, 50),
         ("model.path=a=b", lambda c: c.model.path, "a=b"),
@@ -52,7 +64,7 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.momentum=1", "unknown key 'optim.momentum', allowed here: name, steps, lr"),
+        ("optim.momentum=1", "unknown key 'optim.momentum', did you mean 'optim.muon.momentum'?"),
         ("optim.warmup=1", "unknown key 'optim.warmup', did you mean 'warmup_steps'?"),
         ("data.train.0.epoch=1", "unknown key 'data.train.0.epoch', did you mean 'epochs'?"),
         ("modle.path=x", "unknown key 'modle', did you mean 'model'?"),
@@ -61,12 +73,23 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("optim.lr=-1", "optim.lr = -1: input should be greater than 0"),
         ("optim.steps=0", "optim.steps = 0: input should be greater than or equal to 1"),
         ("optim.schedule=triangle", "optim.schedule = 'triangle': input should be 'cosine', 'constant', 'linear'"),
-        ("optim.warmup_steps=100", "warmup_steps 100 leaves nothing of the 100 steps"),
+        ("optim.steps=null", "say how long the run is, with 'steps' or with 'epochs'"),
+        ("lr=1", "unknown key 'lr', did you mean 'optim.lr'?"),
+        ("optim.xyz=1", "unknown key 'optim.xyz', allowed here: name, steps, epochs, lr"),
+        ("optim.lr=-1", "`headway config optim` lists what can be set"),
         ("optim.betas=[0.9, 1.0]", "both must be below 1"),
-        ("data.train=[{path: a}, {path: b}]", "stage 0 needs 'epochs'"),
+        ("data.stages=[{path: a}, {path: b}]", "stage 0 needs 'epochs'"),
+        (
+            "data.train=[{path: a, epochs: 1}, {path: b}]",
+            "For one after the other, write data.stages instead of data.train",
+        ),
+        ("data.train=[]", "say what to train on in 'train'"),
+        ("data.train=[a, {path: b, weight: 1}]", "all have a 'weight', or all have 'epochs', or none has either"),
+        ("data.train=5", "5 is no dataset; give its path, or its settings, such as {path: chats.jsonl}"),
+        ("data.eval=[a, b]", "['a', 'b'] is no dataset"),
+        ("data.stages.0.path=a", "data.stages is {}, which has no '0' in it"),
+        ("data.epoch_of=total", "epoch_of has no effect without weights"),
         ("eval.every=10", "data.eval names no file"),
-        ("data.eval=e.jsonl", "neither eval.every nor eval.at_end uses it"),
-        ("checkpoint.every=1000", "checkpoint.every 1000 is never reached in 100 steps"),
         ("speed.recompute=half", "'half' is not none, full, every:N, one of these with ,-attention behind it, or"),
         ("speed.recompute=every:0", "'every:0' is not none, full, every:N"),
         ("speed.recompute=-attention", "'-attention' is not none, full"),
@@ -75,7 +98,7 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("speed.compile=inductor", "speed.compile = 'inductor': input should be True, False or 'auto'"),
         ("optim.lr", "is no assignment; write section.key=value"),
         ("data.train.5.path=x", "data.train has items 0 to 0, and no '5'"),
-        ("optim.lr.x=1", "optim.lr is the value"),
+        ("optim.lr.x=1", "optim.lr is '1e-3', which has no"),
         ("optim.lr=[1", "is not YAML"),
     ],
 )
@@ -158,13 +181,16 @@ def test_sources_mix_by_weight_or_by_epochs(minimal):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.train=[{epochs: 1}]", "a stage needs either 'path' or 'mix'"),
+        ("data.train=[{epochs: 1}]", "a source needs 'path', or 'mix' with several of them"),
         ("data.train=[{epochs: 2, mix: [{path: b, weight: 1}]}]", "epochs have no effect beside 'mix'"),
-        ("data.train=[{mix: [{path: b}]}]", "b: give either 'weight' or 'epochs'"),
+        ("data.train=[{mix: [{path: b, weight: 1, epochs: 1}]}]", "b: give either 'weight' or 'epochs'"),
         ("data.train=[{mix: [{weight: 1}]}]", "a part of a mix needs 'path'"),
-        ("data.train=[{mix: [{path: a, weight: 1}, {path: b, epochs: 1}]}]", "have weights, or all have epochs"),
+        (
+            "data.train=[{mix: [{path: a, weight: 1}, {path: b, epochs: 1}]}]",
+            "all have a 'weight', or all have 'epochs'",
+        ),
         ("data.train=[{path: a, samples: 5}]", "'samples' is the length of a mix with weights"),
-        ("data.train=[{mix: [{path: a, weight: 1}]}, {path: b}]", "stage 0 needs 'epochs'"),
+        ("data.train=[{mix: [{path: a}]}, {path: b}]", "2 sources that play together, and entry 0 has 'mix'"),
         ("data.train=[{mix: [{path: a, wight: 1}]}]", "unknown key 'data.train.0.mix.0.wight', did you mean 'weight'?"),
         ("data.train.0.schem=x", "unknown key 'data.train.0.schem', did you mean 'schema'?"),
         ("data.bad={limit: 5}", "limit and fraction have no effect with policy 'error'"),
@@ -231,3 +257,82 @@ def test_a_file_that_cannot_be_extended_is_refused(tmp_path, text, message):
 def test_a_plan_has_lengths_from_one_known_place(minimal, plan, message):
     with pytest.raises(ConfigError, match=message):
         load_config(minimal, (f"plan={plan}",))
+
+
+def test_what_is_to_be_trained_on_is_a_path_or_a_list_that_plays_together(minimal):
+    (alone,) = load_config(minimal, ("data.train=a.jsonl",)).data.played
+    assert (alone.path, alone.is_endless) == ("a.jsonl", True)
+    (together,) = load_config(minimal, ("data.train=[a.jsonl, {path: b/a.jsonl, limit: 9}]",)).data.played
+    assert [(part.path, part.weight, part.limit) for part in together.parts] == [
+        ("a.jsonl", None, None),
+        ("b/a.jsonl", None, 9),
+    ]
+    first, second = load_config(minimal, ("data.stages=[{path: a, epochs: 1}, b]",)).data.played
+    assert (first.path, second.path, second.is_endless) == ("a", "b", True)
+
+
+def test_a_setting_takes_the_place_of_the_one_that_says_the_same_otherwise(minimal):
+    other = minimal.parent / "other.yaml"
+    other.write_text("extends: c.yaml\noptim: {epochs: 1}\ndata: {stages: [{path: b, epochs: 1}, c]}\n")
+    config = load_config(other)
+    assert (config.optim.steps, config.optim.epochs, config.data.train) == (None, 1, ())
+    assert load_config(other, ("optim.steps=7", "optim.epochs=null")).optim.steps == 7
+
+
+def test_both_ways_to_say_how_long_a_run_is_in_one_file_are_refused(minimal):
+    minimal.write_text(MINIMAL.replace("steps: 100", "steps: 100, epochs: 2"))
+    with pytest.raises(ConfigError, match="both are given, so set one of them to null"):
+        load_config(minimal)
+
+
+def test_an_inherited_setting_is_switched_off_with_null(minimal):
+    minimal.write_text(MINIMAL + "eval: {every: 10, generate: 4, max_new_tokens: 8}\ncheckpoint: {every: 50}\n")
+    other = minimal.parent / "other.yaml"
+    other.write_text("extends: c.yaml\neval: {every: null, generate: null, max_new_tokens: null}\ncheckpoint: null\n")
+    config = load_config(other)
+    assert not config.eval.evaluates
+    assert (config.eval.generate, config.eval.max_new_tokens, config.checkpoint.every) == (None, 64, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("optim.epochs=2", "data.stream={}"), "data.stream reads without counting them"),
+        (("optim.epochs=2", "data.stages=[{path: a, epochs: 1}, b]"), "each says itself how long it plays"),
+    ],
+)
+def test_epochs_that_cannot_be_counted_are_refused(minimal, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(minimal, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), []),
+        (("optim.warmup_steps=100",), ["optim.warmup_steps 100 leaves nothing of the 5 steps: the learning rate only"]),
+        (("optim.schedule=wsd", "optim.warmup_steps=4", "optim.decay_share=0.5"), ["optim.decay_share 0.5 of 5 steps"]),
+        (("checkpoint.every=50",), ["checkpoint.every 50 is never reached in 5 steps"]),
+        (("optim.ema={decay: 0.9, every: 6}",), ["optim.ema.every 6 is never reached in 5 steps"]),
+        (("run.profile={start: 4}",), ["the end of run.profile, step 6 is never reached in 5 steps"]),
+        (
+            ("eval.max_new_tokens=8", "data.eval=e.jsonl"),
+            ["data.eval has no effect", "eval.max_new_tokens has no effect without eval.generate"],
+        ),
+        (("eval={every: 6, generate: 2}", "data.eval=e.jsonl"), ["eval.every 6 is never reached"]),
+    ],
+)
+def test_a_harmless_setting_without_effect_is_told_and_not_refused(minimal, overrides, told):
+    found = warnings(load_config(minimal, overrides), 5)
+    assert len(found) == len(told)
+    for sentence, beginning in zip(found, told, strict=True):
+        assert sentence.startswith(beginning)
+
+
+def test_the_formats_of_the_configuration_are_those_that_are_read():
+    fields = DatasetConfig.model_fields
+    assert get_args(fields["format"].annotation) == ("auto", *FORMATS)
+    assert get_args(get_args(fields["token_dtype"].annotation)[0]) == DTYPES
+    assert get_args(get_args(fields["sample_by"].annotation)[0]) == get_args(SampleBy)
+    pixels = DataConfig.model_fields["max_image_pixels"]
+    assert pixels.default == MAX_IMAGE_PIXELS

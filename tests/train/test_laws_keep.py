@@ -80,10 +80,10 @@ from headway.cli.app import main
 from headway.train import loop
 number, rank, at, delay_s = sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1)
 original = loop.learning_rate
-def rate(step, optim):
+def rate(step, *settings):
     if step == int(at) and os.environ["RANK"] == rank:
         threading.Timer(float(delay_s), os.kill, (os.getpid(), int(number))).start()
-    return original(step, optim)
+    return original(step, *settings)
 loop.learning_rate = rate
 main()
 """
@@ -237,11 +237,11 @@ import os, signal
 from headway.cli.app import main
 from headway.train import loop
 original = loop.learning_rate
-def rate(step, optim):
+def rate(step, *settings):
     if step == 8:
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
-    return original(step, optim)
+    return original(step, *settings)
 loop.learning_rate = rate
 main()
 """
@@ -328,11 +328,11 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 taken = []
 original = loop.learning_rate
-def rate(step, optim):
+def rate(step, *settings):
     taken.append(step)
     if not in_set_up and len(taken) == steps:
         threading.Timer(delay_s, die).start()
-    return original(step, optim)
+    return original(step, *settings)
 if attempt < int(os.environ["KILLS"]) and rank == victim:
     loop.learning_rate = rate
     if in_set_up:

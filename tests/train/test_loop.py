@@ -205,15 +205,6 @@ def _forget_the_end(config, step):
     assert latest_checkpoint(config.run.folder / "checkpoints").step == step
 
 
-def test_data_that_ends_early_is_an_error_that_keeps_the_work(raw):
-    raw["data"]["train"][0]["epochs"] = 1
-    raw["optim"]["steps"] = 1000
-    config = parse_config(raw)
-    with pytest.raises(TrainingError, match=r"the data ended after step \d+ of 1000"):
-        train(config)
-    assert latest_checkpoint(config.run.folder / "checkpoints").step == steps_of(config)[-1]["step"]
-
-
 @pytest.mark.parametrize(
     ("section", "changes", "error", "message"),
     [
@@ -246,10 +237,10 @@ def test_a_signal_finishes_the_step_and_saves(raw, monkeypatch, number):
 
     learning_rate = loop.learning_rate
 
-    def interrupt_at_the_third_step(step, optim):
+    def interrupt_at_the_third_step(step, *settings):
         if step == 3:
             os.kill(os.getpid(), number)
-        return learning_rate(step, optim)
+        return learning_rate(step, *settings)
 
     monkeypatch.setattr(loop, "learning_rate", interrupt_at_the_third_step)
     summary = train(config)

@@ -66,10 +66,10 @@ def test_a_mixture_goes_on_from_a_checkpoint_as_if_never_stopped(mixed, stream, 
 
     rate = loop.learning_rate
 
-    def killed_at_the_sixth_step(step, optim):
+    def killed_at_the_sixth_step(step, *settings):
         if step == 6:
             raise KeyboardInterrupt
-        return rate(step, optim)
+        return rate(step, *settings)
 
     monkeypatch.setattr(loop, "learning_rate", killed_at_the_sixth_step)
     with pytest.raises(KeyboardInterrupt):

@@ -63,7 +63,7 @@ def recipe(digits, tmp_path_factory):
     raw = {
         "model": {"path": str(digits / "model"), "random_init": True},
         "data": {
-            "train": [
+            "stages": [
                 {"path": str(digits / "data/one_digit.jsonl"), "epochs": 1},
                 {"path": str(digits / "data/train.jsonl")},
             ],

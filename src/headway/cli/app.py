@@ -17,6 +17,7 @@ from headway.cli import (
     chat,
     check,
     compare,
+    config,
     demo,
     devices,
     evaluate,
@@ -70,6 +71,7 @@ app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("chat", short_help="Talk to a model that was trained.")(chat.chat)
 app.command("generate", short_help="Answer one prompt or a file of them.")(generate.generate)
 app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)
+app.command("config", short_help="Print every setting of `headway train`.")(config.config)
 app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
 app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)

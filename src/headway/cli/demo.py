@@ -36,8 +36,8 @@ def demo(
 
     paths = {
         "model.path": folder / "model",
-        "data.train.0.path": folder / "data" / "one_digit.jsonl",
-        "data.train.1.path": folder / "data" / "train.jsonl",
+        "data.stages.0.path": folder / "data" / "one_digit.jsonl",
+        "data.stages.1.path": folder / "data" / "train.jsonl",
         "data.eval": folder / "data" / "eval.jsonl",
         "run.folder": folder / "run",
     }

@@ -78,8 +78,8 @@ def evaluate(
     loaded = open_model(found, dtype=precision.params, device=where, for_generation=False)
     chunk = config.speed.loss_chunk if config is not None else SpeedConfig().loss_chunk
     with_loss = model_with_loss(loaded.model, chunk=chunk)
-    limit = {"max_characters": config.data.max_characters} if config is not None else {}
-    encoder = make_encoder(loaded.processor, loaded.model, **limit)
+    limits = {} if config is None else config.data.model_dump(include={"max_image_pixels", "max_characters"})
+    encoder = make_encoder(loaded.processor, loaded.model, **limits)
     budget = _budget(packing_length, config, encoder, samples)
     geometry = vision_geometry(loaded.model)
 

@@ -51,7 +51,8 @@ def index(
         Path | None, typer.Option(metavar="FILE", help="With --on-bad skip: write file, row and reason of each there.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Worker processes; 0 for none, one per usable core if not given.")
+        int | None,
+        typer.Option(metavar="N", max=1024, help="Worker processes; 0 for none, one per usable core if not given."),
     ] = None,
     cache: Annotated[
         Path | None,
@@ -73,6 +74,8 @@ def index(
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples
         from headway.data.sources import open_source
+        from headway.data.sources.opening import own_names
+        from headway.data.wording import errors_in_words_of
     if on_bad not in ("error", "skip"):
         raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
     if workers is not None and workers < 0:
@@ -81,8 +84,11 @@ def index(
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
     options["columns"] = _columns(column or [])
-    sources = [open_source(path, **options) for path in data]  # a typo is told before anything is measured
-    found = build_indices(sources, model, max_characters, policy, cache=cache, workers=workers, refresh=refresh)
+    data = list(dict.fromkeys(data))
+    names = own_names(data)  # a typo in a path is told before anything is measured
+    sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
+    with errors_in_words_of("options"):
+        found = build_indices(sources, model, max_characters, policy, cache=cache, workers=workers, refresh=refresh)
     indices = dict(zip(data, found, strict=True))
     if as_json:
         records = [_record(path, found) for path, found in indices.items()]

@@ -187,7 +187,12 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     sources, stages = open_stages(data)
     shell = load_model(config.model.path, random_init=True, device="meta")
     costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
-    encoder = make_encoder(load_processor(config.model.path), shell, data.max_characters)
+    encoder = make_encoder(
+        load_processor(config.model.path),
+        shell,
+        max_image_pixels=data.max_image_pixels,
+        max_characters=data.max_characters,
+    )
     indices = _indices(sources, config.model.path, data.max_characters)
     budget = budget_of(data)
     items, counts = Items.build(indices, budget, data.overlong, costs)

@@ -178,10 +178,12 @@ def _measured(data: list[str], model: str | None, max_characters: int | None) ->
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples
         from headway.data.sources import open_source
-    found = [open_source(path) for path in data]
-    if len({source.name for source in found}) < len(found):
-        raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in found)}. Rename a file.")
-    indices = build_indices(found, model, max_characters, BadSamples("skip", limit=None, fraction=None))
+        from headway.data.sources.opening import own_names
+        from headway.data.wording import errors_in_words_of
+    data = list(dict.fromkeys(data))
+    found = [open_source(path, name=name) for path, name in zip(data, own_names(data), strict=True)]
+    with errors_in_words_of("options"):
+        indices = build_indices(found, model, max_characters, BadSamples("skip", limit=None, fraction=None))
     return {source.name: index for source, index in zip(found, indices, strict=True)}
 
 

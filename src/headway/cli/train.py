@@ -67,6 +67,15 @@ ScaleDownOption = Annotated[
         "through the same code: about a minute on a laptop. --set goes on top of what was shrunk.",
     ),
 ]
+SmokeOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Take N steps of the run to see that all of it works, warm-up and cadences adapted, in a run folder of "
+        "its own that ends in -smoke.",
+    ),
+]
 
 
 def train(
@@ -78,6 +87,7 @@ def train(
     devices: DevicesOption = None,
     device: DeviceOption = None,
     scale_down: ScaleDownOption = False,
+    smoke: SmokeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a model on packed data; progress goes to stderr, the summary to stdout.
@@ -85,10 +95,17 @@ def train(
     Paths in CONFIG start from the working directory. The run folder gets the resolved configuration, a record per step
     (metrics.jsonl), checkpoints, a model folder that transformers' from_pretrained opens, and summary.json. Ctrl-C and
     SIGTERM finish the step, save a checkpoint and end with exit code 130 and 0.
+
+    `headway config` prints every setting of CONFIG with its type, unit, default and meaning.
     """
     if resume and resume_if_any:
         raise UsageError("--resume and --resume-if-any contradict each other where there is no run; give one of them.")
+    if smoke is not None and (resume or resume_if_any or dry_run or scale_down):
+        raise UsageError(
+            "--smoke takes the first steps of a new run; leave out --resume, --resume-if-any, --dry-run, --scale-down."
+        )
     from headway.train.config import load_config
+    from headway.train.config.smoke import smoke_of
 
     overrides: tuple[str, ...] = tuple(settings or ())
     later: tuple[str, ...] = ()
@@ -114,7 +131,9 @@ def train(
     goes_on = None if resume_if_any else resume
     if scale_down:
         resolved = _scaled_down(resolved, later, resume=goes_on)
-    print_summary(run(resolved, resume=goes_on), as_json=as_json)
+    if smoke is not None:
+        resolved = smoke_of(resolved, smoke)
+    print_summary(run(resolved, resume=goes_on, is_smoke=smoke is not None), as_json=as_json)
 
 
 def _find_inputs(config: "TrainConfig") -> None:

@@ -16,6 +16,9 @@ from headway.errors import ConfigError
 
 Floats = NDArray[np.float64]
 
+MOST = 2**26
+"""Tokens or patches of a pack at most; what looks for room in packs takes 16 bytes of memory for each."""
+
 
 class Size(NamedTuple):
     """Tokens and patches of a sample, or those left in a pack.
@@ -39,7 +42,7 @@ class Budget:
         items: the most samples; None sets no limit.
 
     Raises:
-        ConfigError: a budget below 1 token, below 0 patches or below 1 sample.
+        ConfigError: a budget below 1 token, below 0 patches or below 1 sample, or more than fits any memory.
     """
 
     tokens: int
@@ -55,6 +58,12 @@ class Budget:
             raise ConfigError(
                 f"A pack's budget is {self.tokens} tokens, {self.patches} patches and {self.items} samples; it needs "
                 "at least 1 token, and patches of 0 or more and samples of 1 or more (or none for no limit)."
+            )
+
+        if max(self.tokens, self.patches or 0) > MOST:
+            raise ConfigError(
+                f"A pack's budget is {self.tokens} tokens and {self.patches} patches; at most {MOST:,} of each can be "
+                "planned, and no device computes as many at a time. Lower it."
             )
 
     def holds(self, size: Size) -> bool:

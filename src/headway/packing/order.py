@@ -34,7 +34,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class StageSource:
-    """One source of a stage's mixture; give `weight` or `epochs`.
+    """One source of a stage's mixture; with neither weight nor epochs it plays in proportion to its size.
 
     Attributes:
         name: name of the source.
@@ -54,12 +54,18 @@ class Stage:
     """A part of a curriculum: a mixture of sources.
 
     Attributes:
-        sources: the mixture, all with weights or all with epochs.
-        samples: draws of the stage where sources have weights; None for endlessly, which only the last stage may be.
+        sources: the mixture, all with weights, all with epochs, or all with neither.
+        samples: draws of the stage where sources have no epochs.
+        epochs: times through the stage; without it sources play as often as they say, or else endlessly, which only
+            the last stage may.
+        epoch_of: what once through a stage with weights is, unless `samples` say so: "longest", all of the source that
+            lasts longest; all of the source of that name; or "total", as many draws as there are items.
     """
 
     sources: tuple[StageSource, ...]
     samples: int | None = None
+    epochs: float | None = None
+    epoch_of: str = "longest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +119,10 @@ class Order:
         self.seed, self.shuffle = seed, shuffle
         self._stages: list[list[_Part]] = []
         self._ends: list[int] = []  # where each stage ends; the last may never
+        self._epoch: Fraction | None = None
         for number, stage in enumerate(stages):
-            parts, length = _parts(stage, number, sizes, firsts, numbers)
+            parts, length, epoch = _parts(stage, number, sizes, firsts, numbers)
+            self._epoch = epoch if len(stages) == 1 else None
             if length is None and number < len(stages) - 1:
                 raise ConfigError(
                     f"Stage {number} of the data never ends, so what follows it would never be used. Give it a "
@@ -134,6 +142,10 @@ class Order:
     def length(self) -> int | None:
         """Items in all; None for an endless order."""
         return None if self._ends[-1] == _LAST_PLACE else self._ends[-1]
+
+    def epochs_at(self, place: int) -> float | None:
+        """How often the data have played before a place; None where stages follow one another."""
+        return None if self._epoch is None else float(place / self._epoch)
 
     def stage_end(self, place: int) -> int:
         """Where the stage that holds a place ends; beyond all places where it never does, or nothing is left."""
@@ -161,6 +173,10 @@ class Order:
         at = np.arange(len(items))  # where in `items` the places are that no source has taken yet
         places = np.arange(start, stop + 1)  # their numbers among the free places of the stage, and one past the last
         rest = sum(part.share for part in self._stages[stage])
+        if stop * max(part.share for part in self._stages[stage]) >= _LAST_PLACE:
+            raise ConfigError(
+                f"Place {stop} of the data is more than an order can number. Use more stages, or weights."
+            )
         for part in self._stages[stage]:
             before = places * part.share // rest  # draws of this source before each place; grows by 0 or 1
             taken = before[1:] > before[:-1]
@@ -193,24 +209,27 @@ class Order:
 
 def _parts(
     stage: Stage, number: int, sizes: Mapping[str, int], firsts: Mapping[str, int], numbers: Mapping[str, int]
-) -> tuple[list[_Part], int | None]:
-    """Check a stage, and return its sources with whole numbers as shares, and its length (None for an endless one)."""
+) -> tuple[list[_Part], int | None, Fraction]:
+    """Check a stage; return its sources with whole shares, its draws (None if endless), and those of an epoch."""
     where = f"Stage {number} of the data"
     if not stage.sources:
         raise ConfigError(f"{where} names no source. Name at least one of {', '.join(sizes)}.")
-    by_epochs = stage.sources[0].epochs is not None
+    first = stage.sources[0]
+    by_epochs, by_size = first.epochs is not None, first.epochs is None and first.weight is None
     used = []
     for source in stage.sources:
         if not sizes.get(source.name):
             known = ", ".join(name for name, size in sizes.items() if size)
             raise ConfigError(f"{where} names {source.name!r}, which holds no samples. Sources with samples: {known}.")
-        share = source.epochs if by_epochs else source.weight
-        if share is None or (source.epochs is not None and source.weight is not None):
+        if ((source.epochs is not None) is not by_epochs) or ((source.weight is None) is not (by_size or by_epochs)):
             raise ConfigError(
                 f"{where} gives {source.name!r} weight {source.weight} and epochs {source.epochs}. Give weights to all "
-                "sources of a stage, or epochs to all."
+                "sources of a stage, or epochs to all, or neither to any."
             )
-        if not (math.isfinite(share) and share > 0) or (source.limit is not None and source.limit < 1):
+        share = source.epochs if by_epochs else 1.0 if by_size else source.weight
+        if not (share is not None and math.isfinite(share) and share > 0) or (
+            source.limit is not None and source.limit < 1
+        ):
             raise ConfigError(
                 f"{where} gives {source.name!r} a weight or epochs of {share} and a limit of {source.limit}; weights "
                 "and epochs are above 0, a limit is at least 1 sample."
@@ -220,8 +239,16 @@ def _parts(
         raise ConfigError(f"{where} has epochs and {stage.samples} samples; the epochs say how long it is already.")
     if stage.samples is not None and stage.samples < 1:
         raise ConfigError(f"{where} has {stage.samples} samples; give at least 1, or none for endlessly.")
-    shares = _epoch_counts(stage, used) if by_epochs else _weights(stage)
+    if by_epochs:
+        shares = [round(Fraction(source.epochs or 0) * one) for source, one in zip(stage.sources, used, strict=True)]
+    elif by_size:
+        shares = [one // math.gcd(*used) for one in used]
+    else:
+        shares = _whole_shares([source.weight for source in stage.sources])
+    epoch = Fraction(sum(shares)) if by_epochs else _epoch_of(stage, used, shares, where)
     length = sum(shares) if by_epochs else stage.samples
+    if stage.epochs is not None:
+        length = max(1, round(Fraction(stage.epochs) * epoch))
     if (length or 0) * max(shares) >= _LAST_PLACE:
         raise ConfigError(f"{where} draws {length} samples, more than an order can number. Use more stages.")
     parts = [
@@ -229,15 +256,30 @@ def _parts(
         for source, one, share in zip(stage.sources, used, shares, strict=True)
         if share
     ]
-    return parts, length
+    return parts, length, epoch
 
 
-def _epoch_counts(stage: Stage, used: Sequence[int]) -> list[int]:
-    return [round(Fraction(source.epochs or 0) * one) for source, one in zip(stage.sources, used, strict=True)]
+def _epoch_of(stage: Stage, used: Sequence[int], shares: Sequence[int], where: str) -> Fraction:
+    """Draws of an epoch of a stage whose sources have weights, or play by size."""
+    if stage.samples is not None:
+        return Fraction(stage.samples)
+    if stage.epoch_of == "total":
+        return Fraction(sum(used))
+    lasts = {
+        source.name: Fraction(one * sum(shares), share)
+        for source, one, share in zip(stage.sources, used, shares, strict=True)
+    }
+    if stage.epoch_of == "longest":
+        return max(lasts.values())
+    if stage.epoch_of not in lasts:
+        raise ConfigError(
+            f"{where} counts epochs of {stage.epoch_of!r}, which is none of its sources. Name one of "
+            f"{', '.join(lasts)}; or longest, or total."
+        )
+    return lasts[stage.epoch_of]
 
 
-def _weights(stage: Stage) -> list[int]:
-    weights: list[Any] = [source.weight for source in stage.sources]
+def _whole_shares(weights: Sequence[Any]) -> list[int]:
     if all(weight == int(weight) for weight in weights) and sum(weights) <= _EXACT:
         return [int(weight) for weight in weights]
     total = sum(weights)

@@ -26,6 +26,9 @@ WINDOW = 131_072
 """Samples that are packed together unless told otherwise; more where `MIN_STEPS` steps need more."""
 
 MIN_STEPS = 16
+MOST_PACKS = 2**20
+"""Packs of a step over all ranks at most."""
+
 _UNLIMITED = 1 << 62
 
 
@@ -36,19 +39,22 @@ class PlannedStep:
     Attributes:
         packs: items of each pack, shape (packs_per_step,) of (n,). At the very end of a finite order some are empty.
         costs: useful FLOPs of each pack, shape (packs_per_step,).
+        reached: items of the order that have been trained on once the step is done.
     """
 
     packs: list[Ints]
     costs: NDArray[np.float64]
+    reached: int = 0
 
 
 class _Start(NamedTuple):
-    """Where a window starts: its place in the order, the items carried into it, and how its steps are cut."""
+    """Where a window starts, what is carried into it, how its steps are cut, and where the order ended at that time."""
 
     position: int
     carried: tuple[int, ...]
     packs_per_step: int
     accumulation: int
+    end: int | None
 
 
 class _Packed(NamedTuple):
@@ -113,6 +119,11 @@ class Plan:
                 f"A plan of {packs_per_step} packs per step with an accumulation of {accumulation}: both must be at "
                 "least 1, and the packs of a step are ranks times accumulation."
             )
+        if packs_per_step > MOST_PACKS:
+            raise ConfigError(
+                f"A step of {packs_per_step:,} packs, ranks times accumulation: at most {MOST_PACKS:,} can be planned. "
+                "Lower one of them."
+            )
         if window is not None and window < 1:
             raise ConfigError(f"A window of {window} samples: it must hold at least 1; thousands pack well.")
         if not 0 <= balance <= 1:
@@ -135,7 +146,7 @@ class Plan:
 
     def initial_state(self) -> dict[str, Any]:
         """The state before the first step."""
-        return self._state(_Start(0, (), self.packs_per_step, self.accumulation), 0)
+        return self._state(_Start(0, (), self.packs_per_step, self.accumulation, self.order.length), 0)
 
     def steps(self, state: Mapping[str, Any] | None = None) -> Iterator[tuple[PlannedStep, dict[str, Any]]]:
         """Yield steps from a state on, each with the state that follows it.
@@ -158,23 +169,32 @@ class Plan:
                 if last and not self._ends(packed):
                     break
                 stop = min(done + self.packs_per_step, packed.num_packs)
-                step, done = self._step(packed, done, stop), stop
+                step, done = self._step(packed, done, stop, start.position - len(start.carried)), stop
                 yield step, self._state(start, done)
             if self._ends(packed):
                 return
             left = packed.items[packed.bounds[done] :].tolist()  # of packs too few for a step of the new size
             same = start.packs_per_step == self.packs_per_step
             accumulation = start.accumulation if same else self.accumulation
-            start = _Start(packed.position, (*left, *packed.carried), self.packs_per_step, accumulation)
+            carried = (*left, *packed.carried)
+            start = _Start(packed.position, carried, self.packs_per_step, accumulation, self.order.length)
             done = 0
 
-    def _step(self, packed: _Packed, first: int, stop: int) -> PlannedStep:
+    def count_steps(self, state: Mapping[str, Any] | None = None, most: int | None = None) -> int:
+        """Count the steps from a state on, up to `most` of them; takes as long as it takes to plan them.
+
+        Raises:
+            CheckpointError: the state is none of a plan.
+        """
+        return sum(1 for _ in itertools.islice(self.steps(state), most))
+
+    def _step(self, packed: _Packed, first: int, stop: int, before: int) -> PlannedStep:
         bounds = packed.bounds[first : stop + 1]
         packs = [packed.items[low:high] for low, high in itertools.pairwise(bounds.tolist())]
         packs += [packed.items[:0]] * (self.packs_per_step - len(packs))
         pack_of = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
         costs = self.items.costs[packed.items[bounds[0] : bounds[-1]]]
-        return PlannedStep(packs, sums_of(pack_of, costs, len(packs)))
+        return PlannedStep(packs, sums_of(pack_of, costs, len(packs)), before + int(bounds[-1]))
 
     def _ends(self, packed: _Packed) -> bool:
         return not packed.carried and self.order.length is not None and packed.position >= self.order.length
@@ -185,12 +205,12 @@ class Plan:
         # Steps of a window are shuffled, so that it spans about an epoch at most: else some samples would play again
         # before others play at all. And it ends where its stage does, unless the rest of that fills no step.
         count = self.window or min(WINDOW, len(self.items))
-        within = self.order.stage_end(start.position) - start.position
+        left = (_UNLIMITED if start.end is None else start.end) - start.position
+        within = min(left, self.order.stage_end(start.position) - start.position)
         while True:
             wanted = max(1, count - len(carried))
-            items = np.concatenate([carried, self.order.draw(start.position, min(wanted, within))])
-            drawn = start.position + len(items) - len(carried)
-            drawn_all = self.order.length is not None and drawn >= self.order.length
+            items = np.concatenate([carried, self.order.draw(start.position, min(wanted, within, left))])
+            drawn_all = len(items) - len(carried) >= left
             window = self._window(items, start)
             ends_stage = wanted >= within
             enough = 1 if self.window is not None or ends_stage else MIN_STEPS
@@ -224,13 +244,15 @@ class Plan:
         try:
             carried = tuple(int(item) for item in state["carried"])
             numbers = [int(state[name]) for name in ("position", "packs_per_step", "accumulation", "packs_done")]
+            end = state.get("end", self.order.length)
+            end = None if end is None else int(end)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The state of a plan holds position, carried, packs_per_step, accumulation and packs_done, got "
                 f"{dict(state)!r:.200}. Resume from a whole checkpoint."
             ) from error
         position, packs_per_step, accumulation, done = numbers
-        return _Start(position, carried, packs_per_step, accumulation), done
+        return _Start(position, carried, packs_per_step, accumulation, end), done
 
 
 def _packed(items: Ints, pack_of: Ints, num_packs: int, position: int, num_carried: int) -> _Packed:

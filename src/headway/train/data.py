@@ -1,6 +1,8 @@
 """From the configuration's data section to a feed of packs."""
 
+import json
 import math
+import os
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -12,6 +14,7 @@ from headway.data.encode import Encoder
 from headway.data.feed import Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import LengthIndex, build_index
 from headway.data.sources import Source, open_source
+from headway.data.sources.opening import own_names
 from headway.errors import ConfigError
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
@@ -19,7 +22,7 @@ from headway.packing.items import Items
 from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
 from headway.train.config import TrainConfig
-from headway.train.config.data import DataConfig, MixPart, SourceConfig
+from headway.train.config.data import DataConfig, DatasetConfig, MixPart
 from headway.train.ranks import Ranks
 
 QUARANTINE = "bad_samples.jsonl"
@@ -46,7 +49,13 @@ def open_feed(
         DataError: a source cannot be read, or samples cannot be used.
     """
     data = config.data
-    sources, stages = open_stages(data)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if data.prefetch_bytes > memory_bytes:
+        raise ConfigError(
+            f"data.prefetch_bytes {data.prefetch_bytes} is more than this machine's memory of {memory_bytes} bytes, "
+            "which packs made ahead would fill. Lower it; 2**30 (1 GiB) is the default."
+        )
+    sources, stages = open_stages(data, config.optim.epochs)
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
     maker = PackMaker(sources, encoder, collator, bad.skips)
@@ -122,45 +131,66 @@ def bad_samples(config: TrainConfig) -> BadSamples:
     return BadSamples("skip", bad.limit, bad.fraction, config.run.folder / QUARANTINE)
 
 
-def open_stages(data: DataConfig) -> tuple[tuple[Source, ...], tuple[Stage, ...]]:
+def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[Source, ...], tuple[Stage, ...]]:
     """Open every source once, and say which play in which stage.
+
+    Args:
+        data: the configuration's section.
+        epochs: times through the data; None to go on as long as there are steps [epochs].
 
     Raises:
         ConfigError: two sources of one name.
         DataError: a source cannot be found.
     """
-    opened: dict[str, tuple[SourceConfig, Source]] = {}
+    parts = [part for stage in data.played for part in stage.parts]
+    own = own_names([part.path or "" for part in parts], [part.name for part in parts])
+    names = dict(zip(map(_identity, parts), own, strict=True))
+    opened: dict[str, tuple[DatasetConfig, Source]] = {}
     stages = []
-    for stage in data.train:
+    for stage in data.played:
         plays = []
         for part in stage.parts:
-            source = _open(part)
-            known, _ = opened.setdefault(source.name, (part, source))
-            if _identity(known) != _identity(part):
+            name = names[_identity(part)]
+            if name not in opened:
+                opened[name] = part, open_dataset(part, name)
+            if _identity(opened[name][0]) != _identity(part):
                 raise ConfigError(
-                    f"data.train has two sources called {source.name!r}: {known.path} and {part.path}, or one of them "
-                    "with other settings. Give each a 'name' of its own."
+                    f"the training data have two sources called {name!r}: {opened[name][0].path} and {part.path}, or "
+                    "one of them with other settings. Give each a 'name' of its own."
                 )
             weight = part.weight if isinstance(part, MixPart) else None
-            if weight is None and part.epochs is None:  # alone in an endless stage
+            if weight is None and part.epochs is None and epochs is None and not stage.mix:  # alone in an endless stage
                 weight = 1.0
-            plays.append(StageSource(source.name, weight, part.epochs, part.limit))
-        stages.append(Stage(tuple(plays), stage.samples))
+            plays.append(StageSource(name, weight, part.epochs, part.limit))
+        times = epochs if len(data.played) == 1 or stage.is_endless else None
+        stages.append(Stage(tuple(plays), stage.samples, times, data.epoch_of or "longest"))
     return tuple(source for _, source in opened.values()), tuple(stages)
 
 
-def _open(part: SourceConfig) -> Source:
+def open_dataset(part: DatasetConfig, name: str | None = None) -> Source:
+    """Open a dataset as its settings say.
+
+    Raises:
+        ConfigError: a setting that no file of it takes.
+        DataError: it cannot be found.
+    """
     assert part.path is not None
     return open_source(
         part.path,
-        name=part.name,
+        name=name or part.name,
+        format=part.format,
         schema=part.schema_name,
         text_column=part.text_column,
         columns=part.columns,
         root=part.root,
         allow_remote=part.allow_remote,
+        sample_by=part.sample_by,
+        token_dtype=part.token_dtype,
+        end_token=part.end_token,
+        storage_options=part.storage_options,
     )
 
 
-def _identity(part: SourceConfig) -> tuple[object, ...]:
-    return part.path, part.schema_name, part.text_column, part.columns, part.root, part.allow_remote
+def _identity(part: DatasetConfig) -> str:
+    """What makes two sources one: everything that decides its samples."""
+    return json.dumps({name: getattr(part, name) for name in DatasetConfig.model_fields}, default=str, sort_keys=True)

@@ -20,6 +20,7 @@ import transformers
 
 from headway.data import Batch
 from headway.data.feed import FeedReport, on_device
+from headway.data.wording import errors_in_words_of
 from headway.errors import TrainingError
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
@@ -48,13 +49,14 @@ _SHOWN_ANSWERS = 3  # on the screen; samples.jsonl has all
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
 
-def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
+def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = False) -> RunSummary:
     """Train a model.
 
     Args:
         config: everything there is to say.
         resume: go on from the newest checkpoint of the run folder, exactly as if the run had not been interrupted;
             None to do so if there is a run, and to begin one if there is none.
+        is_smoke: whether the run may take the place of an earlier smoke run in its folder.
 
     Returns:
         What the run did; incomplete if Ctrl-C or SIGTERM stopped it, which save a checkpoint first.
@@ -63,7 +65,7 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
         ConfigError: a setting that cannot take effect here.
         DataError: a sample that cannot be used.
         CheckpointError: a checkpoint that is not whole or not of this model.
-        TrainingError: a loss that is not finite, data that ended early, or no memory left.
+        TrainingError: a loss that is not finite, a stream without data, or no memory left.
         RankLostError: another process of the run ended.
     """
     start_ns = clock.now_ns()
@@ -72,26 +74,27 @@ def train(config: TrainConfig, *, resume: bool | None = False) -> RunSummary:
     with (
         Watchdog(phase, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
         explain_errors(phase, lambda error: f"out of memory (rank {rank}) in {phase}: {error}. {_SMALLER}"),
-        RunFolder(config.run.folder) as folder,
+        errors_in_words_of("yaml"),
+        RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
     ):
         return _loop(config, prepare(config, resume=resume, phase=phase, folder=folder), phase, start_ns)
 
 
-def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:  # noqa: PLR0915 - stays whole
-    """Take the steps of a run, write down what they gave, and sum up."""
+def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:  # noqa: C901, PLR0912, PLR0915
+    """Take the steps of a run, write down what they gave, and sum up; it stays whole, to be read from top to bottom."""
     trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
     ranks, device, saver, optim = run.ranks, run.device, run.saver, config.optim
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
-    evaluation, stopped_by = None, 0
+    evaluation, stopped_by, has_ended = None, 0, False
     window = ProfileWindow(config.run.profile, config.run.folder, rank=ranks.rank, size=ranks.size, device=device)
 
     with (
         _outputs(config, run, start_ns) as out,
         window,
         run.feed,
-        _workers_started(run, phase, needed=step < optim.steps) as steps,
+        _workers_started(run, phase, needed=step < run.steps) as steps,
         meter,
         saver,
         stop_requests() as stop_signal,
@@ -101,9 +104,9 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             out.progress.note(line)
         model.train()
 
-        while step < optim.steps and not stopped_by:
+        while step < run.steps and not stopped_by:
             step += 1
-            lr = learning_rate(step, optim)
+            lr = learning_rate(step, optim, run.steps)
             set_learning_rate(optimizer, lr)
             window.before(step)
 
@@ -113,19 +116,16 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             meter.await_data()
             batches = next(steps, [])
             meter.got_data()
-            has_ended = not batches  # on this rank; a stream's lanes need not end together
+            flags = Flags(not batches, stop_signal(), saver.has_failed)  # a stream's lanes need not end together
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
             phase.at("exchange of what each rank computes")
-            flags = Flags(has_ended, stop_signal(), saver.has_failed)
             batches, whole, finished = exchange_step(batches, run.feed, ranks, flags, meter.finished())
             out.recorder.write(meter.merge(finished))
             for checkpoint in saver.finished(wait=whole.flags.save_failed):
                 out.note_saved(checkpoint)
-            if whole.flags.has_ended:
-                _leave(run, out, phase, "checkpoint")
-                save(run, step - 1, out.recorder.behind())
-                out.note_saved(saver.wait())
-                raise TrainingError(_data_ended(config, step - 1))
+            if has_ended := whole.flags.has_ended:  # of a stream; how far an index reaches is known beforehand
+                step -= 1
+                break
             stopped_by = whole.flags.stop_signal
 
             # Forward and backward, pack by pack.
@@ -152,24 +152,32 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             if run.ema is not None:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
-            out.recorder.add(LaunchedStep(step, lr, whole, batches, ranks.num_data_ranks, compilations), numbers_K)
+            launched = LaunchedStep(step, lr, run.feed.epochs, whole, batches, ranks.num_data_ranks, compilations)
+            out.recorder.add(launched, numbers_K)
             meter.step()
             out.progress.recompiled(step, compilations.news)
             window.after(step, meter, out.progress.note)
 
             # Now and then, and at the end.
-            is_last = step == optim.steps
+            is_last = step == run.steps
             if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
                 _leave(run, out, phase, "evaluation")
                 evaluation = _evaluate(run, run.eval_set, step, out)
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
                 _leave(run, out, phase, "checkpoint")
                 save(run, step, out.recorder.behind())
+        if has_ended:  # what the last step does, now that it is known which one it was
+            out.progress.note(_data_ended(run, step))
+            if run.eval_set is not None and config.eval.at_end:
+                _leave(run, out, phase, "evaluation")
+                evaluation = _evaluate(run, run.eval_set, step, out)
+            _leave(run, out, phase, "checkpoint")
+            save(run, step, out.recorder.behind())
         phase.at("checkpoint")
         last = saver.wait()
         out.note_saved(last)
         utilisation = meter.close()
-        if step < optim.steps:
+        if stopped_by and step < run.steps:
             out.progress.note(f"stopped by {STOPPING[stopped_by]} after step {step}; continue with --resume")
         for warning in utilisation.warnings:
             out.progress.note(f"warning: {warning}")
@@ -183,7 +191,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
         model=run.exports.folder(last),
         stopped_by=stopped_by,
         steps=step,
-        planned_steps=optim.steps,
+        planned_steps=step if has_ended else run.steps,
         skipped=losses.skipped,
         first_loss=losses.first,
         last_loss=losses.last,
@@ -238,9 +246,15 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
     if goodput is not None and run.resumes:
         goodput.resumed(step)
     panel = any(spec.partition(":")[0] == "live" for spec in settings.trackers)
-    quiet = not ranks.is_first
     with (
-        Progress(optim.steps, done=step, log_every=settings.log_every, quiet=quiet, has_panel=panel) as progress,
+        Progress(
+            run.steps,
+            done=step,
+            log_every=settings.log_every,
+            epochs=config.optim.epochs,
+            quiet=not ranks.is_first,
+            has_panel=panel,
+        ) as progress,
         metrics,
         samples,
         goodput or nullcontext(),
@@ -296,9 +310,18 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _data_ended(config: TrainConfig, step: int) -> str:
+def _data_ended(run: Run, step: int) -> str:
+    """What is told of a stream that ends before the steps do.
+
+    Raises:
+        TrainingError: it held nothing more, not even for one step.
+    """
+    if step == (run.checkpoint.step if run.checkpoint else 0):
+        raise TrainingError(
+            f"the data ended after step {step} of {run.steps}, so there is nothing to train on. Leave 'epochs' out of "
+            "data.train to go on as long as there are steps, or give more data."
+        )
     return (
-        f"the data ended after step {step} of {config.optim.steps}; a checkpoint of that step is saved. Leave 'epochs' "
-        "out of the last stage of data.train to go on as long as there are steps, or set optim.steps to what the data "
-        "fill."
+        f"warning: the data ended after step {step} of {run.steps}, and the run with them, before its schedule did. "
+        "Leave 'epochs' out of data.train to go on as long as there are steps."
     )

@@ -13,8 +13,8 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from headway.data import read_samples
 from headway.data.feed import Feed
+from headway.data.sources.opening import samples_of
 from headway.devices import peak_for
 from headway.errors import ConfigError
 from headway.meter import Meter
@@ -25,6 +25,7 @@ from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.plan.mesh import MeshShape
+from headway.report import format_count
 from headway.train.answers import GenerationEval
 from headway.train.build import Trained, build_trained
 from headway.train.checkpoint import (
@@ -39,15 +40,16 @@ from headway.train.checkpoint import (
 )
 from headway.train.checkpoint.export import Exports
 from headway.train.config import ParallelConfig, TrainConfig
+from headway.train.config.advice import warnings
 from headway.train.config.sections import changed
-from headway.train.data import budget_of, make_collator, open_feed
+from headway.train.data import budget_of, make_collator, open_dataset, open_feed
 from headway.train.device import Precision, choose_device, choose_precision
 from headway.train.evaluate import EvalSet
 from headway.train.opened import make_encoder
 from headway.train.optim import Optimizer, WeightAverage, make_optimizer
 from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
-from headway.train.run_folder import RunFolder
+from headway.train.run_folder import RunFolder, from_weights_of
 from headway.train.watch import LoopPhase
 
 
@@ -65,6 +67,8 @@ class Run:
     ema: WeightAverage | None
     meter: Meter
     feed: Feed
+    steps: int
+    notes: tuple[str, ...]
     router_load: RouterLoad
     eval_set: EvalSet | None
     generation_eval: GenerationEval | None
@@ -95,7 +99,7 @@ class Run:
             f"trained, {self.precision.name} on {self.device}",
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
-        lines += self.trained.notes
+        lines += [*self.trained.notes, *self.notes]
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
     def write_model(self, folder: Path) -> None:
@@ -130,11 +134,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     resume = ranks.by_first(lambda: folder.open(config, resume=resume))
     phase.at("checking the newest checkpoint")
     checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
-    if checkpoint is not None and checkpoint.step >= config.optim.steps:
-        raise ConfigError(
-            f"the run in {config.run.folder} has taken all of its {config.optim.steps} steps, so there is nothing to "
-            f"resume. Its last checkpoint is {checkpoint.folder}."
-        )
+    if checkpoint is not None and config.optim.steps is not None and checkpoint.step >= config.optim.steps:
+        raise _nothing_left(config, checkpoint)
 
     phase.at("building the model")
     # The same seed on every rank gives the same random weights.
@@ -147,12 +148,14 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
-    encoder = make_encoder(processor, model, config.data.max_characters)
+    encoder = make_encoder(
+        processor, model, max_image_pixels=config.data.max_image_pixels, max_characters=config.data.max_characters
+    )
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
     eval_set = generation_eval = None
-    if config.data.eval is not None:
-        samples = read_samples(config.data.eval)[: config.eval.max_samples]
+    if config.data.eval is not None and config.eval.evaluates:
+        samples = samples_of(open_dataset(config.data.eval))[: config.eval.max_samples]
         group = _sequence_group(mesh)
         eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model), group)
         if config.eval.generate is not None:
@@ -172,6 +175,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         restore(checkpoint, model, optimizer, ema)
         feed.load_state_dict(checkpoint.position())
         restore_random_state(checkpoint.random_state(ranks.rank))
+    phase.at("counting the steps", watched=False)  # of a run that its data end; as long as it takes to plan them
+    steps, notes = _length(config, feed, checkpoint)
     phase.at("set-up")
     saving = config.checkpoint
     # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
@@ -206,6 +211,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         ema=ema,
         meter=meter,
         feed=feed,
+        steps=steps,
+        notes=notes,
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
         generation_eval=generation_eval,
@@ -217,6 +224,38 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
     return run
+
+
+def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> tuple[int, tuple[str, ...]]:
+    """Steps of the whole run, those before a resume included, and what is to be told of settings that they outdo.
+
+    Raises:
+        ConfigError: none are left.
+    """
+    asked, done = config.optim.steps, checkpoint.step if checkpoint is not None else 0
+    left, notes = feed.steps_left(None if asked is None else asked - done), list[str]()
+    if left is None:
+        assert asked is not None  # the configuration has checked that epochs can be counted
+        steps = asked
+    else:
+        steps = done + left
+        if checkpoint is not None and not left:
+            raise _nothing_left(config, checkpoint)
+        if asked is None:
+            notes = [f"{config.optim.epochs:g} epochs are {format_count(steps)} steps"]
+        elif steps < asked:
+            notes = [
+                f"warning: the data end after {format_count(steps)} of {format_count(asked)} steps, the run and its "
+                "schedule with them; optim.epochs instead of optim.steps says how often they play"
+            ]
+    return steps, (*notes, *(f"warning: {one}" for one in warnings(config, steps)))
+
+
+def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> ConfigError:
+    return ConfigError(
+        f"the run in {config.run.folder} has taken all of its {checkpoint.step} steps, so there is nothing to resume. "
+        f"Raise optim.steps or optim.epochs to go on, or start another run {from_weights_of(config.run.folder)}."
+    )
 
 
 def _sequence_group(mesh: Mesh | None) -> ProcessGroup | None:
@@ -271,6 +310,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "software": describe_software(),
         "device": {"name": peak.name, "kind": str(run.device), "threads": torch.get_num_threads()},
         "ranks": run.ranks.size,
+        "steps": run.steps,
         "mesh": None if run.mesh is None else asdict(run.mesh.shape),
         "precision": run.precision.name,
         "compiled": run.trained.compiles,

@@ -19,16 +19,26 @@ class Progress:
         steps: optimizer steps of the whole run [steps].
         done: steps taken before a resumed run goes on [steps].
         log_every: steps between printed lines [steps].
+        epochs: how often the data play in the whole run; None where steps say how long it is [epochs].
         quiet: print nothing, as on all ranks but the first.
         has_panel: a live panel shows how far the run is, and takes the bar's place.
     """
 
-    def __init__(self, steps: int, *, done: int, log_every: int, quiet: bool = False, has_panel: bool = False) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        done: int,
+        log_every: int,
+        epochs: float | None = None,
+        quiet: bool = False,
+        has_panel: bool = False,
+    ) -> None:
         self._steps = steps
-        self._log_every = log_every
+        self._log_every, self._epochs = log_every, epochs
         self._console = Console(stderr=True, quiet=True) if quiet else shared_console()
         self._bar = Bar(
-            TextColumn("training"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -47,9 +57,11 @@ class Progress:
         """Show a finished step: a line if it is its turn, and the bar."""
         step = record["step"]
         self._bar.update(self._task, completed=step)
+        if "epoch" in record:
+            self._bar.update(self._task, description=f"epoch {epoch_of(record['epoch'], self._epochs)}")
         if step % self._log_every == 0 or step in (1, self._steps):
             width = self._console.width if self._console.is_terminal else None
-            self.note(step_line(record, self._steps, width))
+            self.note(step_line(record, self._steps, self._epochs, width))
 
     def recompiled(self, step: int, guards: Iterable[str]) -> None:
         """Warn of guards that failed in a step, so that a block was compiled again."""
@@ -67,9 +79,21 @@ class Progress:
             self._bar.stop()
 
 
-def step_line(record: dict[str, Any], steps: int, width: int | None = None) -> str:
+def step_line(record: dict[str, Any], steps: int, epochs: float | None = None, width: int | None = None) -> str:
     """Render a step's record as one line; where it does not fit, without the numbers that are missed least."""
-    return fitted([("step", f"{record['step']:>{len(str(steps))}}/{steps}"), *shown_fields(record)], width)
+    fields = [("step", f"{record['step']:>{len(str(steps))}}/{steps}")]
+    if "epoch" in record:
+        fields.append(("epoch", epoch_of(record["epoch"], epochs)))
+    return fitted([*fields, *shown_fields(record)], width)
+
+
+def epoch_of(done: float, epochs: float | None) -> str:
+    """How often the data have played, of how often they are to.
+
+    >>> epoch_of(1.2345, 3.0), epoch_of(0.5, None)
+    ('1.23/3', '0.50')
+    """
+    return f"{done:.2f}" if epochs is None else f"{done:.2f}/{epochs:g}"
 
 
 def evaluation_line(record: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ class LaunchedStep(NamedTuple):
     Attributes:
         step: its number.
         lr: its learning rate.
+        epochs: how often the data have played by its end; None where that is not known.
         share: what all ranks computed.
         batches: this rank's packs.
         num_data_ranks: how many have equally many.
@@ -33,6 +34,7 @@ class LaunchedStep(NamedTuple):
 
     step: int
     lr: float
+    epochs: float | None
     share: StepShare
     batches: Sequence[Batch]
     num_data_ranks: int
@@ -111,6 +113,7 @@ class StepRecorder:
             **window.as_record(),
             "loss": loss if is_finite else None,  # JSON has no numbers for what is not
             "lr": pending.lr,
+            **({} if pending.epochs is None else {"epoch": pending.epochs}),
             "grad_norm": grad_norm if is_finite else None,
             **({} if is_finite else {"skipped": True}),
             "compiled": pending.compilations.happened,

@@ -1,7 +1,9 @@
 """The folder of a run: who may write to it, and whether a run there can go on with the settings given."""
 
 import os
+import shutil
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +16,12 @@ from headway.errors import ConfigError
 from headway.log.jsonl import lock
 from headway.log.sink import flatten
 from headway.train.config import TrainConfig, parse_config
-from headway.train.record import CHECKPOINTS, CONFIG, METRICS
+from headway.train.record import CHECKPOINTS, CONFIG, EXPORTS, METRICS
 
 if TYPE_CHECKING:
     from io import FileIO
 
-LOCK = ".lock"
+LOCK, SMOKE = ".lock", ".smoke"
 # What may change between a run and its continuation: it does not touch the sequence of losses.
 _FREE_ON_RESUME = (
     "eval",
@@ -27,11 +29,16 @@ _FREE_ON_RESUME = (
     "parallel",
     "plan",
     "optim.accumulation",  # other processes, the same packs in a step
+    "optim.steps",  # what was trained stays, what follows takes the schedule of the new length
+    "optim.epochs",
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
+    "speed.recompute",  # computes the same numbers again
+    "speed.recompiles",
     "run.folder",
     "run.device",
+    "run.threads",
     "run.log_every",
     "run.trackers",
     "run.profile",
@@ -57,15 +64,26 @@ def refuse_existing_run(folder: Path) -> None:
         )
 
 
+def from_weights_of(folder: Path) -> str:
+    """How another run begins with the weights of the one in a folder."""
+    exports = sorted((folder / EXPORTS).glob("step-*"))
+    model = exports[-1] if exports else "MODEL"
+    made = "" if exports else f", a folder that `headway export {folder} MODEL` makes"
+    return (
+        f"from its weights, with --set run.folder=FOLDER --set model.random_init=false --set model.path={model}{made}"
+    )
+
+
 class RunFolder:
     """A run's folder, which one process owns from before its first write until it closes it, or ends however it may.
 
     Args:
         path: of the folder, which need not be there.
+        is_smoke: whether it is that of a smoke run, which takes the place of an earlier one.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, is_smoke: bool = False) -> None:
+        self.path, self._is_smoke = path, is_smoke
         self._lock: FileIO | None = None
 
     def open(self, config: TrainConfig, *, resume: bool | None) -> bool:
@@ -113,6 +131,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._take()
         self._check(resume)  # another process may have begun and ended a run since
+        if self._is_smoke:
+            self._clear()
         goes_on = has_run(self.path)
         if goes_on:
             _check_unchanged(config, self.path)
@@ -121,7 +141,18 @@ class RunFolder:
         write_whole(self.path / CONFIG, lambda file: file.write(content))
         return goes_on
 
+    def _clear(self) -> None:
+        """Leave nothing of an earlier smoke run, and mark the folder as one that the next may clear."""
+        for left in self.path.iterdir() if (self.path / SMOKE).exists() else ():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            elif left.name != LOCK:
+                left.unlink()
+        (self.path / SMOKE).touch()
+
     def _check(self, resume: bool | None) -> None:
+        if self._is_smoke and (self.path / SMOKE).exists():
+            return
         if resume is False:
             refuse_existing_run(self.path)
         elif resume and not has_run(self.path):
@@ -169,7 +200,23 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
     if changes:
         raise ConfigError(
             f"the run in {folder} began with other settings: {'; '.join(changes)}. A resumed run repeats exactly what "
-            "an uninterrupted one would have done, so set them back, or start a new run in another run.folder."
+            f"an uninterrupted one would have done, so set them back; or start another run {from_weights_of(folder)}."
+        )
+    _check_goes_further(before, now)
+
+
+def _check_goes_further(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that the data play at least as long as planned: packs under way hold samples of all of them.
+
+    Raises:
+        ConfigError: there are fewer epochs now.
+    """
+    planned, wanted = before.get("optim.epochs"), now.get("optim.epochs")
+    if wanted is not None and (planned is None or wanted < planned):
+        instead = f"{planned:g} epochs or more" if planned is not None else f"optim.steps {before.get('optim.steps')}"
+        raise ConfigError(
+            f"the run began with {instead} and cannot go on with optim.epochs {wanted:g}: samples beyond them may lie "
+            "in packs that are planned already. Stop it by optim.steps instead, or start another run."
         )
 
 

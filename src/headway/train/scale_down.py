@@ -80,6 +80,8 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     raw["model"] |= {"path": str(folder / "model"), "random_init": True}
     raw["data"] |= {
         "train": [{"path": str(folder / "data" / "samples.jsonl")}],
+        "stages": [],
+        "epoch_of": None,
         "eval": None,
         "tokens_per_pack": tokens,
         "patches_per_pack": _scaled(config.data.patches_per_pack, scale),
@@ -87,7 +89,13 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
         "bucket_patches": _bucket(config.data.bucket_patches, 4 * tokens),
         "workers": min(1, config.data.workers),
     }
-    raw["optim"] |= {"steps": STEPS, "lr": LR, "warmup_steps": min(3, config.optim.warmup_steps), "lr_of": {}}
+    raw["optim"] |= {
+        "steps": STEPS,
+        "epochs": None,
+        "lr": LR,
+        "warmup_steps": min(3, config.optim.warmup_steps),
+        "lr_of": {},
+    }
     raw["optim"]["accumulation"] = min(2, config.optim.accumulation)
     if config.optim.ema is not None:
         raw["optim"]["ema"]["every"] = min(config.optim.ema.every, STEPS)

@@ -29,7 +29,16 @@ def test_paths_below_the_root_are_read(root, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["../secret.png", "in/../../secret.png", "..", "", "/etc/passwd", "{root}/in/a.png", "..\\secret.png", "a\0.png"],
+    [
+        "../secret.png",
+        "in/../../secret.png",
+        "..",
+        "",
+        "/etc/passwd",
+        "{root}/../secret.png",
+        "..\\secret.png",
+        "a\0.png",
+    ],
 )
 def test_paths_that_leave_the_root_are_refused(root, name):
     with pytest.raises(DataError, match=r"leaves the dataset's folder|is absolute"):
@@ -105,3 +114,12 @@ def test_members_must_be_there():
     media = RowMedia({}, {"x.0.png": b"a"}, ".", MediaRules())
     with pytest.raises(DataError, match=r"the image '1\.png' is not stored with the sample, which holds x\.0\.png"):
         media.named("image", "1.png")
+
+
+def test_an_absolute_path_within_the_root_is_read(root, tmp_path):
+    (tmp_path / "link").symlink_to(root)
+    assert named(root, str(root / "in/a.png")).read() == b"a"
+    assert named(tmp_path / "link", str(tmp_path / "link/in/a.png")).read() == b"a"
+    assert named(tmp_path / "link", str(root / "in/a.png")).read() == b"a"
+    with pytest.raises(DataError, match=r"is absolute and leads elsewhere .* open the dataset with another root"):
+        named(root, f"{root}2/in/a.png")

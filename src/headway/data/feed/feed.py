@@ -199,6 +199,15 @@ class Feed(ABC):
         return padded.pin_memory() if self.share.pin_memory else padded
 
     @property
+    def epochs(self) -> float | None:
+        """How often the data have played by the end of the last step handed out; None where that is not known."""
+        return None
+
+    def steps_left(self, most: int | None) -> int | None:  # noqa: ARG002 - for those who can count
+        """Steps until the data end, counted up to `most`; None if they never do, or it is not known beforehand."""
+        return None
+
+    @property
     def lost_tokens(self) -> tuple[int, ...]:
         """Tokens of each source's samples that were cut off or left out in the last step [tokens], by `names`."""
         return tuple(self._lost.values())

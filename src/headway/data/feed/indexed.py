@@ -41,25 +41,46 @@ class IndexedFeed(Feed):
         super().__init__(maker, plan.budget, share, bad, maker, splits=splits, keyed=False, planned=counts)
         self.plan = plan
         self._place: dict[str, Any] | None = None
+        self._reached = 0
         self._items_key = plan.items.fingerprint()
 
+    @property
+    def epochs(self) -> float | None:
+        """How often the data have played by the end of the last step handed out."""
+        return self.plan.order.epochs_at(self._reached)
+
+    def steps_left(self, most: int | None) -> int | None:
+        """Steps until the data end, counted up to `most`; None if they never do."""
+        return None if self.plan.order.length is None else self.plan.count_steps(self._place, most)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved, merged state; the data may play on for longer than they would have then."""
+        settings, length = state.get("settings"), self.plan.order.length
+        if isinstance(settings, dict) and isinstance(settings.get("order"), dict):
+            order = dict(settings["order"])
+            before = order.get("length")
+            if length is None or (isinstance(before, int) and before <= length):
+                state = {**state, "settings": {**settings, "order": {**order, "length": length}}}
+        super().load_state_dict(state)
+
     def _finished_steps(self) -> Iterator[list[FinishedPack]]:
-        ahead: deque[tuple[int, dict[str, Any]]] = deque()  # packs of each step under way, and the place after it
+        # Packs of each step under way, the place after it, and the items trained on by then.
+        ahead: deque[tuple[int, dict[str, Any], int]] = deque()
         packs = self._pool.run(self._jobs(ahead))
         for first in packs:
-            num_packs, place = ahead[0]
+            num_packs, place, reached = ahead[0]
             made = [first, *(next(packs) for _ in range(num_packs - 1))]
             ahead.popleft()
             for pack in made:
                 self._hand_out(pack)
-            self._place = place
+            self._place, self._reached = place, reached
             yield made
 
-    def _jobs(self, ahead: "deque[tuple[int, dict[str, Any]]]") -> Iterator[Job[list[Piece]]]:
+    def _jobs(self, ahead: "deque[tuple[int, dict[str, Any], int]]") -> Iterator[Job[list[Piece]]]:
         share, items = self.share, self.plan.items
         for step, place in self.plan.steps(self._place):
             mine = deal(step.costs, share.ranks, share.accumulation)[share.rank]
-            ahead.append((len(mine), place))
+            ahead.append((len(mine), place, step.reached))
             for number in mine:
                 ids = step.packs[number]
                 pieces = [Piece(*one) for one in zip(*(part.tolist() for part in items.locate(ids)), strict=True)]

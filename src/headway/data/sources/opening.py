@@ -1,7 +1,7 @@
 """Datasets by their paths: which files, in which format."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def open_source(
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"Unknown format {format!r}. Allowed: auto, {', '.join(FORMATS)}.")
     rules = MediaRules(None if root is None else str(root), allow_remote)
-    called = name or given.rstrip("/").rpartition("/")[2].partition(".")[0] or given
+    called = name or _short_name(given)
     files = _with_formats(*find_files(given, storage_options or {}), format)
     settings = {"sample_by": sample_by, "token_dtype": token_dtype, "end_token": end_token}
     settings = {setting: value for setting, value in settings.items() if value is not None}
@@ -101,6 +101,38 @@ def open_source(
         normaliser = Normaliser(schema, column, file.folder, rules, dict(columns or {}))
         shards.append(Shard(called, FORMATS[found](file, **taken), normaliser))
     return Source(called, tuple(shards))
+
+
+def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -> list[str]:
+    """Names for datasets that are used together: where files have one name, their folders tell which is which.
+
+    Args:
+        paths: of the datasets.
+        given: names that are given to them; None for one that is not.
+
+    >>> own_names(["pictures/train.jsonl", "words/train.parquet", "words/test.jsonl"])
+    ['pictures/train', 'words/train', 'test']
+    """
+    given = given or [None] * len(paths)
+    parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in paths]
+    names = [name or part[-1] for name, part in zip(given, parts, strict=True)]
+    for depth in range(2, 1 + max(map(len, parts), default=0)):
+        of_one_name: dict[str, set[str]] = {}
+        for name, path in zip(names, paths, strict=True):
+            of_one_name.setdefault(name, set()).add(path)
+        names = [
+            "/".join(part[-depth:]) if own is None and len(of_one_name[name]) > 1 else name
+            for name, part, own in zip(names, parts, given, strict=True)
+        ]
+    # In one folder the extensions tell.
+    return [
+        path if own is None and len({p for n, p in zip(names, paths, strict=True) if n == name}) > 1 else name
+        for name, path, own in zip(names, paths, given, strict=True)
+    ]
+
+
+def _short_name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2].partition(".")[0] or path
 
 
 def _with_formats(files: list[File], folder: str | None, format: str) -> list[tuple[File, str]]:  # noqa: A002
@@ -180,8 +212,17 @@ def read_samples(path: str | Path) -> list[Sample]:
     >>> read_samples(file)[0].messages
     (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None),)
     """
+    return samples_of(open_source(path))
+
+
+def samples_of(source: Source) -> list[Sample]:
+    """Read all samples of an open dataset into memory, in order.
+
+    Raises:
+        DataError: a row cannot be used; the message names file and row.
+    """
     samples: list[Sample] = []
-    for shard in open_source(path).shards:
+    for shard in source.shards:
         for _, sample in shard.rows():
             if isinstance(sample, DataError):
                 raise sample

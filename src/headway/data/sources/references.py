@@ -29,7 +29,7 @@ REMOTE = ("http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss"
 
 MAX_INLINE_BYTES = 256 * 2**20  # a data URI's, decoded
 
-_OTHER_ROOT = "give the dataset another root (root: FOLDER in YAML, --root, root=)"
+_OTHER_ROOT = "open the dataset with another root"
 _COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 _TYPE = {extension: kind for kind, extensions in EXTENSIONS.items() for extension in extensions}
 
@@ -152,8 +152,8 @@ class RowMedia:
         if not self._rules.allow_remote:
             raise DataError(
                 f"the {kind} {url!r} lies outside the dataset, and nothing is fetched from elsewhere unless allowed. "
-                f"Download it below {self._root} and name its path, or allow it (allow_remote: true in YAML, "
-                "--allow-remote, allow_remote=True)."
+                f"Download it below {self._root} and name its path, or open the dataset with "
+                "allow_remote=True."
             )
         return url
 
@@ -205,10 +205,13 @@ def below(root: str, kind: str, name: str) -> str:
     """
     inside = posixpath.normpath(name) if name else ".."
     if posixpath.isabs(inside):
-        raise DataError(
-            f"the {kind} path {name!r} is absolute. Paths are relative to the dataset's root, {root}, and stay below "
-            f"it; write it without what leads there, or {_OTHER_ROOT}."
-        )
+        within = _within(root, inside)
+        if within is None:
+            raise DataError(
+                f"the {kind} path {name!r} is absolute and leads elsewhere than to the dataset's root, {root}. Paths "
+                f"start from that folder and stay below it; write it without what leads there, or {_OTHER_ROOT}."
+            )
+        inside = within
     if inside == ".." or inside.startswith("../") or "\\" in name or "\0" in name:
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root}. Paths are relative to the dataset's root "
@@ -229,6 +232,16 @@ def below(root: str, kind: str, name: str) -> str:
             f"the file, or {_OTHER_ROOT} that holds both."
         )
     return str(path)
+
+
+def _within(root: str, path: str) -> str | None:
+    """What follows the root in an absolute path on this machine; None where that lies elsewhere."""
+    if "://" in root:
+        return None
+    for start in (os.path.abspath(root), _real(root)):  # noqa: PTH100 - as it is written, and with links resolved
+        if path.startswith(start.rstrip("/") + "/"):
+            return path[len(start.rstrip("/")) + 1 :]
+    return None
 
 
 @lru_cache(maxsize=256)

@@ -1,18 +1,23 @@
 """Configuration of the data: sources and how they mix, packs, and how they are fed."""
 
-from pathlib import Path
-from typing import Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from headway.train.config.sections import Positive, Section, Share, Slots, changed
 
+Formats = Literal["auto", "jsonl", "json", "parquet", "arrow", "webdataset", "text", "tokens"]
 
-class SourceConfig(Section):
-    """One dataset, and how often it plays."""
+
+class DatasetConfig(Section):
+    """One dataset, and how its rows become samples."""
 
     path: str | None = Field(default=None, description="File, folder, glob or URL of samples in any format it knows")
-    name: str | None = Field(default=None, description="What metrics call it; the file's name if not given")
+    name: str | None = Field(
+        default=None, description="What metrics call it; null for the file's name, with folders where two have one name"
+    )
+    format: Formats = Field(default="auto", description="Format of its files; told by their extensions if not given")
     schema_name: str = Field(
         default="auto", alias="schema", description="How rows become samples; told by their keys if not given"
     )
@@ -20,27 +25,64 @@ class SourceConfig(Section):
     columns: dict[str, str] = Field(
         default={}, description="The dataset's own names of columns, by those that schemas read: {question: Frage}"
     )
-    root: Path | None = Field(default=None, description="Folder that media paths start from and may not leave")
+    root: str | None = Field(
+        default=None,
+        description="Folder or URL that media paths start from and may not leave; null for each file's own folder",
+    )
     allow_remote: bool = Field(default=False, description="Whether rows may name media by URL")
+    sample_by: Literal["paragraph", "line", "document"] | None = Field(
+        default=None, description="What of a text file is a document; null for paragraph. Text files only"
+    )
+    token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = Field(
+        default=None, description="Type of the ids in files of bare token ids (.bin), which must name it"
+    )
+    end_token: int | None = Field(
+        default=None, ge=0, le=2**63 - 1, description="Id that ends a document in files of token ids [token id]"
+    )
+    storage_options: dict[str, Any] = Field(
+        default={},
+        description="Options of the file system behind a URL, as fsspec takes them; the run folder keeps what stands "
+        "here, so credentials belong into the environment",
+    )
+
+
+class SourceConfig(DatasetConfig):
+    """A dataset to train on, and how often it plays."""
+
     epochs: Share | None = Field(
         default=None,
         ge=1e-6,
         le=1e6,
-        description="Passes over it; without it, the last stage goes on until optim.steps [passes]",
+        description="Passes over it; null to play on until the run's end, or as often as optim.epochs says [passes]",
     )
     limit: Positive | None = Field(default=None, description="Only so many of its samples [samples]")
+
+
+def _listed(value: Any) -> Any:
+    """A path, a source, or a list of either, as a list of sources."""
+    return [_dataset(each) for each in value] if isinstance(value, list | tuple) else [_dataset(value)]
+
+
+def _dataset(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | dict | Section):
+        raise ValueError(f"{value!r} is no dataset; give its path, or its settings, such as {{path: chats.jsonl}}")
+    return {"path": value} if isinstance(value, str) else value
 
 
 class MixPart(SourceConfig):
     """One of the sources that play together."""
 
-    weight: Share | None = Field(default=None, description="Share of the samples, relative to the others' weights")
+    weight: Share | None = Field(
+        default=None,
+        description="Share of the samples, relative to the others' weights; where none has one, each plays in "
+        "proportion to its size, so that all their samples come equally often",
+    )
 
     @model_validator(mode="after")
     def _is_a_source_with_a_share(self) -> Self:
         if self.path is None:
             raise ValueError("a part of a mix needs 'path'")
-        if (self.weight is None) == (self.epochs is None):
+        if self.weight is not None and self.epochs is not None:
             raise ValueError(f"{self.path}: give either 'weight' or 'epochs'")
         return self
 
@@ -48,20 +90,21 @@ class MixPart(SourceConfig):
 class StageConfig(SourceConfig):
     """One stretch of the training data: a source, or a mix of them; stages play one after the other."""
 
-    mix: tuple[MixPart, ...] = Field(default=(), description="Sources that play together, instead of one path")
+    mix: Annotated[tuple[MixPart, ...], BeforeValidator(_listed, json_schema_input_type=list[str | MixPart])] = Field(
+        default=(), description="Sources that play together, instead of one path"
+    )
     samples: Positive | None = Field(default=None, description="Length of a mix with weights [samples]")
 
     @model_validator(mode="after")
     def _is_one_source_or_a_mix(self) -> Self:
         if (self.path is None) == (not self.mix):
-            raise ValueError("a stage needs either 'path' or 'mix'")
+            raise ValueError("a source needs 'path', or 'mix' with several of them; not both")
         if self.mix:
             given = sorted(changed(self) - {"mix", "samples"})
             if given:
                 raise ValueError(f"{', '.join(given)} have no effect beside 'mix'; give them in its parts")
-            if len({part.weight is None for part in self.mix}) > 1:
-                raise ValueError("the parts of a mix have weights, or all have epochs")
-        if self.samples is not None and not (self.mix and self.mix[0].weight is not None):
+        _check_shares(self.mix)
+        if self.samples is not None and not (self.mix and self.mix[0].epochs is None):
             raise ValueError("'samples' is the length of a mix with weights; elsewhere 'epochs' say how long it is")
         return self
 
@@ -74,6 +117,21 @@ class StageConfig(SourceConfig):
     def is_endless(self) -> bool:
         """Whether it never ends by itself."""
         return self.samples is None and all(part.epochs is None for part in self.parts)
+
+
+class TrainSource(StageConfig):
+    """An entry of `data.train`: a source, which plays together with the others."""
+
+    weight: Share | None = Field(
+        default=None,
+        description="Share of the samples, relative to the others' weights; where none has one, each plays in "
+        "proportion to its size, so that all their samples come equally often",
+    )
+
+
+def _check_shares(parts: Sequence[MixPart | TrainSource]) -> None:
+    if len({(part.weight is None, part.epochs is None) for part in parts}) > 1:
+        raise ValueError("sources that play together all have a 'weight', or all have 'epochs', or none has either")
 
 
 class BadSamplesConfig(Section):
@@ -116,8 +174,21 @@ class StreamConfig(Section):
 class DataConfig(Section):
     """Sources, packing and feeding."""
 
-    train: tuple[StageConfig, ...] = Field(min_length=1, description="Stages of training data, played in order")
-    eval: Path | None = Field(default=None, description="Held-out samples, for eval.every and eval.at_end")
+    train: Annotated[
+        tuple[TrainSource, ...],
+        BeforeValidator(_listed, json_schema_input_type=str | TrainSource | list[str | TrainSource]),
+    ] = Field(default=(), description="What to train on: a path, a source with settings, or a list that plays together")
+    stages: Annotated[
+        tuple[StageConfig, ...], BeforeValidator(_listed, json_schema_input_type=list[str | StageConfig])
+    ] = Field(default=(), description="Instead of data.train: sources or mixes that play one after the other")
+    epoch_of: str | None = Field(
+        default=None,
+        description="What an epoch of a mixture with weights is: longest (null), once through the source that lasts "
+        "longest; a source's name, once through that one; total, as many samples as all sources hold together",
+    )
+    eval: Annotated[
+        DatasetConfig | None, BeforeValidator(_dataset, json_schema_input_type=str | DatasetConfig | None)
+    ] = Field(default=None, description="Held-out samples, for eval.every and eval.at_end: a path, or a dataset")
     tokens_per_pack: Slots = Field(description="Token budget of a pack, one micro-batch [tokens]")
     patches_per_pack: Slots | None = Field(default=None, description="Vision patch budget of a pack [patches]")
     samples_per_pack: Slots | None = Field(default=None, description="Most samples in a pack [samples]")
@@ -125,7 +196,9 @@ class DataConfig(Section):
         default="balanced", description="How samples are dealt into packs"
     )
     window: Positive | None = Field(
-        default=None, description="Samples that are packed together; null for the plan's choice [samples]"
+        default=None,
+        le=2**26,
+        description="Samples that are packed together; null for the plan's choice [samples]",
     )
     overlong: Literal["error", "drop", "truncate", "split"] = Field(
         default="error", description="What becomes of samples longer than a pack; only text is cut"
@@ -142,6 +215,12 @@ class DataConfig(Section):
         description="Longest text of a sample, as its chat template renders it; a longer one cannot be used, since "
         "tokenising takes up to 400 bytes of memory per character [characters]",
     )
+    max_image_pixels: int = Field(
+        default=89_478_485,
+        ge=1,
+        le=178_956_970,
+        description="Largest image of a sample; a larger one cannot be used [pixels]",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order in which samples are read")
     stream: StreamConfig | None = Field(
         default=None, description="Read without an index, as for data without end or too far away; null to index"
@@ -156,11 +235,42 @@ class DataConfig(Section):
         default=2**30, ge=0, le=2**50, description="Packs made ahead, by their estimated size, per rank [bytes]"
     )
 
+    @property
+    def played(self) -> tuple[StageConfig, ...]:
+        """The stages of the training data, one after the other; what `train` lists is one."""
+        if self.stages or len(self.train) == 1:
+            return self.stages or self.train
+        names = MixPart.model_fields
+        mix = [MixPart.model_validate({name: getattr(one, name) for name in names}) for one in self.train]
+        return (StageConfig(mix=tuple(mix)),)
+
+    @model_validator(mode="after")
+    def _sources_play_together_or_one_after_the_other(self) -> Self:
+        if bool(self.train) == bool(self.stages):
+            raise ValueError(
+                "say what to train on in 'train', a file or a list that plays together; or in 'stages', which play one "
+                "after the other; not in both"
+            )
+        for index, source in enumerate(self.train if len(self.train) > 1 else ()):
+            unclear = [name for name in ("mix", "samples", "epochs") if name in changed(source)]
+            if unclear:
+                raise ValueError(
+                    f"train lists {len(self.train)} sources that play together, and entry {index} has '{unclear[0]}'. "
+                    "For one after the other, write data.stages instead of data.train. Together, give weights, or none "
+                    "for all their samples equally often, and optim.epochs; passes of their own go into data.train: "
+                    "{mix: [{path: ..., epochs: ...}, ...]}"
+                )
+        _check_shares(self.train)
+        return self
+
     @model_validator(mode="after")
     def _everything_takes_effect(self) -> Self:
-        for index, stage in enumerate(self.train[:-1]):
+        for index, stage in enumerate(self.stages[:-1]):
             if stage.is_endless:
                 raise ValueError(f"stage {index} needs 'epochs', or the stages after it would never be reached")
+        weights = [part.weight for stage in self.played for part in stage.mix]
+        if self.epoch_of is not None and not any(weights):
+            raise ValueError("epoch_of has no effect without weights: an epoch plays every sample once")
         if self.stream is not None and self.window is not None:
             raise ValueError("window has no effect on a stream, which is packed as it comes; see stream.open_packs")
         return self

@@ -89,7 +89,15 @@ class OptimConfig(Section):
     name: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw; or muon on the matrices of hidden layers and AdamW elsewhere"
     )
-    steps: Positive = Field(description="Optimizer steps of the whole run [steps]")
+    steps: Positive | None = Field(
+        default=None, description="Optimizer steps of the whole run; null with epochs [steps]"
+    )
+    epochs: Share | None = Field(
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="Instead of steps: times through the data of data.train; a fraction ends within one [epochs]",
+    )
     lr: float = Field(gt=0.0, description="Peak learning rate")
     lr_of: dict[str, Annotated[float | str, AfterValidator(_rate)]] = Field(
         default={},
@@ -134,11 +142,6 @@ class OptimConfig(Section):
     clip: float | None = Field(default=1.0, gt=0.0, description="Largest global gradient norm; null for no clipping")
     accumulation: Positive = Field(default=1, le=2**20, description="Packs per optimizer step and rank [packs]")
 
-    @property
-    def decay_steps(self) -> int:
-        """Steps of wsd's decay, at least one [steps]."""
-        return max(1, round(self.decay_share * self.steps))
-
     @field_validator("betas")
     @classmethod
     def _betas_below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
@@ -148,26 +151,20 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _everything_takes_effect(self) -> Self:
-        if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} leaves nothing of the {self.steps} steps")
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(
+                "say how long the run is, with 'steps' or with 'epochs'"
+                + ("" if self.steps is None else "; both are given, so set one of them to null")
+            )
         for setting in changed(self) & _USES.keys():
             if self.schedule not in (readers := _USES[setting]):
                 raise ValueError(
                     f"{setting} has no effect with schedule {self.schedule!r}; remove it or use {' or '.join(readers)}"
                 )
-        if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps {self.warmup_steps} and a decay of {self.decay_steps} steps (decay_share "
-                f"{self.decay_share}) are more than the {self.steps} steps; lower one of them"
-            )
         if self.schedule == "inverse_sqrt" and max(self.timescale or 0, self.warmup_steps) == 0:
             raise ValueError("schedule 'inverse_sqrt' needs warmup_steps or a timescale to fall from")
         if self.name != "muon" and self.muon != MuonConfig():
             raise ValueError(f"optim.muon has no effect with optimizer {self.name!r}; remove it or use name 'muon'")
         if self.on_nonfinite == "error" and "nonfinite_limit" in changed(self):
             raise ValueError("nonfinite_limit has no effect with on_nonfinite 'error'; remove it or use 'skip'")
-        if self.on_nonfinite == "skip" and self.nonfinite_limit >= self.steps:
-            raise ValueError(f"nonfinite_limit {self.nonfinite_limit} is never reached in {self.steps} steps; lower it")
-        if self.ema is not None and self.ema.every > self.steps:
-            raise ValueError(f"ema.every {self.ema.every} is never reached in {self.steps} steps")
         return self

@@ -13,8 +13,11 @@ from headway.train.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.train.config.optim import OptimConfig
 from headway.train.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.train.config.sections import Section, as_written
+from headway.train.config.tree import walk
 
 EXTENDS = "extends"
+_EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "train"}
+"""Settings that say one thing in two ways: whoever gives one over a file that has the other, means it instead."""
 
 
 class TrainConfig(Section):
@@ -32,23 +35,23 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _evaluation_has_samples(self) -> Self:
-        evaluates = self.eval.every is not None or self.eval.at_end
-        if evaluates and self.data.eval is None:
+        if self.eval.evaluates and self.data.eval is None:
             raise ValueError("eval.every or eval.at_end is set, but data.eval names no file of held-out samples")
-        if self.data.eval is not None and not evaluates:
-            raise ValueError("data.eval is given, but neither eval.every nor eval.at_end uses it")
-        if self.eval.generate is not None and not evaluates:
-            raise ValueError("eval.generate has no effect without an evaluation; set eval.every or eval.at_end")
-        if self.run.profile is not None and self.run.profile.last > self.optim.steps:
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_are_counted_beforehand(self) -> Self:
+        epochs = self.optim.epochs
+        if epochs is not None and self.data.stream is not None:
             raise ValueError(
-                f"run.profile ends with step {self.run.profile.last}, never reached in {self.optim.steps} steps"
+                "optim.epochs needs to know how many samples there are, and data.stream reads without counting them: "
+                "set optim.steps, or leave data.stream out for an index"
             )
-        if self.optim.ema is not None and not self.optim.ema.evaluate and not evaluates:
-            raise ValueError("optim.ema.evaluate is false, but there is no evaluation; take it out")
-        if self.eval.every is not None and self.eval.every > self.optim.steps:
-            raise ValueError(f"eval.every {self.eval.every} is never reached in {self.optim.steps} steps")
-        if self.checkpoint.every is not None and self.checkpoint.every > self.optim.steps:
-            raise ValueError(f"checkpoint.every {self.checkpoint.every} is never reached in {self.optim.steps} steps")
+        if epochs not in (None, 1.0) and len(self.data.stages) > 1:
+            raise ValueError(
+                f"optim.epochs {epochs:g} of several stages: each says itself how long it plays; set optim.epochs to 1 "
+                "for once through all of them, and 'epochs' in the stages"
+            )
         return self
 
     @model_validator(mode="after")
@@ -111,6 +114,8 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         below = merged.get(key)
         merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        if value is not None and _EITHER.get(key) not in changes:
+            merged.pop(_EITHER.get(key, ""), None)
     return merged
 
 
@@ -140,9 +145,12 @@ def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> T
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        mistakes = "; ".join(_describe(dict(item)) for item in error.errors(include_url=False))
+        found = error.errors(include_url=False)
+        mistakes = "; ".join(_describe(dict(item)) for item in found)
         end = "" if mistakes.endswith("?") else "."
-        raise ConfigError(f"{source}: {mistakes}{end} `headway train --help` says how settings are given.") from error
+        sections = {str(item["loc"][0]) for item in found if item["loc"]} & TrainConfig.model_fields.keys()
+        page = f"headway config {sections.pop()}" if len(sections) == 1 else "headway config"
+        raise ConfigError(f"{source}: {mistakes}{end} `{page}` lists what can be set.") from error
 
 
 def _beyond(error: Exception) -> str:
@@ -184,14 +192,19 @@ def _assign(raw: dict[str, Any], override: str) -> None:
                 node[int(key)] = value
             else:
                 node = node[int(key)]
-        elif isinstance(node, dict):
-            if last:
-                node[key] = value
-            else:
-                node = node.setdefault(key, {})
+        elif isinstance(node, dict) and not key.isdecimal():
+            node = _assigned(node, key, value, last)
         else:
             where = ".".join(keys[:depth])
-            raise ConfigError(f"--set {override!r}: {where} is the value {node!r}, which has no {key!r} in it.")
+            raise ConfigError(f"--set {override!r}: {where} is {node!r}, which has no {key!r} in it.")
+
+
+def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
+    """Set a key, or go below it; what says the same in another way goes."""
+    if value is not None:
+        node.pop(_EITHER.get(key, ""), None)
+    node[key] = value if last else {} if node.get(key) is None else node[key]
+    return node[key]
 
 
 def _describe(error: dict[str, Any]) -> str:
@@ -200,8 +213,8 @@ def _describe(error: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in location)
     if error["type"] == "extra_forbidden":
         allowed = _keys_at(location[:-1])
-        close = difflib.get_close_matches(str(location[-1]), allowed, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else "allowed here: " + ", ".join(allowed)
+        near = _nearest(str(location[-1]), allowed)
+        hint = f"did you mean {near!r}?" if near else "allowed here: " + ", ".join(allowed)
         return f"unknown key {name!r}, {hint}".rstrip(".")
     if error["type"] == "missing":
         return f"{name!r} is required" + _meaning(location)
@@ -209,6 +222,17 @@ def _describe(error: dict[str, Any]) -> str:
     if isinstance(error.get("input"), dict | list):
         return f"{name}: {message}" if name else message
     return f"{name} = {error.get('input')!r}: {message[:1].lower()}{message[1:]}" + _meaning(location)
+
+
+def _nearest(key: str, allowed: list[str]) -> str | None:
+    """The setting that a mistyped or misplaced key means: one of its own section, or one anywhere in the tree."""
+    everywhere: dict[str, str] = {}
+    for setting in walk(TrainConfig):
+        everywhere.setdefault(setting.name.rpartition(".")[2], setting.name)
+    for names, cutoff in ((allowed, 0.6), (list(everywhere), 0.85), (allowed, 0.5)):
+        if close := difflib.get_close_matches(key, names, n=1, cutoff=cutoff):
+            return close[0] if names is allowed else everywhere[close[0]]
+    return None
 
 
 def _field(location: tuple[int | str, ...]) -> Any:

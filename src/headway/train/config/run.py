@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from headway.errors import ConfigError
 from headway.log.sinks import check_spec
 from headway.packing.lengths import MIXES
-from headway.train.config.sections import Positive, Section, changed
+from headway.train.config.sections import Positive, Section
 
 
 class ProfileConfig(Section):
@@ -97,11 +97,10 @@ class EvalConfig(Section):
     )
     max_new_tokens: Positive = Field(default=64, description="Longest answer written out [tokens]")
 
-    @model_validator(mode="after")
-    def _answers_are_asked_for(self) -> Self:
-        if self.generate is None and "max_new_tokens" in changed(self):
-            raise ValueError("max_new_tokens has no effect without eval.generate; remove it or set that")
-        return self
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any evaluation."""
+        return self.every is not None or self.at_end
 
 
 class PlanConfig(Section):

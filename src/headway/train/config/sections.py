@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1, le=10**12)]
-Slots = Annotated[int, Field(ge=1, le=2**28)]
-"""Tokens, patches or samples of a pack: what one device computes at a time; kernels count slots in 32 bits."""
+Slots = Annotated[int, Field(ge=1, le=2**26)]
+"""Tokens, patches or samples of a pack: what one device computes at a time, and the most that can be planned."""
 Share = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -17,6 +17,22 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_stands_for_the_default(cls, raw: Any) -> Any:
+        """What a file inherits is switched off with null, also where a setting has no null of its own."""
+        if not isinstance(raw, dict):
+            return raw
+        fields = {name: info for key, info in cls.model_fields.items() for name in (key, info.alias)}
+        return {
+            key: value
+            for key, value in raw.items()
+            if value is not None
+            or key not in fields
+            or fields[key].is_required()
+            or _takes_null(fields[key].annotation)
+        }
 
     @field_validator("*", mode="before")
     @classmethod
@@ -33,6 +49,10 @@ class Section(BaseModel):
 
 def _takes_numbers(annotation: Any) -> bool:
     return annotation in (int, float) or any(_takes_numbers(kind) for kind in get_args(annotation))
+
+
+def _takes_null(annotation: Any) -> bool:
+    return annotation is type(None) or type(None) in get_args(annotation)
 
 
 def changed(section: Section) -> set[str]:

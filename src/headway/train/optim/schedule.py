@@ -5,13 +5,14 @@ import math
 from headway.train.config import OptimConfig
 
 
-def learning_rate(step: int, optim: OptimConfig) -> float:
+def learning_rate(step: int, optim: OptimConfig, steps: int | None = None) -> float:
     """Learning rate of one optimizer step: a linear rise to the peak, then the schedule's course.
 
     Args:
-        step: the step about to be taken, counted from 1 to `optim.steps`. A course that falls to `min_lr_ratio * lr`
-            has it at the last step.
+        step: the step about to be taken, counted from 1. A course that falls to `min_lr_ratio * lr` has it at the last
+            step.
         optim: peak, warm-up and course.
+        steps: of the whole run, as many as `optim.epochs` are; None for `optim.steps` [steps].
 
     Source: cosine annealing without restarts, Loshchilov and Hutter 2017 (arXiv:1608.03983), equation 5; inverse square
     root, Vaswani et al. 2017 (arXiv:1706.03762), equation 3; warm-up, stable, decay, Hu et al. 2024 (arXiv:2404.06395),
@@ -28,8 +29,12 @@ def learning_rate(step: int, optim: OptimConfig) -> float:
     if optim.schedule == "inverse_sqrt":
         timescale = optim.timescale or optim.warmup_steps
         return optim.lr / math.sqrt(1.0 + (step - optim.warmup_steps) / timescale)
-    start = optim.steps - optim.decay_steps if optim.schedule == "wsd" else optim.warmup_steps
-    progress = max(0, step - start) / (optim.steps - start)
+    steps = optim.steps if steps is None else steps
+    assert steps is not None  # whoever asks for epochs has counted them
+    start = optim.warmup_steps
+    if optim.schedule == "wsd":  # its decay has at least a step, and no more than the warm-up leaves
+        start = max(start, steps - max(1, round(optim.decay_share * steps)))
+    progress = max(0, step - start) / (steps - start)
     floor = optim.min_lr_ratio
     return optim.lr * (floor + (1.0 - floor) * _fall(progress, optim))
 

@@ -1,0 +1,178 @@
+"""`headway config`: every setting of a training run, from the classes that check it."""
+
+import difflib
+import json
+import shutil
+import textwrap
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.options import JsonOption
+from headway.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headway.train.config.tree import Setting
+
+_HEAD = """# Configuration
+
+<!-- `headway config --markdown` prints this page; tests/cli/test_config.py holds it to that. -->
+
+```sh
+headway config                        # this page, as text
+headway config optim                  # one section, or one setting: optim.lr
+headway config --json > schema.json   # JSON Schema, for an editor
+```
+
+`headway train CONFIG.yaml` reads these settings, and `--set a.b=c` changes one of them. Names are dotted here and
+nested in YAML; N is the number of a list's item, from 0. A setting without a default is required. `null` takes back
+what a file inherits by `extends: FILE`, a path from the file's own folder: the setting is at its default again, or
+off where `null` is among its values. A first line `# yaml-language-server: $schema=schema.json` in a YAML file makes
+editors complete and check it.
+"""
+
+
+def config(
+    setting: Annotated[
+        str | None, typer.Argument(metavar="[SETTING]", help="A section or setting, such as optim or data.train.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/configuration.md has them.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every setting of `headway train` with its type, unit, default and meaning.
+
+    --json prints the JSON Schema, which editors complete and check YAML files by.
+
+    Example: headway config optim
+    """
+    if markdown and (as_json or setting is not None):
+        raise UsageError("--markdown prints the whole page; leave out --json and SETTING.")
+    if as_json:
+        print(json.dumps(_schema(setting), indent=2))
+    elif markdown:
+        print(_page(), end="")
+    else:
+        width = shutil.get_terminal_size().columns
+        print("\n".join(line for one in _shown(setting) for line in _lines(one, width)))
+
+
+def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
+    """The settings at and below a name, each with what is to be said of those in it: "" if they follow."""
+    from headway.train.config import TrainConfig
+    from headway.train.config.tree import inside, settings_of
+
+    told: dict[tuple[str, str], str] = {}  # of each last part of a name and meaning, where it was told
+
+    def below(section: Any, prefix: str) -> "Iterator[tuple[Setting, str]]":
+        settings = settings_of(section, prefix)
+        for one in settings:
+            told.setdefault((one.name.rpartition(".")[2], one.meaning), prefix)
+        for one in settings:
+            if one.section is None:
+                yield one, ""
+                continue
+            places = {told.get((each.name, each.meaning)) for each in settings_of(one.section)}
+            if len(places) == 1 and (place := places.pop()) is not None:
+                yield one, f"its settings: as {place}*"
+                continue
+            yield one, ""
+            yield from below(one.section, inside(one))
+
+    found = [(one, note) for one, note in below(TrainConfig, "")]
+    if name is not None:
+        _check_name(name)
+        wanted = _general(name)
+        found = [(one, note) for one, note in found if f"{one.name}.".startswith(f"{wanted}.")]
+        if not found:  # told elsewhere, as the same settings occur there
+            from headway.train.config.tree import walk
+
+            found = [(one, "") for one in walk(TrainConfig) if f"{one.name}.".startswith(f"{wanted}.")]
+    yield from found
+
+
+def _general(name: str) -> str:
+    """A name with N for the numbers of items."""
+    return ".".join("N" if part.isdecimal() else part for part in name.strip(".").split("."))
+
+
+def _check_name(name: str) -> None:
+    from headway.train.config import TrainConfig
+    from headway.train.config.tree import walk
+
+    names = [one.name for one in walk(TrainConfig)]
+    general = _general(name)
+    if any(f"{one}.".startswith(f"{general}.") for one in names):
+        return
+    last = {one.rpartition(".")[2]: one for one in reversed(names)}
+    near = difflib.get_close_matches(general, names, n=3, cutoff=0.7) or [
+        last[one] for one in difflib.get_close_matches(general.rpartition(".")[2], list(last), n=3, cutoff=0.7)
+    ]
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Sections: {', '.join(TrainConfig.model_fields)}."
+    raise UsageError(f"There is no setting {name!r}. {hint}")
+
+
+def _kind(one: "Setting") -> str:
+    return f"{one.values} [{one.unit}]" if one.unit else one.values
+
+
+def _default(one: "Setting") -> str:
+    if one.default is not None:
+        return f"default {one.default or repr('')}"
+    return "" if one.section is not None else "required"
+
+
+def _lines(shown: "tuple[Setting, str]", width: int) -> "Iterator[str]":
+    one, note = shown
+    width = max(40, width)
+    depth = "" if "." not in one.name else "  "
+    if not depth:
+        yield ""
+    facts = "  ".join(fact for fact in (_kind(one) if depth else "", _default(one) if depth else "", note) if fact)
+    head = f"{depth}{one.name}"
+    if len(head) + 2 + len(facts) <= width:
+        yield f"{head}  {facts}".rstrip()
+    else:
+        yield head
+        yield from textwrap.wrap(facts, width, initial_indent=depth + "    ", subsequent_indent=depth + "    ")
+    yield from textwrap.wrap(
+        one.meaning, width, initial_indent=depth + "    ", subsequent_indent=depth + "    ", break_long_words=False
+    )
+
+
+def _page() -> str:
+    """The page of all settings."""
+    lines = [_HEAD]
+    for one, note in _shown(None):
+        if "." not in one.name:
+            lines += [f"\n## {one.name}\n", f"{one.meaning}\n", "| setting | value | default | meaning |"]
+            lines.append("| --- | --- | --- | --- |")
+            continue
+        meaning = " ".join(part for part in (one.meaning, f"({note})" if note else "") if part)
+        default = f"`{one.default or repr('')}`" if one.default is not None else _default(one)
+        cells = [f"`{one.name}`", _kind(one), default, meaning]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _schema(name: str | None) -> dict[str, Any]:
+    """JSON Schema of a whole file or one section; `headway train`, which sees `extends`, tells what is missing."""
+    from headway.train.config import TrainConfig
+    from headway.train.config.tree import walk
+
+    if name is not None:
+        _check_name(name)
+        found = next((one.section for one in walk(TrainConfig) if one.name == _general(name)), None)
+        if found is None:
+            raise UsageError(f"{name} is no section, and has no schema of its own. Leave it out, or name its section.")
+        return found.model_json_schema()
+    schema = TrainConfig.model_json_schema()
+    extends = {"type": "string", "description": "YAML file that this one changes, a path from this file's folder"}
+    schema["properties"] = {"extends": extends, **schema["properties"]}
+    sections = [
+        schema["$defs"][info.annotation.__name__] for info in TrainConfig.model_fields.values() if info.annotation
+    ]
+    for one in (schema, *sections):
+        one.pop("required", None)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headway train"}

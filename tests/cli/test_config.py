@@ -1,0 +1,73 @@
+"""`headway config` says of every setting what the classes that check it say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.train.config import OptimConfig, TrainConfig
+from headway.train.config.tree import walk
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_settings_is_what_the_command_prints(headway):
+    assert headway("config", "--markdown").out == (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_every_setting_is_printed_once_within_the_width_of_the_terminal(headway, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = headway("config").out.splitlines()
+    assert max(map(len, lines)) <= width
+    heads = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")]
+    assert len(set(heads)) == len(heads)
+    names = {setting.name for setting in walk(TrainConfig) if "." in setting.name}
+    alike = ("data.train.N.mix.", "data.stages.N.", "data.eval.")  # as data.train.N.*
+    assert {name for name in names if not name.startswith(alike)} == set(heads)
+
+
+def test_one_section_or_setting_is_printed_with_type_unit_default_and_meaning(headway, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert headway("config", "checkpoint").out == (
+        "\n"
+        "checkpoint\n"
+        "    When the whole state is saved, and how much of it stays on disk.\n"
+        "  checkpoint.every  whole number at least 1 | null [steps]  default null\n"
+        "      Optimizer steps between checkpoints; the end of the run always has one\n"
+        "  checkpoint.keep  whole number at least 1 [checkpoints]  default 2\n"
+        "      Newest checkpoints that stay; older ones are deleted\n"
+        "  checkpoint.asynchronous  true | false  default true\n"
+        "      Write while training goes on, from a copy of the state in the host's memory\n"
+        "  checkpoint.export  never | end | every  default end\n"
+        "      Which checkpoints become a folder that from_pretrained opens: none, the last, or every one\n"
+    )
+    assert headway("config", "optim.lr").out == "  optim.lr  number above 0  required\n      Peak learning rate\n"
+    assert "data.stages.N.mix.N.weight  number above 0 | null" in headway("config", "data.stages.0.mix.1.weight").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("optm",), "There is no setting 'optm'. Did you mean optim?"),
+        (("epochs",), "There is no setting 'epochs'. Did you mean"),
+        (("zzz",), "Sections: model, data, optim"),
+        (("optim.lr", "--json"), "optim.lr is no section"),
+        (("optim", "--markdown"), "--markdown prints the whole page"),
+    ],
+)
+def test_a_setting_that_does_not_exist_names_the_nearest(headway, arguments, message):
+    result = headway("config", *arguments)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())
+
+
+def test_the_schema_describes_every_setting_and_a_path_in_the_place_of_a_source(headway):
+    schema = json.loads(headway("config", "--json").out)
+    assert list(schema["properties"]) == ["extends", *TrainConfig.model_fields]
+    assert not schema["additionalProperties"]
+    assert "required" not in schema["$defs"]["OptimConfig"]  # a file that extends another one gives a part
+    train = schema["$defs"]["DataConfig"]["properties"]["train"]["anyOf"]
+    assert [one.get("type", "source") for one in train] == ["string", "source", "array"]
+    optim = json.loads(headway("config", "optim", "--json").out)
+    assert optim["properties"].keys() == OptimConfig.model_fields.keys()

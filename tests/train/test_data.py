@@ -1,0 +1,67 @@
+"""Everything that can be said of a dataset can be said in the configuration."""
+
+import json
+
+import numpy as np
+import pytest
+
+from headway.errors import ConfigError
+from headway.train.config import parse_config
+from headway.train.config.data import DataConfig
+from headway.train.data import open_stages
+from headway.train.loop import train
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Datasets of one name in two folders: lines of text, and bare token ids of five documents."""
+    for name in ("words", "ids"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "words/train.txt").write_text("one two\nthree\nfour five six\n")
+    ids = np.tile(np.array([25, 26, 27, 23], dtype=np.uint16), 5)
+    (tmp_path / "ids/train.bin").write_bytes(ids.tobytes())
+    return tmp_path
+
+
+def test_formats_are_read_as_yaml_says_and_two_files_may_have_one_name(raw, folders):
+    raw["data"] |= {
+        "train": [
+            {"path": str(folders / "words/train.txt"), "sample_by": "line"},
+            {"path": str(folders / "ids/train.bin"), "token_dtype": "uint16", "end_token": 23},
+        ]
+    }
+    raw["optim"] |= {"steps": None, "epochs": 2, "warmup_steps": 0}
+    counted = train(parse_config(raw)).as_json()["data"]["samples"]
+    assert {name: count["used"]["samples"] for name, count in counted.items()} == {"words/train": 6, "ids/train": 10}
+    assert counted["ids/train"]["used"]["tokens"] == 2 * 5 * 4
+
+
+def stages_of(train, **settings):
+    return open_stages(DataConfig(train=train, tokens_per_pack=64, **settings), epochs=1)
+
+
+def test_names_are_told_apart_by_folders_then_by_extensions_unless_they_are_given(folders):
+    (folders / "words/train.jsonl").write_text(json.dumps({"text": "one"}))
+    paths = [str(folders / name) for name in ("words/train.txt", "words/train.jsonl")]
+    sources, _ = stages_of(paths)
+    assert [source.name for source in sources] == paths
+    sources, (stage,) = stages_of([{"path": paths[0], "name": "a"}, paths[1]])
+    assert [source.name for source in sources] == ["a", "train"]
+    assert [(part.name, part.weight, part.epochs) for part in stage.sources] == [
+        ("a", None, None),
+        ("train",) + 2 * (None,),
+    ]
+
+
+def test_one_file_read_in_two_ways_needs_names(folders):
+    path = str(folders / "words/train.txt")
+    with pytest.raises(ConfigError, match=r"two sources called 'train'.* Give each a 'name' of its own"):
+        stages_of([path, {"path": path, "sample_by": "line"}])
+    with pytest.raises(ConfigError, match=r"token_dtype is 'uint16', but no file of .* takes it"):
+        stages_of({"path": path, "token_dtype": "uint16"})
+
+
+def test_packs_made_ahead_may_not_exceed_the_memory_of_the_machine(raw):
+    raw["data"]["prefetch_bytes"] = 2**50
+    with pytest.raises(ConfigError, match=r"data.prefetch_bytes \d+ is more than this machine's memory"):
+        train(parse_config(raw))
