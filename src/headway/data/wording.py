@@ -20,10 +20,6 @@ _WORDS: dict[str, dict[Speaker, str]] = {
         "yaml": "set another root beside its path in the data section",
         "options": "give another --root",
     },
-    "open the dataset with a root that": {
-        "yaml": "set a root beside its path in the data section that",
-        "options": "give a --root that",
-    },
     "raise max_image_pixels": {"yaml": "raise data.max_image_pixels"},
     "raise max_characters": {"yaml": "raise data.max_characters", "options": "raise --max-characters"},
     'choose the schema "sharegpt"': {
