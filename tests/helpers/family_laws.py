@@ -4,6 +4,7 @@ A small model of the family's own classes is built twice, with the same weights:
 attention, and as Headway trains it. The first never sees a pack, nor Headway's attention, positions or lengths.
 """
 
+import functools
 import json
 import re
 import wave
@@ -75,6 +76,11 @@ class FamilyPair:
         )
         self.batch = self.collate(self.samples)
 
+    @functools.cached_property
+    def cost(self):
+        """The family's cost model."""
+        return trace(self.reference)
+
     def alone(self):
         """Losses of the samples, each run by transformers alone, and gradients of their sum."""
         self.reference.zero_grad()
@@ -134,7 +140,7 @@ class FamilyPair:
 
         The pack's count has to be the sum of its samples' counts.
         """
-        cost, workloads, lines = trace(self.reference), [], []
+        cost, workloads, lines = self.cost, [], []
         for sample in self.samples:
             arguments = {**self._arguments(sample), "use_cache": False}
             workload = self.collate([sample]).workload
@@ -164,7 +170,7 @@ class FamilyPair:
             self.model(**self.batch.model_inputs())
         finally:
             AttentionInterface.register(attention.NAME, attention.attend)
-        rows = [row for row in trace(self.model).rows if row.op == "attention"]
+        rows = [row for row in self.cost.rows if row.op == "attention"]
         return sum(drivers.parse(row.driver)(workload) * row.forward for row in rows), sum(called)
 
     def _arguments(self, sample):

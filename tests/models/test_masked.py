@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 from transformers.masking_utils import (
     and_masks,
     blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    create_chunked_causal_mask,
     or_masks,
     packed_sequence_compatibility_function,
     sdpa_mask,
@@ -15,7 +17,7 @@ from transformers.masking_utils import (
 )
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.attention import attend, mask
+from headway.models.attention import NAME, attend, mask, register
 from headway.models.masked import SegmentMask
 
 LENGTHS = (7, 12, 7, 1)
@@ -111,3 +113,13 @@ def test_all_layers_share_one_mask():
         attend(Layer(), q, k, v, made, pack_cu_seqlens=boundaries(), pack_max_seqlen=max(LENGTHS))
     held = [each for each in made._seen.values() if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
     assert sum(each.numel() for each in held) == sum(length**2 for length in LENGTHS)
+
+
+def test_transformers_makes_chunked_masks_for_this_backend():
+    register()
+    config = LlamaConfig(attention_chunk_size=4)
+    config._attn_implementation_internal = NAME
+    made = create_chunked_causal_mask(
+        config=config, inputs_embeds=torch.zeros(1, 9, 8), attention_mask=None, past_key_values=None
+    )
+    assert isinstance(made, SegmentMask)

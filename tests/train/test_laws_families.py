@@ -15,6 +15,7 @@ from helpers.family_laws import COUNTED_OTHERWISE, TOLERANCES, FamilyPair
 from helpers.vlm_folders import VLM_FOLDERS
 
 QUICK = ("llava", "gemma3")
+LONG = ("aya_vision", "glm4v", "llava_next", "ovis2", "qwen2_vl", "qwen3_vl_moe")  # others keep the same laws likewise
 # transformers' PaliGemma makes labels of a tensor by numpy, which numpy 2 warns of
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
@@ -40,7 +41,8 @@ def pair_of():
 
 
 def families(*quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in VLM_FOLDERS]
+    marks = {name: pytest.mark.long if name in LONG else pytest.mark.slow for name in VLM_FOLDERS}
+    return [name if name in quick else pytest.param(name, marks=marks[name]) for name in VLM_FOLDERS]
 
 
 @pytest.mark.parametrize("family", families(*QUICK))
