@@ -144,7 +144,7 @@ def test_where_one_setting_is_not_enough_several_are_put_together(headway):
         (("--set", "plan.mix=chat"), "no such mix of lengths"),
         (("--resume",), "--dry-run trains nothing"),
         (("--set", "data.tokens_per_pack=8"), "none fits a pack of 8 tokens"),
-        (("--set", "data.tokens_per_pack=268435456"), "a dry run plans 50,000,000 at most"),
+        (("--devices", 4096, "--set", "data.tokens_per_pack=67108864"), "a dry run plans 50,000,000 at most"),
         (("--devices", 10**9), "1000000000 ranks x"),
     ],
 )

@@ -154,7 +154,7 @@ class Pipeline:
         """
         raw = {
             "model": {"path": "model"},
-            "data": {"train": train, "overlong": "split", "workers": 0, "stream": stream, **data},
+            "data": {"stages": train, "overlong": "split", "workers": 0, "stream": stream, **data},
             "optim": {"steps": 10**6, "lr": 1.0, "accumulation": accumulation},
             "run": {"folder": "run"},
         }
