@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -113,6 +114,8 @@ def test_the_second_index_imports_neither_torch_nor_transformers(headway, chats,
         "print(*({'torch', 'transformers', 'tokenizers'} & {*sys.modules}), file=sys.stderr)"
     )
 
-    second = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, *arguments]
+    environment = dict(os.environ)  # and not COLUMNS, which readline sets behind Python's back
+    second = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
 
     assert (second.stdout, second.stderr.split()) == (first.out, [])
