@@ -7,7 +7,7 @@ from pathlib import PurePath
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side on few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-for name in ("HEADWAY_CACHE", "HEADWAY_DEBUG", "HEADWAY_PEAKS", "COLUMNS", "LINES"):  # readline sets the width of a pipe
+for name in ("HEADWAY_CACHE", "HEADWAY_DEBUG", "HEADWAY_PEAKS", "COLUMNS"):  # readline sets COLUMNS, for pipes too
     os.environ.pop(name, None)
 os.environ["HEADWAY_PEAK_FLOPS"] = "100e9"  # to measure it takes two seconds, and tests start hundreds of processes
 
