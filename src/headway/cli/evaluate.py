@@ -56,7 +56,6 @@ def evaluate(
     Example: headway evaluate runs/mine held_out.jsonl
     """
     with needs_extra("evaluating"):
-        from headway.data import read_samples
         from headway.models.head import model_with_loss
         from headway.models.vision import vision_geometry
         from headway.train.answers import GenerationEval
@@ -69,8 +68,7 @@ def evaluate(
 
     found = find_model(model, base)
     config = load_config(found.run / CONFIG) if found.run is not None else None
-    paths = _datasets(data, config)
-    samples = {path: read_samples(path)[:max_samples] for path in paths}  # a typo is told before a model is read
+    samples = _samples(data, config, max_samples)  # a typo is told before a model is read
     where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device))
     if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):  # as the run, where that can be
         where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device, dtype=config.run.dtype))
@@ -104,16 +102,21 @@ def evaluate(
         print(_render(found.path, budget, results, total, answers))
 
 
-def _datasets(data: "Sequence[str] | None", config: "TrainConfig | None") -> list[str]:
-    """The datasets given, or the one that a run holds out.
+def _samples(data: "Sequence[str] | None", config: "TrainConfig | None", most: int | None) -> "dict[str, list[Sample]]":
+    """The samples of the datasets given, or of the one that a run holds out.
 
     Raises:
         UsageError: neither.
     """
+    from headway.data import read_samples
+    from headway.data.sources.opening import samples_of
+    from headway.train.data import open_dataset
+
     if data:
-        return list(dict.fromkeys(data))
+        return {path: read_samples(path)[:most] for path in dict.fromkeys(data)}
     if config is not None and config.data.eval is not None:
-        return [str(config.data.eval)]
+        held_out = config.data.eval
+        return {str(held_out.path): samples_of(open_dataset(held_out))[:most]}
     raise UsageError("There is nothing to evaluate on. Give DATA, such as held_out.jsonl; this model has no data.eval.")
 
 

@@ -147,11 +147,10 @@ def _find_inputs(config: "TrainConfig") -> None:
     from headway.hub import located
 
     located(config.model.path)
-    paths = [part.path for stage in config.data.train for part in stage.parts if part.path is not None]
-    paths += [] if config.data.eval is None else [str(config.data.eval)]
-    for path in paths:
-        if "://" not in path:  # a store elsewhere is asked once, when it is opened
-            find_files(path, {})
+    datasets = [part for stage in config.data.played for part in stage.parts]
+    for part in (*datasets, config.data.eval):
+        if part is not None and part.path is not None and "://" not in part.path:  # a store is asked when it is opened
+            find_files(part.path, {})
 
 
 def _split(overrides: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
