@@ -16,6 +16,7 @@ from headway.models.load import load_model, load_processor, rope_index
 from headway.packing.budget import Budget
 from headway.train.answers import GenerationEval
 from headway.train.config import parse_config
+from headway.train.config.advice import warnings
 from headway.train.evaluate import EvalSet
 from headway.train.loop import train
 from headway.train.ranks import Ranks
@@ -115,8 +116,12 @@ def test_an_answer_that_cannot_fit_is_an_error(reader):
         questions(encoder, samples, max_new_tokens=150)
 
 
-def test_settings_without_effect_are_errors(raw, digits):
-    with pytest.raises(ConfigError, match=r"eval.generate has no effect without an evaluation"):
-        parse_config(raw | {"eval": {"generate": 2}})
-    with pytest.raises(ConfigError, match=r"max_new_tokens has no effect without eval.generate"):
-        parse_config(raw | {"eval": {"max_new_tokens": 2}})
+@pytest.mark.parametrize(
+    ("judged", "said"),
+    [
+        ({"generate": 2}, "eval.generate has no effect without eval.every or eval.at_end"),
+        ({"max_new_tokens": 2}, "eval.max_new_tokens has no effect without eval.generate"),
+    ],
+)
+def test_settings_without_effect_are_told(raw, judged, said):
+    assert said in warnings(parse_config(raw | {"eval": judged}), raw["optim"]["steps"])

@@ -145,15 +145,8 @@ def test_a_run_stopped_before_any_update_was_taken_ends_as_others_do(raw, poison
     assert json.loads((summary.folder / "summary.json").read_text())["first_loss"] is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"nonfinite_limit": 3}, "no effect with on_nonfinite 'error'"),
-        ({"on_nonfinite": "skip", "nonfinite_limit": 6}, "never reached in 6 steps"),
-    ],
-)
-def test_a_limit_that_takes_no_effect(raw, settings, message):
-    raw["optim"] |= settings
-    with pytest.raises(ConfigError, match=message):
+def test_a_limit_that_takes_no_effect(raw):
+    raw["optim"] |= {"nonfinite_limit": 3}
+    with pytest.raises(ConfigError, match="no effect with on_nonfinite 'error'"):
         parse_config(raw)
     assert OptimConfig(steps=20, lr=1.0, on_nonfinite="skip").nonfinite_limit == 10

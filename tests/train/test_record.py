@@ -146,6 +146,6 @@ def test_a_step_keeps_to_the_width_of_the_terminal():
         "peak_memory_bytes": 1,
     }
     whole = step_line(record, 150)
-    assert [len(step_line(record, 150, width)) <= width for width in (40, 80, 120)] == [True] * 3
-    assert step_line(record, 150, 40) == "step   7/150  loss 1.6520  MFU 12.6 %"
-    assert step_line(record, 150, 200) == whole
+    assert [len(step_line(record, 150, width=width)) <= width for width in (40, 80, 120)] == [True] * 3
+    assert step_line(record, 150, width=40) == "step   7/150  loss 1.6520  MFU 12.6 %"
+    assert step_line(record, 150, width=200) == whole

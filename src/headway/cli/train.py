@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,7 +125,7 @@ def train(
             "starts, and run.device."
         )
     with needs_extra("training"):
-        if not scale_down:
+        if not scale_down and find_spec("torch") is not None:
             _find_inputs(resolved)
         from headway.train.loop import train as run
 
