@@ -99,7 +99,7 @@ def numbers_of(checkout: Path) -> dict[str, Any]:
             found[f"{kind} {name}"] = hashlib.sha256(rows.encode()).hexdigest()
     for model in json.loads(run(*headway, "models", "--json"))["models"]:
         for kind, workload in WORKLOADS.items():
-            step = ("--device", "H100 SXM", "--step-time", "1.9")
+            step = ("--device", "H100 SXM", "--step-time", "60")
             found[f"compare {model['name']} {kind}"] = run(
                 *headway, "compare", model["name"], *workload, *step, "--json"
             )
