@@ -27,8 +27,8 @@ def exact_attention(
     """
     if dropout > 0.0:
         refuse_kept_attention("no kernel has attention dropout here")
+    repeats = q_BHTD.shape[1] // k_BKSD.shape[1]
     if softcap is None and sinks_H is None:
-        repeats = q_BHTD.shape[1] // k_BKSD.shape[1]
         if mask is not None and q_BHTD.is_cuda:  # no fused kernel there takes both a mask and fewer key heads
             k_BKSD, v_BKSD = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSD, v_BKSD))
         grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
@@ -36,7 +36,6 @@ def exact_attention(
             q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
         )
     refuse_kept_attention("no kernel has score soft-capping here, or sinks under a mask")
-    repeats = q_BHTD.shape[1] // k_BKSD.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSD, v_BKSD))
     wide = torch.promote_types(torch.float32, q_BHTD.dtype)
     scores = (q_BHTD @ k.transpose(2, 3)).to(wide) * scale
