@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from headway.errors import ConfigError
+from headway.log import tensorboard
 from headway.log.jsonl import read_jsonl
 from headway.log.sinks import Sinks, open_sink
 from headway.log.tensorboard import grouped
@@ -109,6 +110,31 @@ def test_steps_done_again_after_a_resume_replace_those_before_in_tensorboard(tmp
                 sink.write({"step": step, "mfu": value})
     scalars = read_events(tmp_path / "tb").Scalars("speed/mfu")
     assert [(e.step, e.value) for e in scalars] == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]
+
+
+class FrozenClock:
+    """Time that passes only while somebody sleeps."""
+
+    now_s = 1_700_000_000.25
+
+    def time(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+def test_a_run_opened_again_within_a_second_still_comes_after_itself_in_tensorboard(tmp_path, monkeypatch):
+    from tensorboard.summary.writer import event_file_writer
+
+    clock = FrozenClock()
+    monkeypatch.setattr(event_file_writer, "time", clock)
+    monkeypatch.setattr(tensorboard, "time", clock)
+    steps = range(1, 13)  # TensorBoard numbers a process's files, and "10" is read before "9"
+    for step in steps:
+        with open_sink(f"tensorboard:{tmp_path}/tb") as sink:
+            sink.write({"step": step, "loss": 0.5})
+    assert [e.step for e in read_events(tmp_path / "tb").Scalars("train/loss")] == list(steps)
 
 
 def test_runs_that_share_a_folder_do_not_merge_in_tensorboard_and_are_found_again(tmp_path):

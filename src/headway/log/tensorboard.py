@@ -4,6 +4,7 @@ So names have a group there, `train/loss`, `speed/mfu`, `data/fill`, `eval/loss`
 """
 
 import itertools
+import re
 import time
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class TensorBoardSink(Tracker):
         with opening("TensorBoard"):
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+            _wait_for_a_second_of_its_own(folder)
             self._writer = EventFileWriter(str(folder))
         self._has_begun = False
 
@@ -91,6 +93,13 @@ class TensorBoardSink(Tracker):
     def close(self) -> None:
         """Close the event file."""
         self._writer.close()
+
+
+def _wait_for_a_second_of_its_own(folder: Path) -> None:
+    """Event files are read in the order of their names, which say the second and then nothing that keeps order."""
+    now_s = time.time()
+    if any(re.match(rf"events\.out\.tfevents\.0*{int(now_s)}\.", path.name) for path in folder.glob("events.*")):
+        time.sleep(1 - now_s % 1)
 
 
 def _folder_of_run(folder: Path, run: Path) -> Path:
