@@ -24,6 +24,7 @@ ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUD
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", None, Work.MATMUL),
         ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV", None, Work.MATMUL),
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_TNT", None, Work.MATMUL),
+        ("cudnn_infer_volta_scudnn_128x64_relu_medium_nn_v1", None, Work.MATMUL),
         (FLASH, None, Work.MATMUL),
         (ELEMENTWISE, None, Work.MEMORY),
         ("void at::native::im2col_conv_kernel<float>(int)", None, Work.MEMORY),

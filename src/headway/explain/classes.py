@@ -29,7 +29,7 @@ _MATMUL_OPERATORS = re.compile(
     r"_?native_multi_head_attention|_?flash_attn\w*|_lstm_mps|_?cudnn_rnn\w*|_thnn_fused_lstm_cell)"
 )
 _MATMUL_KERNELS = re.compile(
-    r"gemm|gemv|cijk_|cutlass|xmma|nvjet|cublas|(?<![a-z])conv|wgrad|dgrad|fprop|implicit|winograd|fmha|flash|"
+    r"gemm|gemv|scudnn|xdlops|cijk_|cutlass|xmma|nvjet|cublas|(?<![a-z])conv|wgrad|dgrad|fprop|implicit|winograd|fmha|flash|"
     r"attn|attention|triton_tem|_mm_|mfma|bmm_kernel",
     flags=re.IGNORECASE,
 )
