@@ -160,7 +160,7 @@ def test_with_a_workload_the_products_are_split_by_what_was_needed(tmp_path):
     slower_head = 15 - 10 - 2.5 - 1.25
     assert lines_of(found) == {
         "useful": 30, "ceiling": 7.5, "recomputation": 8.75, "padding": 3.75,
-        "slower.mlp": slower_mlp, "slower.head": slower_head, "memory": 30, "idle.other": 10,
+        "slow.mlp": slower_mlp, "slow.head": slower_head, "memory": 30, "idle.other": 10,
     }  # fmt: skip
     assert found.mfu == pytest.approx(0.3)
     by_key = {line.key: line for line in found.lines}
@@ -170,13 +170,17 @@ def test_with_a_workload_the_products_are_split_by_what_was_needed(tmp_path):
 
 def test_a_component_that_beats_the_ceiling_has_a_line_below_zero(tmp_path):
     (found,) = explained(with_modules(), tmp_path, sidecar(ceiling_flops_per_s=0.5e9)).steps
-    assert lines_of(found)["slower.head"] == 15 - 20 - 2
-    assert next(line for line in found.lines if line.key == "slower.head").mfu_to is None
+    assert lines_of(found)["slow.head"] == 15 - 20 - 2
+    assert next(line for line in found.lines if line.key == "slow.head").mfu_to is None
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"peak_flops_per_s": None}, "Set HEADWAY_PEAK_FLOPS"), ({"ceiling_flops_per_s": None}, "taken as the peak")],
+    [
+        ({"profiler_overhead_s": 0.0925}, "92 ms of each step is the profiler's"),
+        ({"peak_flops_per_s": None}, "Set HEADWAY_PEAK_FLOPS"),
+        ({"ceiling_flops_per_s": None}, "taken as the peak"),
+    ],
 )
 def test_what_is_not_known_of_the_device_is_said(tmp_path, changes, said):
     found = explained(with_modules(), tmp_path, sidecar(**changes))

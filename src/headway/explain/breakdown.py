@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from headway.errors import ConfigError
 from headway.explain.attribute import Phase
-from headway.explain.budget import Budget
+from headway.explain.budget import NeededWork
 from headway.explain.waterfall import StepWaterfall
 
 By = Literal["component", "module", "kernel"]
@@ -55,7 +55,7 @@ def break_down(waterfall: StepWaterfall, by: By) -> list[BreakdownRow]:
                 f"--by component: {trace.path} does not say which component a module belongs to. Traces that Headway "
                 "writes do; --by module shows the modules themselves."
             )
-        budget = Budget(trace.headway, str(trace.path))
+        budget = NeededWork(trace.headway, str(trace.path))
     spent: dict[str, Counter[Phase]] = defaultdict(Counter)
     for owned in step.owned:
         if budget is not None:

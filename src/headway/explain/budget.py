@@ -32,7 +32,7 @@ class Need:
         return self.useful + self.ceiling_loss + self.recomputed + self.padding
 
 
-class Budget:
+class NeededWork:
     """What Headway wrote into a trace of the work of its steps.
 
     Args:
@@ -54,7 +54,9 @@ class Budget:
             peak, ceiling = written["peak_flops_per_s"], written["ceiling_flops_per_s"]
             self.peak_flops_per_s = None if peak is None else float(peak)
             self.ceiling_flops_per_s = None if ceiling is None else float(ceiling)
+            self.profiler_overhead_s = float(written["profiler_overhead_s"] or 0.0)
             self._components = {str(path): str(name) for path, name in written["components"].items()}
+            self._within = _components_within(self._components)
             self._steps = dict(written["steps"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._wrong(error) from error
@@ -62,9 +64,12 @@ class Budget:
             raise self._wrong(ValueError(f"peak {self.peak_flops_per_s}, ceiling {self.ceiling_flops_per_s}"))
 
     def component_of(self, module: str) -> str:
-        """The component of a module's path, or of the nearest module around it that has one."""
+        """The component of a module, or of the nearest module around it that has one, itself or in all it holds."""
         path = module
         while path not in self._components:
+            within = self._within.get(path, ())
+            if len(within) == 1:
+                return next(iter(within))
             if not path:
                 return NO_COMPONENT
             path = path.rpartition(".")[0]
@@ -120,3 +125,14 @@ class Budget:
             f"{self._source}: its object `headway` cannot be read ({type(error).__name__}: {error}). Write the "
             "trace again with this Headway."
         )
+
+
+def _components_within(components: Mapping[str, str]) -> dict[str, set[str]]:
+    """The components of all modules below each path, the root as "" among them."""
+    within: dict[str, set[str]] = {}
+    for path, name in components.items():
+        outer = path
+        while outer:
+            outer = outer.rpartition(".")[0]
+            within.setdefault(outer, set()).add(name)
+    return within

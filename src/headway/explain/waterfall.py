@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.explain.budget import Budget
+from headway.explain.budget import NeededWork
 from headway.explain.collectives import waiting_in
 from headway.explain.measure import ASIDE, MATMUL, MeasuredStep, MeasuredTrace, measure
 from headway.explain.trace import Trace
+from headway.report import format_duration
 
 SCHEMA_VERSION = 1
 
-_SLOWER = "slower than the ceiling"
+_SLOW = "slow"  # slower than the ceiling; components have long names, and a terminal 80 columns
 _NAMES = {
     MATMUL: "matmul-class kernels",
     "memory": "memory-bound kernels",
@@ -178,27 +179,32 @@ def explain(
     return JobExplanation(tuple(waterfalls), tuple(notes))
 
 
-def _budget(trace: Trace) -> Budget | None:
-    return None if trace.headway is None else Budget(trace.headway, str(trace.path))
+def _budget(trace: Trace) -> NeededWork | None:
+    return None if trace.headway is None else NeededWork(trace.headway, str(trace.path))
 
 
-def _notes_of_budget(budget: Budget | None) -> list[str]:
+def _notes_of_budget(budget: NeededWork | None) -> list[str]:
     if budget is None:
         return [
             "the matmul-class line is not split into needed work at peak, ceiling loss, recomputation, padding and "
             "losses by component: that needs the steps' workloads and the device's peak, which Headway writes into its "
             "own traces."
         ]
+    notes = []
+    if budget.profiler_overhead_s > 0:
+        notes.append(
+            f"{format_duration(budget.profiler_overhead_s)} of each step is the profiler's, as Headway measured."
+        )
     if budget.peak_flops_per_s is None:
-        return [
+        notes.append(
             "the matmul-class line is not split: the trace does not tell the device's peak. Set HEADWAY_PEAK_FLOPS "
             "[FLOP/s] and profile again."
-        ]
-    if budget.ceiling_flops_per_s is None:
-        return [
-            "the ceiling of the device was not measured, so it is taken as the peak (`headway ceiling` measures it)."
-        ]
-    return []
+        )
+    elif budget.ceiling_flops_per_s is None:
+        notes.append(
+            "the device's ceiling was not measured, so it is taken as the peak (`headway ceiling` measures it)."
+        )
+    return notes
 
 
 def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredStep], list[str]]:
@@ -222,7 +228,7 @@ def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredSte
 
 
 def _waterfall(
-    measured: MeasuredTrace, step: MeasuredStep, budget: Budget | None, others: Sequence[MeasuredTrace]
+    measured: MeasuredTrace, step: MeasuredStep, budget: NeededWork | None, others: Sequence[MeasuredTrace]
 ) -> StepWaterfall:
     duration_ns, number = step.window.ns, step.window.step
     needs = budget.needs(number) if budget else None
@@ -244,7 +250,7 @@ def _waterfall(
         for component in [*needs, *(one for one in took if one not in needs)]:
             needed = needs[component].total if component in needs else 0
             lost = took.get(component, 0) - needed
-            amounts.append((f"slower.{component}", f"{_SLOWER}: {component}", lost, {}))
+            amounts.append((f"slow.{component}", f"{_SLOW}: {component}", lost, {}))
     waits = waiting_in(measured, step, others)
     for key in ("memory", "optimizer"):
         amounts.append((key, names[key], spent[key], parts[key]))
@@ -292,7 +298,7 @@ def _spent(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[str], d
     return spent, {key: dict(counted.most_common()) for key, counted in of_line.items()}
 
 
-def _matmul_by_component(measured: MeasuredTrace, step: MeasuredStep, budget: Budget) -> Counter[str]:
+def _matmul_by_component(measured: MeasuredTrace, step: MeasuredStep, budget: NeededWork) -> Counter[str]:
     took: Counter[str] = Counter()
     for owned in step.owned:
         if owned.line == MATMUL:
