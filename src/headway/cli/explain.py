@@ -30,7 +30,7 @@ def explain(
         ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Only this rank; the others still tell who waits.")
+        int | None, typer.Option(metavar="R", help="Only this rank; the others still tell how long it waits.")
     ] = None,
     by: Annotated[
         By | None, typer.Option(help="Add the step's time by component, module or kernel.", show_default=False)
@@ -41,8 +41,8 @@ def explain(
 ) -> None:
     """Show where every second of a step went: computing by class, communication, copies, idle time by cause.
 
-    The lines of a step add up to it exactly. T is one step on the device's clock; in a trace of a CPU alone, operators
-    take the place of kernels.
+    The lines of a step add up to it exactly. A step is measured on the device's clock; in a trace of a CPU alone,
+    operators take the place of kernels.
 
     Example: headway explain trace.json.gz --by kernel
     """
