@@ -21,6 +21,7 @@ from headway.cli import (
     demo,
     devices,
     evaluate,
+    explain,
     export,
     flops,
     generate,
@@ -57,6 +58,7 @@ app.command("compare", short_help="Show one step as every tool would print it.")
 app.command("audit", short_help="Restate a training log of another tool.")(audit.audit)
 app.command("mfu", short_help="Relate step time, tokens/s, MFU, chips, days and cost.")(mfu.mfu)
 app.command("goodput", short_help="Show where a run's wall time went, restarts included.")(goodput.goodput)
+app.command("explain", short_help="Show where every second of a profiled step went.")(explain.explain)
 app.command("check", short_help="Prove from a run's records that no sample was lost or repeated.")(check.check)
 app.command("devices", short_help="List the devices whose peak is known, with sources.")(devices.devices)
 app.command("ceiling", short_help="Measure what this device reaches at best.")(ceiling.ceiling)

@@ -1,0 +1,234 @@
+"""From each event to what it was for: its operator, its module, its phase of the step.
+
+A kernel has the number of the call that launched it; the call lies within operators and annotations of its thread. In
+backward, an operator has the number of the forward operator that it differentiates, and so that one's module.
+
+Source: torch/csrc/profiler and torch/csrc/autograd (Sequence number, Fwd thread id, torch 2.0 to 2.13).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from headway.explain.classes import Work, work_of_kernel, work_of_operator
+from headway.explain.trace import NONE, Column, Kind, Trace
+
+_ROUNDING_NS = 1000  # older profilers wrote whole microseconds, so an event may seem to begin within the one before
+_MODULE, _PHASE, _LAYER = "module:", "phase:", "nn.Module: "
+_COMPILING = " (dynamo_timed)"
+
+
+class Phase(StrEnum):
+    """What a step was doing; the values of the first seven are those of annotations `phase:NAME`."""
+
+    DATA_WAIT = "data_wait"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    LOGGING = "logging"
+    CHECKPOINT = "checkpoint"
+    EVALUATION = "evaluation"
+    RECOMPUTED = "recomputed"
+    COMPILE = "compile"
+    UNKNOWN = "unknown"  # launched before the trace began
+
+
+_NAMED = {phase.value: phase for phase in list(Phase)[:7]}
+_OWN_LINE = {Phase.DATA_WAIT, Phase.OPTIMIZER, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE}
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What lies around one event of the host; indices of host events, NONE where there is none.
+
+    Attributes:
+        operator: the innermost operator, itself included.
+        module: path of the innermost module; "" outside of modules.
+        phase: None until known from an annotation.
+        backward: the innermost operator of backward.
+        is_recomputed: a forward runs again within backward.
+        depth: events around it.
+    """
+
+    operator: int = NONE
+    module: str = ""
+    phase: Phase | None = None
+    backward: int = NONE
+    is_recomputed: bool = False
+    depth: int = 0
+
+
+_NOWHERE = Surroundings()
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """What every event was for.
+
+    Attributes:
+        launch: for each device event, the host event that launched it; NONE where the trace has none.
+        work: class of each event of the device; in a trace of a CPU alone, of the host.
+        phase: phase of each of these events.
+        module: module's path of each of these events; "" where none is known.
+        operator: name of the innermost operator of each of these events; "" where none is known.
+        contexts: what lies around each event of the host.
+    """
+
+    launch: Column
+    work: list[Work]
+    phase: list[Phase]
+    module: list[str]
+    operator: list[str]
+    contexts: list[Surroundings]
+
+
+def attribute(trace: Trace) -> Attribution:
+    """Find operator, phase and module of each kernel, or of each event of the host where there is no device."""
+    contexts = _contexts(trace)
+    forward_modules = _modules_of_backward(trace, contexts)
+    names = trace.names
+    if trace.is_cpu_only:
+        launch = np.arange(len(trace.host))
+        work = [
+            Work.HOST if kind in (Kind.PYTHON, Kind.LAUNCH) else _work_of_host(kind, names[name])
+            for kind, name in zip(trace.host.kind.tolist(), trace.host.name.tolist(), strict=True)
+        ]
+    else:
+        launch = _launches(trace)
+        work = [
+            _work_of_device(kind, names[name], _operator_name(trace, contexts, at))
+            for kind, name, at in zip(
+                trace.device.kind.tolist(), trace.device.name.tolist(), launch.tolist(), strict=True
+            )
+        ]
+    around = [contexts[at] if at != NONE else None for at in launch.tolist()]
+    return Attribution(
+        launch=launch,
+        work=work,
+        phase=[Phase.UNKNOWN if one is None else _phase(one) for one in around],
+        module=["" if one is None else one.module or forward_modules.get(one.backward, "") for one in around],
+        operator=[_operator_name(trace, contexts, at) or "" for at in launch.tolist()],
+        contexts=contexts,
+    )
+
+
+def _contexts(trace: Trace) -> list[Surroundings]:
+    """What lies around each event: events of a thread nest, and those of `trace.host` come outer ones first."""
+    host, names = trace.host, trace.names
+    contexts: list[Surroundings] = []
+    stack: list[tuple[int, int, Surroundings]] = []  # of each event that is open: its end, its kind, what it brings
+    track = NONE
+    for i, (kind, name, start, end, its_track, sequence, forward_thread) in enumerate(
+        zip(host.kind.tolist(), host.name.tolist(), host.start_ns.tolist(), host.end_ns.tolist(), host.track.tolist(),
+            host.sequence.tolist(), host.forward_thread.tolist(), strict=True)
+    ):  # fmt: skip
+        if its_track != track:
+            stack.clear()
+            track = its_track
+        while stack and _is_over(stack[-1], start, end, kind):
+            stack.pop()
+        outer = stack[-1][2] if stack else _NOWHERE
+        context = Surroundings(
+            outer.operator, outer.module, outer.phase, outer.backward, outer.is_recomputed, len(stack)
+        )
+        if kind == Kind.OPERATOR:
+            _enter_operator(context, i, sequence, forward_thread)
+        elif kind != Kind.LAUNCH:
+            _enter_annotation(context, names[name], is_python=kind == Kind.PYTHON)
+        contexts.append(context)
+        # An annotation that an exception left open ends with what lies around it.
+        stack.append((min(end, stack[-1][0]) if stack else end, kind, context))
+    return contexts
+
+
+def _is_over(outer: tuple[int, int, Surroundings], start: int, end: int, kind: int) -> bool:
+    """Whether an event that began before does not lie around this one."""
+    outer_end, outer_kind, _ = outer
+    if outer_end >= end:
+        return outer_end <= start
+    is_its_beginning = outer_kind == Kind.PYTHON and kind == Kind.ANNOTATION  # record_function.__enter__
+    return outer_end <= start + _ROUNDING_NS or is_its_beginning
+
+
+def _enter_operator(context: Surroundings, index: int, sequence: int, forward_thread: int) -> None:
+    context.operator = index
+    if forward_thread > 0:
+        context.backward, context.is_recomputed, context.module = index, False, ""
+    elif NONE not in (sequence, context.backward):
+        context.is_recomputed = True  # within backward, only what runs forward again records for autograd
+
+
+def _enter_annotation(context: Surroundings, name: str, *, is_python: bool) -> None:
+    if is_python:
+        if name.startswith(_LAYER):
+            layer = name.removeprefix(_LAYER)
+            context.module = f"{context.module}.{layer}" if context.module else layer
+            context.is_recomputed = context.backward != NONE
+    elif name.startswith(_MODULE):
+        context.module = name.removeprefix(_MODULE)
+        context.is_recomputed = context.backward != NONE
+    elif name.startswith(_PHASE):
+        context.phase = _NAMED.get(name.removeprefix(_PHASE), context.phase)
+    elif name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
+        context.phase = Phase.OPTIMIZER
+    elif name.startswith("enumerate(DataLoader)#"):
+        context.phase = Phase.DATA_WAIT
+    elif name.endswith(_COMPILING):
+        context.phase = Phase.COMPILE
+
+
+def _phase(context: Surroundings) -> Phase:
+    if context.phase in _OWN_LINE:
+        return context.phase
+    if context.backward != NONE:
+        return Phase.RECOMPUTED if context.is_recomputed else Phase.BACKWARD
+    return context.phase or Phase.FORWARD
+
+
+def _modules_of_backward(trace: Trace, contexts: list[Surroundings]) -> Mapping[int, str]:
+    """The module of each operator of backward: that of the forward operator with its number.
+
+    Numbers count per thread, and backward names the forward's thread by a number of the profiler's own: it is the
+    thread that holds most of the numbers.
+    """
+    host = trace.host
+    forward: dict[tuple[int, int], int] = {}  # (track, sequence) -> the last to begin: it made the node
+    tracks_of: dict[int, set[int]] = {}
+    for i in np.flatnonzero((host.sequence != NONE) & (host.forward_thread <= 0)).tolist():
+        track, sequence = int(host.track[i]), int(host.sequence[i])
+        forward[track, sequence] = i
+        tracks_of.setdefault(sequence, set()).add(track)
+    backward = np.flatnonzero((host.sequence != NONE) & (host.forward_thread > 0)).tolist()
+    votes: dict[int, Counter[int]] = {}
+    for i in backward:
+        votes.setdefault(int(host.forward_thread[i]), Counter()).update(tracks_of.get(int(host.sequence[i]), ()))
+    thread_of = {thread: max(sorted(held), key=held.__getitem__) for thread, held in votes.items() if held}
+    modules = {}
+    for i in backward:
+        made = forward.get((thread_of.get(int(host.forward_thread[i]), NONE), int(host.sequence[i])))
+        if made is not None and contexts[made].module:
+            modules[i] = contexts[made].module
+    return modules
+
+
+def _launches(trace: Trace) -> Column:
+    calls = np.flatnonzero((trace.host.kind == Kind.LAUNCH) & (trace.host.correlation > 0))
+    by_number = dict(zip(trace.host.correlation[calls].tolist(), calls.tolist(), strict=True))
+    return np.array([by_number.get(number, NONE) for number in trace.device.correlation.tolist()], dtype=np.int64)
+
+
+def _operator_name(trace: Trace, contexts: list[Surroundings], at: int) -> str | None:
+    operator = contexts[at].operator if at != NONE else NONE
+    return trace.names[trace.host.name[operator]] if operator != NONE else None
+
+
+def _work_of_device(kind: int, name: str, operator: str | None) -> Work:
+    return work_of_kernel(name, operator) if kind == Kind.KERNEL else Work.COPY
+
+
+def _work_of_host(kind: int, name: str) -> Work:
+    work = work_of_operator(name)
+    return work if kind == Kind.OPERATOR or work is Work.COMMUNICATION else Work.HOST

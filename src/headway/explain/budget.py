@@ -1,0 +1,138 @@
+"""What a step needed, by component, in time at the device's peak and at its ceiling: the head of the waterfall."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.errors import ConfigError
+
+SCHEMA_VERSION = 1
+NO_COMPONENT = "other modules"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one component of a step needed [ns]; each is a whole number, so that sums are exact.
+
+    Attributes:
+        useful: useful FLOPs / peak.
+        ceiling_loss: what the same FLOPs take longer at the ceiling.
+        recomputed: FLOPs of activation checkpointing / ceiling.
+        padding: FLOPs that were spent on padding / ceiling.
+    """
+
+    useful: int
+    ceiling_loss: int
+    recomputed: int
+    padding: int
+
+    @property
+    def total(self) -> int:
+        """All four [ns]."""
+        return self.useful + self.ceiling_loss + self.recomputed + self.padding
+
+
+class NeededWork:
+    """What Headway wrote into a trace of the work of its steps.
+
+    Args:
+        written: the object `headway` of the trace.
+        source: the trace's name, for errors.
+
+    Raises:
+        ConfigError: the object is of another version, or lacks a key.
+    """
+
+    def __init__(self, written: Mapping[str, Any], source: str) -> None:
+        self._source = source
+        if written.get("schema_version") != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{source}: its object `headway` is of version {written.get('schema_version')!r}, this Headway reads "
+                f"version {SCHEMA_VERSION}. Explain it with the Headway that wrote it, or write the trace again."
+            )
+        try:
+            peak, ceiling = written["peak_flops_per_s"], written["ceiling_flops_per_s"]
+            self.peak_flops_per_s = None if peak is None else float(peak)
+            self.ceiling_flops_per_s = None if ceiling is None else float(ceiling)
+            self.profiler_overhead_s = float(written["profiler_overhead_s"] or 0.0)
+            self._components = {str(path): str(name) for path, name in written["components"].items()}
+            self._within = _components_within(self._components)
+            self._steps = dict(written["steps"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._wrong(error) from error
+        if not all(rate is None or rate > 0 for rate in (self.peak_flops_per_s, self.ceiling_flops_per_s)):
+            raise self._wrong(ValueError(f"peak {self.peak_flops_per_s}, ceiling {self.ceiling_flops_per_s}"))
+
+    def component_of(self, module: str) -> str:
+        """The component of a module, or of the nearest module around it that has one, itself or in all it holds."""
+        path = module
+        while path not in self._components:
+            within = self._within.get(path, ())
+            if len(within) == 1:
+                return next(iter(within))
+            if not path:
+                return NO_COMPONENT
+            path = path.rpartition(".")[0]
+        return self._components[path]
+
+    def useful_flops(self, step: int) -> int | None:
+        """Useful FLOPs of a step; None if the trace has none of this step."""
+        if str(step) not in self._steps:
+            return None
+        return sum(self._useful(step).values())
+
+    def needs(self, step: int) -> dict[str, Need] | None:
+        """What each component of a step needed; None without the step's workload or a peak.
+
+        Padding is known for the whole step only: it is shared out as the useful FLOPs are.
+        """
+        peak = self.peak_flops_per_s
+        if peak is None or str(step) not in self._steps:
+            return None
+        ceiling = self.ceiling_flops_per_s or peak
+        useful = self._useful(step)
+        try:
+            said = self._steps[str(step)]
+            recomputed = {str(name): int(flops) for name, flops in said["recomputed_flops"].items()}
+            padding = int(said["padding_flops"] or 0)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._wrong(error) from error
+        total = sum(useful.values())
+        needs, shared, shared_flops = {}, 0, 0
+        for name in [*useful, *(name for name in recomputed if name not in useful)]:
+            flops = useful.get(name, 0)
+            shared_flops += flops
+            share = padding * shared_flops // total - shared if total else 0  # of running sums, so that none is lost
+            shared += share
+            at_peak, at_ceiling = round(flops / peak * 1e9), round(flops / ceiling * 1e9)
+            needs[name] = Need(
+                useful=at_peak,
+                ceiling_loss=at_ceiling - at_peak,
+                recomputed=round(recomputed.get(name, 0) / ceiling * 1e9),
+                padding=round(share / ceiling * 1e9),
+            )
+        return needs
+
+    def _useful(self, step: int) -> dict[str, int]:
+        try:
+            said = self._steps[str(step)]["useful_flops"]
+            return {str(name): sum(int(flops) for flops in parts.values()) for name, parts in said.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._wrong(error) from error
+
+    def _wrong(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self._source}: its object `headway` cannot be read ({type(error).__name__}: {error}). Write the "
+            "trace again with this Headway."
+        )
+
+
+def _components_within(components: Mapping[str, str]) -> dict[str, set[str]]:
+    """The components of all modules below each path, the root as "" among them."""
+    within: dict[str, set[str]] = {}
+    for path, name in components.items():
+        outer = path
+        while outer:
+            outer = outer.rpartition(".")[0]
+            within.setdefault(outer, set()).add(name)
+    return within

@@ -1,0 +1,106 @@
+"""What kind of work a kernel is: by the operator that launched it, and only where that says nothing by its own name.
+
+An operator's name is an interface (`aten::addmm` is a matrix product in every release and on every device); a kernel's
+name is an implementation, of which each library and device has thousands.
+"""
+
+import re
+from enum import StrEnum
+from functools import cache
+
+
+class Work(StrEnum):
+    """What a kernel or an operator of the host is."""
+
+    MATMUL = "matmul"  # matrix products, convolutions and attention: what FLOPs are counted of
+    MEMORY = "memory-bound"  # everything else that computes
+    COMMUNICATION = "communication"
+    COPY = "copy"
+    HOST = "host"  # on the host, and no operator: Python, autograd's engine
+    UNKNOWN = "unknown"
+
+
+_MATMUL_OPERATORS = re.compile(
+    r"(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|matmul|linear|bilinear|einsum|inner|"
+    r"_?scaled_(grouped_)?mm(_v2)?|_grouped_mm|_int_mm|_addmm_activation|_trilinear|.*int[48]pack_mm|_mkl_linear|"
+    r"_linear_pointwise|linear_backward.*|mkldnn_linear.*|"
+    r".*convolution.*|_?conv(_depthwise|_transpose|_tbc|_tbc_backward)?[123]?d?|_?(slow|thnn)_conv.*|conv_depthwise.*|"
+    r"_?(scaled_dot_product|flash|efficient|cudnn|fused_sdp|flex)_?\w*attention\w*|flex_attention\w*|"
+    r"_?native_multi_head_attention|_?flash_attn\w*|_lstm_mps|_?cudnn_rnn\w*|_thnn_fused_lstm_cell)"
+)
+_MATMUL_KERNELS = re.compile(
+    r"gemm|gemv|scudnn|xdlops|cijk_|cutlass|xmma|nvjet|cublas|(?<![a-z])conv|wgrad|dgrad|fprop|implicit|winograd|fmha|flash|"
+    r"attn|attention|triton_tem|_mm_|mfma|bmm_kernel",
+    flags=re.IGNORECASE,
+)
+_COMMUNICATION_KERNELS = re.compile(
+    r"nccl|rccl|mscclpp|nvshmem|rocshmem|deep_?ep|cross_device_reduce|symm_mem|multimem_|one_shot_all_?reduce|"
+    r"two_shot_all_?reduce|oneccl",
+    flags=re.IGNORECASE,
+)
+_MEMORY_KERNELS = re.compile(
+    r"at::native|at_cuda_detail|cub::|thrust|rocprim|hipcub|triton_(poi|red|per|for|mm_?plus)|multi_tensor_apply|elementwise|"
+    r"reduce|norm|transpose|softmax|embedding|dropout|copy|fill|cast|scatter|gather|rope|swiglu|gelu|silu|bn_|pooling|"
+    r"subtensorop|permute|adam|sgd",
+    flags=re.IGNORECASE,
+)
+_COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph|graph_\d+_\w*fused")
+_ENGINE = re.compile(r"autograd::engine::|\w*Backward\d*$|torch::autograd::|TorchDynamo|profiler::|ProfilerStep")
+_COMMUNICATION_OPERATORS = re.compile(r"(c10d|_c10d_functional\w*|record_param_comms|nccl|gloo|mpi|ucc|xccl)(::?.*)?$")
+
+
+def work_of_kernel(name: str, operator: str | None) -> Work:
+    """Class a kernel.
+
+    Args:
+        name: of the kernel.
+        operator: innermost operator around its launch; None where the trace has no launch, or no operator around it.
+
+    >>> work_of_kernel("ampere_fp16_s16816gemm_fp16_128x128", None), work_of_kernel("splitKreduce_kernel", "aten::mm")
+    (<Work.MATMUL: 'matmul'>, <Work.MATMUL: 'matmul'>)
+    >>> work_of_kernel("my_kernel", None)
+    <Work.UNKNOWN: 'unknown'>
+    """
+    return _by_kernel(name) if operator is None else _by_both(name, operator)
+
+
+def work_of_operator(name: str) -> Work:
+    """Class what the host runs itself, in a trace without a device.
+
+    >>> work_of_operator("aten::addmm"), work_of_operator("aten::copy_"), work_of_operator("AddmmBackward0")
+    (<Work.MATMUL: 'matmul'>, <Work.MEMORY: 'memory-bound'>, <Work.HOST: 'host'>)
+    """
+    if _COMMUNICATION_OPERATORS.match(name):
+        return Work.COMMUNICATION
+    known = _by_operator(name)
+    if known is not None:
+        return known
+    if _COMPILED.match(name):
+        return Work.MEMORY  # its matrix products stand inside as operators, its fused loops are its own time
+    return Work.HOST if _ENGINE.match(name) else Work.UNKNOWN
+
+
+@cache
+def _by_both(name: str, operator: str) -> Work:
+    if _COMMUNICATION_KERNELS.search(name):
+        return Work.COMMUNICATION
+    return _by_operator(operator) or _by_kernel(name)
+
+
+@cache
+def _by_operator(name: str) -> Work | None:
+    """An operator of PyTorch says what it does; one of another library only where its name is that of a product."""
+    namespace, _, operator = name.rpartition("::")
+    if _MATMUL_OPERATORS.fullmatch(operator.removesuffix("_backward").removesuffix("_")):
+        return Work.MATMUL
+    is_of_torch = namespace in ("aten", "fbgemm", "prims", "torchvision") or name == "detach"  # which has two entries
+    return Work.MEMORY if is_of_torch else None
+
+
+@cache
+def _by_kernel(name: str) -> Work:
+    if _COMMUNICATION_KERNELS.search(name):
+        return Work.COMMUNICATION
+    if _MATMUL_KERNELS.search(name.partition("(")[0]) and "at::native" not in name:
+        return Work.MATMUL
+    return Work.MEMORY if _MEMORY_KERNELS.search(name) else Work.UNKNOWN

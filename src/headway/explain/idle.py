@@ -1,0 +1,118 @@
+"""Why the device did nothing: what the host was doing in the meantime.
+
+A gap is the host's fault where the event that ends it was launched after the gap began; where it had been launched
+before, the device waited for itself: for another stream, or between two kernels.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.explain.attribute import Attribution, Phase
+from headway.explain.timeline import Segments, divide
+from headway.explain.trace import NONE, Column, Kind, Trace
+
+# Calls that return when the device has done something. cudaFree waits for all of it.
+_WAITS = re.compile(r"\w+Synchronize(_ptsz|_v\d+)?|(cuda|hip)(Memcpy(2D|3D)?|MemcpyWithStream|Free|Malloc)|cuMemcpy\w*")
+_TOLD = {Phase.DATA_WAIT, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE}
+
+
+@dataclass(slots=True)
+class IdleTime:
+    """Idle time of a window by cause [ns].
+
+    Attributes:
+        by_phase: while the host waited for data, logged, evaluated, wrote a checkpoint or compiled.
+        by_wait: after the host had waited for the device, by the operator that waited.
+        host_late_ns: the host had not launched anything, for none of these reasons.
+        other_ns: the next event had been launched before.
+    """
+
+    by_phase: Counter[Phase]
+    by_wait: Counter[str]
+    host_late_ns: int = 0
+    other_ns: int = 0
+
+
+class IdleCauses:
+    """What can be asked of each gap of a trace.
+
+    Args:
+        trace: the whole trace.
+        attribution: what its events were for.
+        on_device: indices of the device's events that count, by start.
+    """
+
+    def __init__(self, trace: Trace, attribution: Attribution, on_device: Column) -> None:
+        self._trace = trace
+        self._attribution = attribution
+        if trace.is_cpu_only:
+            on_device = on_device[:0]
+        self._starts = trace.device.start_ns[on_device]
+        self._launches = attribution.launch[on_device]
+        host, contexts = trace.host, attribution.contexts
+        told = [i for i in np.flatnonzero(host.kind == Kind.ANNOTATION).tolist() if contexts[i].phase in _TOLD]
+        self._told = np.array(told, dtype=np.int64)
+        self._depth = np.array([-contexts[i].depth for i in told], dtype=np.int64)
+        waiting = {i for i, name in enumerate(trace.names) if _WAITS.fullmatch(name)}
+        waits = np.flatnonzero((host.kind == Kind.LAUNCH) & np.isin(host.name, list(waiting)))
+        self._waits = waits[np.argsort(host.start_ns[waits], kind="stable")]
+        self._longest_wait_ns = int((host.end_ns[waits] - host.start_ns[waits]).max(initial=0))
+
+    def split(self, segments: Segments, window: tuple[int, int]) -> IdleTime:
+        """Split the pieces of a window in which nothing ran; the causes add up to them exactly."""
+        idle = IdleTime(Counter(), Counter())
+        phases = self._phases(window)
+        for start, end in segments.of_none():
+            if not self._is_late(start, end):
+                idle.other_ns += end - start
+                continue
+            left = end - start
+            first = int(np.searchsorted(phases.end_ns, start, side="right"))
+            last = int(np.searchsorted(phases.start_ns, end, side="left"))
+            for i in range(first, last):
+                owner = int(phases.owner[i])
+                phase = self._attribution.contexts[owner].phase if owner != NONE else None
+                if phase is not None:
+                    spent = min(end, int(phases.end_ns[i])) - max(start, int(phases.start_ns[i]))
+                    idle.by_phase[phase] += spent
+                    left -= spent
+            waited = self._wait_at(start)
+            if waited is None:
+                idle.host_late_ns += left
+            else:
+                idle.by_wait[waited] += left
+        return idle
+
+    def _phases(self, window: tuple[int, int]) -> Segments:
+        """Which phase the host told of at each moment: the innermost one."""
+        host = self._trace.host
+        pieces = divide(host.start_ns[self._told], host.end_ns[self._told], self._depth, window)
+        owner = np.where(pieces.owner == NONE, NONE, self._told[pieces.owner] if len(self._told) else NONE)
+        return Segments(pieces.start_ns, pieces.end_ns, owner)
+
+    def _is_late(self, start: int, end: int) -> bool:
+        if self._trace.is_cpu_only:
+            return True
+        ends_it = int(np.searchsorted(self._starts, end, side="left"))
+        if ends_it == len(self._starts):
+            return True  # nothing more was launched
+        launch = int(self._launches[ends_it])
+        return launch != NONE and int(self._trace.host.start_ns[launch]) >= start
+
+    def _wait_at(self, moment: int) -> str | None:
+        """What the host waited with when the device ran out of work."""
+        host = self._trace.host
+        i = int(np.searchsorted(host.start_ns[self._waits], moment, side="left")) - 1
+        while i >= 0 and int(host.start_ns[self._waits[i]]) + self._longest_wait_ns >= moment:
+            at = int(self._waits[i])
+            if int(host.end_ns[at]) >= moment:
+                context = self._attribution.contexts[at]
+                call = self._trace.names[host.name[at]]
+                operator = self._trace.names[host.name[context.operator]] if context.operator != NONE else ""
+                said = f"{operator} ({call})" if operator else call
+                return f"{said} in {context.module}" if context.module else said
+            i -= 1
+        return None

@@ -1,0 +1,287 @@
+"""A Kineto trace as columns: what ran on the device, what ran on the host, in whole nanoseconds.
+
+Source: the fields are those of libkineto's output_json.cpp and of torch.profiler (torch 2.0 to 2.13), held against ten
+published traces of NVIDIA and AMD devices and of CPUs.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.errors import ConfigError
+from headway.explain.json_stream import read_trace_json
+
+Column = npt.NDArray[np.int64]
+
+MAX_EVENTS = 4_000_000  # some 2 GB and a few minutes
+NONE = -1  # in any column: the event does not say
+PROFILER_STEP = "ProfilerStep#"
+
+
+class Kind(IntEnum):
+    """What an event is: the first three on the device, the others on the host."""
+
+    KERNEL = 0
+    MEMCPY = 1
+    MEMSET = 2
+    OPERATOR = 3
+    ANNOTATION = 4
+    PYTHON = 5
+    LAUNCH = 6  # a call of the device's runtime or driver; synchronisations are among them
+
+
+_KINDS = {
+    "kernel": Kind.KERNEL,
+    "gpu_memcpy": Kind.MEMCPY,
+    "gpu_memset": Kind.MEMSET,
+    "cpu_op": Kind.OPERATOR,
+    "user_annotation": Kind.ANNOTATION,
+    "python_function": Kind.PYTHON,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Events as columns of one length; NONE where an event does not say.
+
+    Attributes:
+        kind: a `Kind`.
+        name: index into the trace's names.
+        start_ns: beginning on the trace's clock [ns].
+        end_ns: end [ns], >= start_ns.
+        track: of the host, which thread of which process; of the device, which stream.
+        device: index of the device; NONE on the host.
+        correlation: number that a launch and what it launched share.
+        sequence: number that an operator of the forward pass and its backward share.
+        forward_thread: 0 in forward, above 0 in backward: the profiler's number of the forward's thread.
+        group: index into the trace's names of what a collective says of itself (kind, group, elements).
+    """
+
+    kind: Column
+    name: Column
+    start_ns: Column
+    end_ns: Column
+    track: Column
+    device: Column
+    correlation: Column
+    sequence: Column
+    forward_thread: Column
+    group: Column
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def take(self, which: npt.NDArray[Any]) -> "Events":
+        """Events of a mask or in an order."""
+        return Events(*(getattr(self, field)[which] for field in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One process's trace.
+
+    Attributes:
+        path: the file.
+        names: every name that occurs, once.
+        device: kernels, copies and fills, by start.
+        host: operators, annotations, Python functions and launches, by track, then start, the outer one first.
+        steps: number, start and end [ns] of each `ProfilerStep#`, by start.
+        step_track: the host thread of the steps; NONE without steps.
+        rank: of the job, 0 where the file does not say.
+        world_size: processes of the job, as the file says; None if it does not.
+        device_name: as the file says; "CPU" where nothing ran on a device.
+        headway: what Headway wrote beside the events; None in other people's traces.
+    """
+
+    path: Path
+    names: Sequence[str]
+    device: Events
+    host: Events
+    steps: tuple[tuple[int, int, int], ...]
+    step_track: int
+    rank: int
+    world_size: int | None
+    device_name: str
+    headway: Mapping[str, Any] | None
+
+    @property
+    def is_cpu_only(self) -> bool:
+        """Nothing ran on a device, so operators of the host take the place of kernels."""
+        return len(self.device) == 0
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace of torch.profiler: .json or .json.gz, of torch 2.0 or newer, of any device.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigError: the file is no trace, is cut off, holds nothing that took time, or more than MAX_EVENTS events.
+    """
+    builder = _Builder(path)
+    beside = read_trace_json(path, builder.add)
+    events = builder.events()
+    if not len(events):
+        raise ConfigError(
+            f"{path} holds no operator, kernel or annotation. Profile with activities=[ProfilerActivity.CPU, "
+            "ProfilerActivity.CUDA] around some training steps."
+        )
+    on_device = events.kind <= Kind.MEMSET
+    device = events.take(np.flatnonzero(on_device)[np.argsort(events.start_ns[on_device], kind="stable")])
+    at_host = np.flatnonzero(~on_device)
+    host = events.take(at_host)
+    host = host.take(np.lexsort((-host.end_ns, host.start_ns, host.track)))
+    step_track, steps = _steps(host, builder.names)
+    rank, world_size = _rank(beside)
+    headway = beside.get("headway")
+    return Trace(
+        path=path,
+        names=builder.names,
+        device=device,
+        host=host,
+        steps=steps,
+        step_track=step_track,
+        rank=rank,
+        world_size=world_size,
+        device_name=_device_name(beside, is_cpu=len(device) == 0),
+        headway=headway if isinstance(headway, Mapping) else None,
+    )
+
+
+def nanoseconds(microseconds: int | str) -> int:
+    """Turn a timestamp as a trace writes it into whole nanoseconds, exactly.
+
+    Args:
+        microseconds: a whole number, or the text of one with a fraction [us].
+
+    Raises:
+        ValueError: it is no number.
+
+    >>> nanoseconds("1712195495519689.204")
+    1712195495519689204
+    """
+    if isinstance(microseconds, int):
+        return microseconds * 1000
+    whole, _, fraction = microseconds.partition(".")
+    if len(fraction) <= 3 and whole.isdecimal() and (fraction.isdecimal() or not fraction):
+        return int(whole) * 1000 + int(fraction.ljust(3, "0"))
+    try:
+        return round(Decimal(microseconds) * 1000)
+    except (InvalidOperation, OverflowError) as error:
+        raise ValueError(microseconds) from error
+
+
+class _Builder:
+    """Columns that grow by an event at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.names: list[str] = []
+        self._path = path
+        self._indices: dict[str, int] = {}
+        self._tracks: dict[tuple[Any, Any], int] = {}
+        self._rows = array("q")  # of all events, one behind the other
+
+    def add(self, event: dict[str, Any]) -> None:
+        category = event.get("cat")
+        if event.get("ph") != "X" or not isinstance(category, str):
+            return
+        kind = _KINDS.get(category)
+        if kind is None:
+            if not category.endswith(("_runtime", "_driver")):  # cuda_, xpu_, privateuse1_
+                return
+            kind = Kind.LAUNCH
+        if len(self._rows) >= MAX_EVENTS * len(Events.__slots__):
+            raise ConfigError(
+                f"{self._path} ({self._path.stat().st_size / 1e6:,.0f} MB) holds more than {MAX_EVENTS:,} events, the "
+                "most that are read. Profile fewer steps (schedule(active=3)), or without with_stack."
+            )
+        try:
+            row = self._row(event, kind)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._path} holds an event without a name or a time that can be read: {str(event)[:200]}. "
+                "Export the trace again with export_chrome_trace."
+            ) from error
+        self._rows.extend(row)
+
+    def _row(self, event: dict[str, Any], kind: Kind) -> tuple[int, ...]:
+        arguments = event.get("args") or {}
+        start_ns = nanoseconds(event["ts"])
+        end_ns = start_ns + max(0, nanoseconds(event["dur"]))
+        process, thread = event["pid"], event["tid"]
+        device = group = NONE
+        if kind <= Kind.MEMSET:
+            device, thread = int(arguments.get("device", process)), arguments.get("stream", thread)
+            if "Collective name" in arguments:
+                told = (arguments.get(key, "?") for key in ("Collective name", "Process Group Name", "In msg nelems"))
+                group = self._index(" ".join(map(str, told)))
+        track = self._tracks.setdefault((process, thread), len(self._tracks))
+        sequence = arguments.get("Sequence number", NONE)
+        return (
+            kind,
+            self._index(event["name"]),
+            start_ns,
+            end_ns,
+            track,
+            device,
+            int(arguments.get("correlation", NONE)),
+            sequence if isinstance(sequence, int) and sequence < 2**63 else NONE,  # -1 is written without its sign
+            int(arguments.get("Fwd thread id", NONE)),
+            group,
+        )
+
+    def _index(self, name: str) -> int:
+        if not isinstance(name, str):
+            raise TypeError(name)
+        index = self._indices.setdefault(name, len(self.names))
+        if index == len(self.names):
+            self.names.append(name)
+        return index
+
+    def events(self) -> Events:
+        table = np.array(self._rows, dtype=np.int64).reshape(-1, len(Events.__slots__))
+        return Events(*np.ascontiguousarray(table.T))
+
+
+def _steps(host: Events, names: Sequence[str]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """Steps of the thread that has most of them: several may carry the annotation."""
+    numbers = {
+        index: int(name.removeprefix(PROFILER_STEP))
+        for index, name in enumerate(names)
+        if name.startswith(PROFILER_STEP) and name.removeprefix(PROFILER_STEP).isdecimal()
+    }
+    found = np.flatnonzero((host.kind == Kind.ANNOTATION) & np.isin(host.name, list(numbers)))
+    if not len(found):
+        return NONE, ()
+    tracks, counts = np.unique(host.track[found], return_counts=True)
+    track = int(tracks[np.argmax(counts)])
+    here = found[host.track[found] == track]
+    return track, tuple((numbers[int(host.name[i])], int(host.start_ns[i]), int(host.end_ns[i])) for i in here)
+
+
+def _rank(beside: Mapping[str, Any]) -> tuple[int, int | None]:
+    for key in ("headway", "distributedInfo"):
+        told = beside.get(key)
+        if isinstance(told, Mapping) and isinstance(told.get("rank"), int):
+            world_size = told.get("world_size")
+            return told["rank"], world_size if isinstance(world_size, int) else None
+    return 0, None
+
+
+def _device_name(beside: Mapping[str, Any], *, is_cpu: bool) -> str:
+    headway = beside.get("headway")
+    if isinstance(headway, Mapping) and isinstance(headway.get("device"), str):
+        return str(headway["device"])
+    if is_cpu:
+        return "CPU"
+    told = beside.get("deviceProperties")
+    found = {str(one["name"]) for one in told or () if isinstance(one, Mapping) and one.get("name")}
+    return ", ".join(sorted(found)) or "unknown device"

@@ -1,0 +1,103 @@
+import pytest
+
+from headway.errors import ConfigError
+from headway.explain.breakdown import break_down
+from headway.explain.text import as_text
+from headway.explain.trace import read_trace
+from headway.explain.waterfall import explain
+from helpers.written_traces import US, WrittenTrace, sidecar, two_kernels_a_step
+
+
+def long_names(tmp_path, beside=None):
+    """Steps of 100 us with a module of a long path and a kernel of a long name."""
+    trace = two_kernels_a_step(5)
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
+    for i in range(5):
+        host = 1000 * US + 50 * US * i
+        trace.annotation("module:model.language_model.layers.17.self_attn.q_proj", host + US, 3 * US)
+        trace.launched(name, host + 20 * US, 2000 * US + 100 * US * i + 90 * US, 2 * US, 90 + i)
+    beside = {} if beside is None else {"headway": beside}
+    return explain([read_trace(trace.write(tmp_path / "t.json", **beside))])
+
+
+def test_a_waterfall_reads_at_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for by in ("module", "kernel"):
+        text = as_text(long_names(tmp_path), by)
+        assert max(map(len, text.splitlines())) <= 80
+    assert "...ayers.17.self_attn.q_proj" not in text
+    assert "at::native::vectorized_..." in text
+
+
+def test_a_waterfall_shows_all_lines_that_took_time_and_the_sum(tmp_path):
+    text = as_text(long_names(tmp_path))
+    assert text.startswith(
+        "step  rank    ms  largest loss           share\n"
+        "----  ----  ----  --------------------  ------\n"
+        "   2     0  0.10  memory-bound kernels  32.0 %\n"
+    )
+    assert (
+        "Step 3 of rank 0 on unknown device: 0.10 ms (the median of 3; --step and --rank show another)\n"
+        "\n"
+        "where the time went     ms    share\n"
+        "--------------------  ----  -------  --------------------\n"
+        "matmul-class kernels  0.06   60.0 %  ############\n"
+        "memory-bound kernels  0.03   32.0 %              ######\n"
+        "idle: other           0.01    8.0 %                    ##\n"
+        "--------------------  ----  -------  --------------------\n"
+        "the step              0.10  100.0 %\n"
+    ) in text
+
+
+def test_with_a_workload_each_line_says_what_mfu_would_be_without_it(tmp_path):
+    text = " ".join(as_text(long_names(tmp_path, sidecar())).split())
+    assert "on A device: 0.10 ms, MFU 30.0 %" in text
+    assert "memory-bound kernels 0.03 32.0 % 44.1 %" in text
+    assert "slow: head -0.01 -13.8 %" in text
+
+
+def test_markdown_keeps_the_bars_as_code(tmp_path):
+    text = as_text(long_names(tmp_path), "module", markdown=True)
+    assert "| memory-bound kernels | 0.03 | 32.0 % | `            ######` |" in text
+    assert "| model.language_model.layers.17.self_attn.q_proj | 0.06 | 60.0 % | 0.06 | 0.00 | 0.00 | 0.00 |" in text
+
+
+@pytest.mark.parametrize("by", ["component", "module", "kernel"])
+def test_a_breakdown_adds_up_to_the_step(tmp_path, by):
+    for waterfall in long_names(tmp_path, sidecar()).steps:
+        shares = break_down(waterfall, by)
+        assert sum(share.ns for share in shares) == waterfall.duration_ns
+        assert all(sum(share.by_phase.values()) == share.ns for share in shares[:-1])
+
+
+def test_a_module_belongs_to_the_component_of_the_nearest_module_around_it(tmp_path):
+    components = {"model.language_model": "language", "model.language_model.layers.17.self_attn": "attention"}
+    (waterfall, *_) = long_names(tmp_path, sidecar(components=components)).steps
+    shares = {share.name: share.ns for share in break_down(waterfall, "component")}
+    assert shares == {"attention": 60 * US, "other modules": 32 * US, "(no kernel runs)": 8 * US}
+
+
+def test_a_module_takes_the_component_of_its_siblings_where_they_have_but_one(tmp_path):
+    components = {
+        "model.language_model.layers.17.self_attn.k_proj": "projections",
+        "model.language_model.layers.17.self_attn.v_proj": "projections",
+        "model.language_model.layers.17.mlp.up_proj": "mlp",
+    }
+    (waterfall, *_) = long_names(tmp_path, sidecar(components=components)).steps
+    assert break_down(waterfall, "component")[0].name == "projections"
+
+
+def test_components_of_a_trace_that_has_none_are_an_error_with_a_way_out(tmp_path):
+    with pytest.raises(ConfigError, match=r"--by component: .*t\.json does not say.*--by module"):
+        break_down(long_names(tmp_path).steps[0], "component")
+
+
+def test_what_waited_is_named_below_the_waterfall(tmp_path):
+    trace = WrittenTrace()
+    trace.launched("first", 90 * US, 100 * US, 10 * US, 1, operator="aten::add")
+    trace.operator("aten::item", 92 * US, 25 * US)
+    trace.call("cudaStreamSynchronize", 93 * US, 20 * US, 50)
+    trace.launched("second", 150 * US, 200 * US, 10 * US, 2, operator="aten::add")
+    text = as_text(explain([read_trace(trace.write(tmp_path / "t.json"))], whole=True))
+    assert "idle: host waits (sync): aten::item (cudaStreamSynchronize) 0.09 ms." in text
+    assert text.startswith("The whole trace of rank 0")

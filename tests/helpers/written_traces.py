@@ -1,0 +1,96 @@
+"""Traces written by hand, whose every nanosecond is known: as torch.profiler's exporter writes them."""
+
+import gzip
+import json
+import re
+from itertools import pairwise
+
+MAIN, BACKWARD_THREAD = 100, 101
+
+
+class WrittenTrace:
+    """Events of one process and its device; all times in whole units, of so many nanoseconds."""
+
+    def __init__(self, unit=1):
+        self.unit = unit
+        self.events = []
+
+    def event(self, category, name, start, duration, *, pid=1, tid=MAIN, **arguments):
+        self.events.append(
+            {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": f"@{start * self.unit}@",
+             "dur": f"@{duration * self.unit}@",
+             "args": arguments}
+        )  # fmt: skip
+
+    def steps(self, *bounds, first=1):
+        """Host steps: from each bound to the next."""
+        for number, (start, end) in enumerate(pairwise(bounds), start=first):
+            self.annotation(f"ProfilerStep#{number}", start, end - start)
+
+    def annotation(self, name, start, duration, **more):
+        self.event("user_annotation", name, start, duration, **more)
+
+    def operator(self, name, start, duration, *, sequence=None, forward_thread=0, **more):
+        if sequence is not None:
+            more |= {"Sequence number": sequence, "Fwd thread id": forward_thread}
+        self.event("cpu_op", name, start, duration, **more)
+
+    def call(self, name, start, duration, correlation=0, *, category="cuda_runtime", **more):
+        self.event(category, name, start, duration, correlation=correlation, **more)
+
+    def kernel(self, name, start, duration, correlation=0, *, stream=7, device=0, category="kernel", **more):
+        self.event(
+            category, name, start, duration, pid=device, tid=stream, device=device, stream=stream,
+            correlation=correlation, **more,
+        )  # fmt: skip
+
+    def launched(self, name, launch, start, duration, correlation, *, operator=None, tid=MAIN, **more):
+        """A kernel with its launch, of 1 us, and the operator around that."""
+        if operator is not None:
+            self.operator(operator, launch, 1000 // self.unit, tid=tid)
+        self.call("cudaLaunchKernel", launch, 1000 // self.unit, correlation, tid=tid)
+        self.kernel(name, start, duration, correlation, **more)
+
+    def text(self, **beside):
+        body = json.dumps({"schemaVersion": 1, **beside, "traceEvents": self.events, "traceName": "written"})
+        return re.sub(r'"@(\d+)@"', lambda found: f"{int(found[1]) // 1000}.{int(found[1]) % 1000:03d}", body)
+
+    def write(self, path, **beside):
+        text = self.text(**beside).encode()
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+        return path
+
+
+US = 1000
+
+
+def two_kernels_a_step(num_steps=4):
+    """Steps of 100 us on the device: a product of 60 us, an addition of 30 us, 10 us of nothing; the host is ahead.
+
+    The host launches both at the beginning of its step of 50 us.
+    """
+    trace = WrittenTrace()
+    trace.steps(*(1000 * US + 50 * US * i for i in range(num_steps + 1)))
+    for i in range(num_steps):
+        host, device = 1000 * US + 50 * US * i, 2000 * US + 100 * US * i
+        trace.launched("gemm", host + 2 * US, device, 60 * US, 2 * i + 1, operator="aten::mm")
+        trace.launched("adds", host + 6 * US, device + 60 * US, 30 * US, 2 * i + 2, operator="aten::add")
+    return trace
+
+
+def sidecar(**changes):
+    """What Headway writes beside the events: 10 steps that need 30,000 FLOPs at a peak of 1e9 FLOP/s, so 30 us."""
+    step = {
+        "workload": {},
+        "tokens": 100,
+        "slots": 120,
+        "useful_flops": {"mlp": {"forward": 7_000, "backward": 13_000}, "head": {"forward": 4_000, "backward": 6_000}},
+        "recomputed_flops": {"mlp": 7_000},
+        "padding_flops": 3_000,
+    }
+    return {
+        "schema_version": 1, "rank": 0, "world_size": 1, "device": "A device", "versions": {}, "peak_flops_per_s": 1e9,
+        "peak_source": "stated", "ceiling_flops_per_s": 0.8e9, "convention": "headway", "recompute": "full",
+        "components": {"": "rest", "blocks": "mlp", "head": "head"}, "cost_model": {"name": "m", "digest": "d"},
+        "profiler_overhead_s": None, "steps": {str(number): step for number in range(10)}, **changes,
+    }  # fmt: skip
