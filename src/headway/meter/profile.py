@@ -179,14 +179,19 @@ class ProfiledSteps(LoopWatcher):
         """Begin to record if a step is in the window, also in the middle of it, where a run goes on."""
         if number not in self._steps:
             return
+        import torch
+
+        if torch.autograd._profiler_enabled():
+            self._let_go()
+            warnings.warn(
+                f"step {number} is not profiled, since another profiler records in this process, and torch has one at "
+                "a time. Take the other one away, or let it record other steps.",
+                stacklevel=2,
+            )
+            return
         with meter.away("idle"):
             begin_s = clock.now_s()
-            try:
-                self._start_profiler(meter)
-            except RuntimeError as error:  # there is one profiler to a process
-                self._let_go()
-                warnings.warn(f"step {number} is not profiled, for the profiler does not start: {error}", stacklevel=2)
-                return
+            self._start_profiler(meter)
             self._annotations = Annotations(meter.model if self._model is None else self._model)
             self._annotations.open()
             self._switching_s = clock.now_s() - begin_s
