@@ -94,7 +94,7 @@ def test_a_profile_that_cannot_be_written_stops_no_training(raw, monkeypatch):
     replace = Path.replace
 
     def full_disk(path, target):
-        if target.name.startswith("steps-"):
+        if Path(target).name.startswith("steps-"):
             raise OSError(28, "No space left on device")
         return replace(path, target)
 
