@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headway.count import CostModel, FlopCount, Workload, load_cost_model, shipped_models
     from headway.devices import Peak, peak_for
     from headway.meter import Meter, Window
+    from headway.meter.profile import profile
     from headway.tracing import trace
 
 _HOME = {
@@ -28,6 +29,7 @@ _HOME = {
     "Workload": "headway.count",
     "load_cost_model": "headway.count",
     "peak_for": "headway.devices",
+    "profile": "headway.meter.profile",
     "shipped_models": "headway.count",
     "trace": "headway.tracing",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "__version__",
     "load_cost_model",
     "peak_for",
+    "profile",
     "shipped_models",
     "trace",
 ]

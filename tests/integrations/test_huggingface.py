@@ -1,12 +1,17 @@
 """The callback in real Trainer runs: the FLOPs of the forwards that it really ran, in its own log."""
 
+import gzip
+import json
 import time
+from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import headway
 from headway import Workload, trace
 from headway.devices import Peak
 from headway.errors import UsageError
@@ -244,3 +249,32 @@ def test_trackers_hold_what_the_log_history_holds(tmp_path, monkeypatch):
     rows = [row for row in wandb_history(tmp_path) if "train/headway/mfu" in row]
     for name, values in series.items():
         assert [(row["train/global_step"], row[f"train/{name}"]) for row in rows] == values
+
+
+def test_two_lines_profile_steps_of_a_trainer(tmp_path):
+    callback = HeadwayCallback(peak=PEAK)
+    with headway.profile(None, tmp_path / "profile", steps=range(3, 5)) as window:
+        trainer = train(tmp_path, [callback])
+    with gzip.open(window.path) as file:
+        trace = json.load(file)
+    names = Counter(event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
+    assert (names["ProfilerStep#3"], names["ProfilerStep#4"], names["ProfilerStep#5"]) == (1, 1, 0)
+    assert names["module:model.layers.0.mlp.up_proj"] == 3  # those of two steps, and of the evaluation after the third
+    assert (names["phase:forward"], names["phase:evaluation"], names["phase:checkpoint"]) == (2, 1, 1)
+    assert names["phase:data_wait"] >= 2
+    steps = trace["headway"]["steps"]
+    for step in steps.values():
+        counted = headway.trace(tiny()).count(Workload(**step["workload"]))
+        assert sum(sum(both.values()) for both in step["useful_flops"].values()) == counted.total
+    assert all(step["slots"] > step["tokens"] and step["padding_flops"] > 0 for step in steps.values())
+    assert len(trainer.state.log_history) > 3
+
+
+def test_a_loss_is_the_same_to_the_bit_in_a_profiled_run(tmp_path):
+    def losses(window):
+        torch.manual_seed(0)
+        with window:
+            trainer = train(tmp_path, [HeadwayCallback(peak=PEAK)], max_steps=3, logging_steps=1, eval_strategy="no")
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    assert losses(headway.profile(None, tmp_path / "profile", steps=range(2, 4))) == losses(nullcontext())

@@ -2,26 +2,130 @@
 
 import gzip
 import json
+import shutil
+from collections import Counter
+from pathlib import Path
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headway.errors import ConfigError
 from headway.train.config import parse_config
 from headway.train.loop import train
+from helpers.processes import TRAIN, run_processes
 from helpers.run_records import read_metrics
 
 
-def test_a_profile_holds_the_steps_that_were_asked_for(raw):
+def read(path):
+    with gzip.open(path) as file:
+        return json.load(file)
+
+
+def is_in(event, outer):
+    return outer["ts"] <= event["ts"] and event["ts"] + event["dur"] <= outer["ts"] + outer["dur"]
+
+
+def losses(config):
+    return [r["loss"] for r in read_metrics(config.run.folder / "metrics.jsonl") if r["kind"] == "step"]
+
+
+def test_a_profile_holds_the_steps_that_were_asked_for(raw, digits, tmp_path, capsys):
+    raw["speed"] = {"recompute": "full"}
+    raw["data"]["eval"], raw["eval"] = str(digits / "data/eval.jsonl"), {"every": 3}
+    plain = parse_config({**raw, "run": {**raw["run"], "folder": str(tmp_path / "plain")}})
+    train(plain)
     raw["run"]["profile"] = {"start": 3, "steps": 2}
     config = parse_config(raw)
     train(config)
-    (trace,) = (config.run.folder / "profile").iterdir()
-    assert trace.name == "steps-000003-000004-rank-0.json.gz"
-    with gzip.open(trace) as file:
-        events = json.load(file)["traceEvents"]
+    assert losses(config) == losses(plain)  # to the bit
+
+    (path,) = (config.run.folder / "profile").iterdir()
+    assert path.name == "steps-000003-000004-rank-0.json.gz"
+    assert f"profile of steps 3 to 4: {path}; a step took" in capsys.readouterr().err.replace("\n", "")
+    trace = read(path)
     # one update of each group (with decay and without) in each of two steps
-    assert sum(event.get("name") == "aten::_fused_adamw_" for event in events) == 4
+    assert sum(event.get("name") == "aten::_fused_adamw_" for event in trace["traceEvents"]) == 4
+    names = Counter(event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
+    assert (names["ProfilerStep#3"], names["ProfilerStep#4"]) == (1, 1)
+    phases = {name.removeprefix("phase:"): count for name, count in names.items() if name.startswith("phase:")}
+    of_each = dict.fromkeys(("data_wait", "logging", "forward", "backward", "optimizer"), 2)
+    assert phases == {**of_each, "evaluation": 1}
+    events = [
+        event
+        for event in trace["traceEvents"]
+        if event.get("name") == "module:model.language_model.layers.0.mlp.up_proj"
+    ]
+    for phase in ("forward", "backward"):  # which recomputes
+        outside = [event for event in trace["traceEvents"] if event.get("name") == f"phase:{phase}"]
+        assert sum(is_in(event, one) for one in outside for event in events) == 2
+
+    facts = trace["headway"]
+    assert (facts["recompute"], facts["world_size"], facts["peak_flops_per_s"]) == ("full", 1, 100e9)
+    assert facts["components"]["model.visual.blocks.0.attn.qkv"] == "vision.projections"
+    records = {str(r["step"]): r for r in read_metrics(config.run.folder / "metrics.jsonl") if r["kind"] == "step"}
+    for number, step in facts["steps"].items():
+        useful = {name: sum(both.values()) for name, both in step["useful_flops"].items()}
+        assert useful == records[number]["flops_by_component"]
+        assert sum(step["recomputed_flops"].values()) == records[number]["flops"]["recompute"] > 0
+        assert (step["tokens"], step["slots"]) == (records[number]["tokens"], records[number]["slots"])
+    assert list(facts["steps"]) == ["3", "4"]
+
+
+def test_a_resumed_run_records_the_rest_of_the_window(raw):
+    raw["run"]["profile"] = {"start": 3, "steps": 4}
+    raw["optim"]["steps"] = 6
+    raw["checkpoint"] = {"every": 4}
+    config = parse_config(raw)
+    train(config)
+    folder = config.run.folder
+    shutil.rmtree(folder / "checkpoints" / "step-000006")
+    train(config, resume=True)
+    found = {path.name: list(read(path)["headway"]["steps"]) for path in (folder / "profile").iterdir()}
+    assert found == {
+        "steps-000003-000006-rank-0.json.gz": ["3", "4", "5", "6"],
+        "steps-000005-000006-rank-0.json.gz": ["5", "6"],
+    }
+
+
+def test_a_profile_that_cannot_be_written_stops_no_training(raw, monkeypatch):
+    raw["run"]["profile"] = {"start": 2, "steps": 1}
+    config = parse_config(raw)
+    replace = Path.replace
+
+    def full_disk(path, target):
+        if Path(target).name.startswith("steps-"):
+            raise OSError(28, "No space left on device")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", full_disk)
+    with pytest.warns(
+        UserWarning, match=r"profile of steps 2 to 2 could not be written to .*: No space left on device"
+    ):
+        summary = train(config)
+    assert summary.steps == 6
+    assert not list((config.run.folder / "profile").iterdir())
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_chosen_rank_of_a_sharded_model_writes_its_own_file(raw, tmp_path):
+    raw["run"]["profile"] = {"start": 2, "steps": 1, "ranks": [1]}
+    raw["optim"]["steps"] = 3
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    run_processes([*TRAIN, path], 2)
+    folder = Path(raw["run"]["folder"])
+    (written,) = (folder / "profile").iterdir()
+    assert written.name == "steps-000002-000002-rank-1.json.gz"
+    trace = read(written)
+    facts = trace["headway"]
+    assert (facts["rank"], facts["world_size"]) == (1, 2)
+    (record,) = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "step" and r["step"] == 2]
+    useful = sum(sum(both.values()) for both in facts["steps"]["2"]["useful_flops"].values())
+    assert useful == record["rank_flops"][1]
+    names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
+    assert {"module:model.language_model.layers.0.mlp.up_proj", "module:lm_head", "phase:backward"} <= names
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The meter: exact FLOPs against the one clock, without synchronising the device.
 
 `Meter` measures any loop, over all ranks, and gives a `Window` of steps now and then; `log_to` names where their
-records go (`open_sink`, `Sinks`), `Goodput` keeps where every second of a run went.
+records go (`open_sink`, `Sinks`), `Goodput` keeps where every second of a run went, `profile.py` writes a profiler's
+trace of some steps.
 """
 
 from headway.log.sink import Sink

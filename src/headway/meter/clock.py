@@ -119,6 +119,11 @@ class ForwardTimer:
             model.register_forward_hook(_after_forward, always_call=True),
         ]
 
+    @property
+    def model(self) -> "nn.Module | None":
+        """The model; None once nobody else holds it."""
+        return self._model()
+
     def take(self) -> list[tuple[Span, list[Span]]]:
         """Return the forwards since the last call, each with its waits."""
         found, self._found = self._found, []

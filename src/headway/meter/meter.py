@@ -24,7 +24,7 @@ from headway.meter.environment import (
 from headway.meter.goodput import Goodput
 from headway.meter.host_gather import HostAllGather
 from headway.meter.pending import Billing, PendingStep, PendingSteps
-from headway.meter.step_clock import StepClock
+from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.tally import Tally, Yardstick
 from headway.meter.window import Window
 
@@ -120,7 +120,7 @@ class Meter(StepClock):
         self.num_warmup_steps = num_warmup_steps
         self.recompute = recompute
         self.num_steps = 0
-        self._steps_before = steps_before
+        self.steps_before = steps_before
         self._exchanges = exchanges
         self._traffic = None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute)
         self._on_window = on_window
@@ -128,7 +128,8 @@ class Meter(StepClock):
         self._timeout_s = timeout_s
         self._log_to = log_to
         self._sinks: Sinks | None = None
-        self._models = (self.cost_model, *others)
+        self.models = (self.cost_model, *others)
+        self.ceiling, self.batch_ranks = ceiling, batch_ranks
         self._tally = Tally(
             Yardstick(
                 self.peak,
@@ -146,7 +147,7 @@ class Meter(StepClock):
         self._has_warned = False
         self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
         self._batches: list[tuple[Any, Billing]] = []
-        self._pending = PendingSteps(self._models, recompute, self._last)
+        self._pending = PendingSteps(self.models, recompute, self._last)
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself. The device is waited for once."""
@@ -161,8 +162,12 @@ class Meter(StepClock):
         super().start()
         several = self._ranks is not None and self._ranks.size > 1
         self._pending = PendingSteps(
-            self._models, self.recompute, self._last, self._traffic, self.goodput, keeps_steps=several
+            self.models, self.recompute, self._last, self._traffic, self.goodput, keeps_steps=several
         )
+        self.watchers += LoopWatcher.waiting
+        LoopWatcher.waiting.clear()
+        for watcher in tuple(self.watchers):
+            watcher.start(self)
 
     def count(
         self,
@@ -191,11 +196,16 @@ class Meter(StepClock):
             input_gradients = () if isinstance(batch, Workload) else input_gradients_of(batch)
         billed = Billing(which, forward_only, () if forward_only else tuple(input_gradients))
         if billed.input_gradients:
-            self._models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
-        self._batches.append((read_or_copy(batch, self._models[which]), billed))
+            self.models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
+        self._batches.append((read_or_copy(batch, self.models[which]), billed))
+
+    @property
+    def model(self) -> Any:
+        """The model whose forwards run here; None where the meter was given a cost model alone."""
+        return None if self._forwards is None else self._forwards.model
 
     def _place_of(self, cost_model: CostModel) -> int:
-        for place, known in enumerate(self._models):
+        for place, known in enumerate(self.models):
             if known is cost_model:
                 return place
         raise UsageError(
@@ -222,9 +232,12 @@ class Meter(StepClock):
         left_out = time.compiled or self.num_steps <= self.num_warmup_steps
         forwards = [] if self._forwards is None else self._forwards.take()
         self._left_out += [self.num_steps] if left_out else []
-        self._pending.add(PendingStep(self.num_steps, time, forwards, skipped, left_out, self._batches, extra))
+        step = PendingStep(self.num_steps, time, forwards, skipped, left_out, self._batches, extra)
+        self._pending.add(step)
         self._energy.step(left_out=left_out and self._exchanges)
         self._batches = []
+        for watcher in tuple(self.watchers):
+            watcher.took(step)
         if not self._exchanges:
             return None
         self._pending.add_up()
@@ -240,20 +253,26 @@ class Meter(StepClock):
         """
         if self._ranks is None:
             return None
+        self._begin("logging")
+        window = self._tell(self._of_all(self._ranks))
+        self._end("logging")
+        return window
+
+    def _of_all(self, all_ranks: HostAllGather) -> Window | None:
         mine: list[int] = []
         try:
-            self._pending.leave_out(self._ranks.all_steps(self._left_out))
+            self._pending.leave_out(all_ranks.all_steps(self._left_out))
             mine = self._take()
-            every = self._ranks.exchange(mine)
+            every = all_ranks.exchange(mine)
         except RankLostError as error:
-            warnings.warn(str(error), stacklevel=2)
+            warnings.warn(str(error), stacklevel=3)
             every = [mine or self._take()]
-            self._tally.only(self._ranks.rank)
+            self._tally.only(all_ranks.rank)
         ranks = [self._pending.sums(numbers) for _, *numbers in every]
         memory = max(memory for memory, *_ in every)
         window = self._tally.window(ranks, memory, self._step, self._pending.extra)
         self._warn(window)
-        return self._tell(window)
+        return window
 
     def _take(self) -> list[int]:
         self._left_out = []
@@ -290,7 +309,7 @@ class Meter(StepClock):
             self._num_merged += 1
             ranks = [self._pending.sums(numbers) for _, *numbers in parts]
             memory = max(memory for memory, *_ in parts)
-            window = self._tally.one_step(ranks, memory, self._steps_before + self._num_merged)
+            window = self._tally.one_step(ranks, memory, self.steps_before + self._num_merged)
             windows.append(window)
             self._tell(window)
         return windows
@@ -298,7 +317,7 @@ class Meter(StepClock):
     @property
     def _step(self) -> int:
         """Number of the last step that the device is known to have passed."""
-        return self._steps_before + self.num_steps - len(self._pending)
+        return self.steps_before + self.num_steps - len(self._pending)
 
     def _tell(self, window: Window | None) -> Window | None:
         if window is None:
@@ -318,6 +337,8 @@ class Meter(StepClock):
         if self._whole is not None:
             return self._whole
         self._finish()
+        for watcher in tuple(self.watchers):
+            watcher.stop()
         self.log()
         self._let_go()
         run = self._tally.run(self._step, self._pending.extra)

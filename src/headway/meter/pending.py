@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.count import CostModel, Workload
+from headway.count import CostModel, FlopCount, Workload
 from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
@@ -28,6 +28,12 @@ class Billing:
     def trains(self) -> bool:
         """Whether the batch trains the model: its own forward, with a backward."""
         return not self.model and not self.forward_only
+
+    def count(self, workload: Workload, cost_models: Sequence[CostModel], recompute: str) -> FlopCount:
+        """Count the FLOPs of a workload that is billed so, with what the loop recomputes of the model it trains."""
+        cost_model = cost_models[self.model].with_input_gradients(self.input_gradients)
+        again = recompute if self.trains else "none"
+        return cost_model.count(workload, recompute=again, forward_only=self.forward_only)
 
 
 @dataclass(slots=True)
@@ -170,9 +176,7 @@ class PendingSteps:
     def _count(self) -> None:
         for billed, workloads in self._workloads.items():
             workload = Workload.total(workloads)
-            recompute = self._recompute if billed.trains else "none"
-            cost_model = self._cost_models[billed.model].with_input_gradients(billed.input_gradients)
-            count = cost_model.count(workload, recompute=recompute, forward_only=billed.forward_only)
+            count = billed.count(workload, self._cost_models, self._recompute)
             self._sums.add_count(count)
             self._sums.totals["busy_flops"] += 0 if billed.model else count.forward
             if billed.trains:

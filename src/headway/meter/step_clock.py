@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from headway.errors import UsageError
 from headway.meter import clock as meter_clock
@@ -13,6 +13,8 @@ from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import Bucket
 from headway.meter.tally import NS
 
+_PHASES = ("evaluation", "checkpoint")  # buckets that watchers are told of as phases
+
 
 class StepTime(NamedTuple):
     """The time of one step, which began at the end of the one before."""
@@ -21,6 +23,31 @@ class StepTime(NamedTuple):
     away_s: float  # time within it that was not training, by the host's clock [s]
     waits: list[Span]  # waits for data
     compiled: bool  # whether something was compiled in it
+
+
+class LoopWatcher:
+    """Is told by a meter what its loop does, as one of its `watchers`; this one does nothing about it.
+
+    Attributes:
+        waiting: watchers of whichever meter starts next in this process.
+    """
+
+    waiting: ClassVar[list["LoopWatcher"]] = []
+
+    def start(self, meter: Any) -> None:
+        """Note that the clock of a meter has started."""
+
+    def begin(self, phase: str) -> None:
+        """Note that a phase begins, such as "data_wait"; it ends the one before."""
+
+    def end(self, phase: str) -> None:
+        """Note that a phase ends, if it is the one that lasts."""
+
+    def took(self, step: Any) -> None:
+        """Note that a step has ended, a `PendingStep`, and that the next one begins."""
+
+    def stop(self) -> None:
+        """Note that the loop has ended without an error, and the device is done."""
 
 
 class StepClock:
@@ -40,6 +67,7 @@ class StepClock:
         self.device = device
         self.goodput = goodput
         self.has_started = False
+        self.watchers: list[LoopWatcher] = []
         self._clock = clock or meter_clock.now_s
         self._energy = WindowEnergy(None)
         self._compilation = Compilation(self._compiling, self._compiled)
@@ -81,6 +109,7 @@ class StepClock:
         self.got_data()
         self._waits_since = self._mark()
         self._charge("data wait")
+        self._begin("data_wait")
 
     def got_data(self) -> None:
         """Note that the loop has its batch; without an `await_data` before, nothing happens."""
@@ -89,6 +118,7 @@ class StepClock:
         self._waits.append(Span(self._waits_since, self._mark()))
         self._waits_since = None
         self._charge("step")
+        self._end("data_wait")
 
     def leave(self, bucket: Bucket = "evaluation") -> None:
         """Leave the time from now until `back` out of the steps' time, as no training. Waits for the device.
@@ -103,6 +133,8 @@ class StepClock:
         self._left_s, self._left_for = self._clock(), bucket
         self._energy.leave()
         self._charge(bucket)
+        if bucket in _PHASES:
+            self._begin(bucket)
 
     def back(self) -> None:
         """Go on with training, once the device is done with what came between; without a `leave`, nothing happens."""
@@ -110,6 +142,8 @@ class StepClock:
             return
         self._mark().wait()
         self._away_s += self._clock() - self._left_s
+        if self._left_for in _PHASES:
+            self._end(self._left_for)
         self._left_s = self._left_for = None
         self._energy.back()
         self._charge("step")
@@ -172,6 +206,14 @@ class StepClock:
     def _stop(self) -> None:
         self._compilation.let_go()
         self._charge("idle")
+
+    def _begin(self, phase: str) -> None:
+        for watcher in self.watchers:
+            watcher.begin(phase)
+
+    def _end(self, phase: str) -> None:
+        for watcher in self.watchers:
+            watcher.end(phase)
 
     def _mark(self) -> Mark:
         return meter_clock.mark(self.device, self._clock())

@@ -11,9 +11,9 @@ supervised or not, because that is what the ledger counts: what is billed is wha
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -88,11 +88,10 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
     evaluation, stopped_by, has_ended = None, 0, False
-    window = ProfileWindow(config.run.profile, config.run.folder, rank=ranks.rank, size=ranks.size, device=device)
 
     with (
         _outputs(config, run, start_ns) as out,
-        window,
+        _profile(config, run, phase, out),
         run.feed,
         _workers_started(run, phase, needed=step < run.steps) as steps,
         meter,
@@ -108,7 +107,6 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             step += 1
             lr = learning_rate(step, optim, run.steps)
             set_learning_rate(optimizer, lr)
-            window.before(step)
 
             # This rank's packs come before its first forward, and with them what the other ranks' hold: all supervised
             # tokens normalise the loss. With the same message ranks tell which steps their devices have passed.
@@ -120,6 +118,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
             phase.at("exchange of what each rank computes")
             batches, whole, finished = exchange_step(batches, run.feed, ranks, flags, meter.finished())
+            phase.at("logging")
             out.recorder.write(meter.merge(finished))
             for checkpoint in saver.finished(wait=whole.flags.save_failed):
                 out.note_saved(checkpoint)
@@ -131,12 +130,13 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
             for number, batch in enumerate(on_device(batches, device), start=1):
-                phase.at("forward and backward", batch=batch)
+                phase.at("forward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
                 local = local_slots(batch.slots, run.sequence_group)
                 labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
                     pack = trained.model_with_loss(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
+                phase.at("backward", batch=batch)
                 torch.autograd.backward(pack.total)
                 loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
                 meter.count(ranks.billed(batch.workload))
@@ -156,7 +156,6 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             out.recorder.add(launched, numbers_K)
             meter.step()
             out.progress.recompiled(step, compilations.news)
-            window.after(step, meter, out.progress.note)
 
             # Now and then, and at the end.
             is_last = step == run.steps
@@ -268,6 +267,17 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
             before=run.checkpoint.position() if run.checkpoint else {},
         )
         yield _Outputs(progress, metrics, samples, goodput, recorder)
+
+
+def _profile(config: TrainConfig, run: Run, phase: LoopPhase, out: _Outputs) -> AbstractContextManager[Any]:
+    """Profile the steps that the configuration names, if any."""
+    if config.run.profile is None:
+        return nullcontext()
+    window = ProfileWindow(
+        config.run.profile, config.run.folder, run.meter, size=run.ranks.size, tell=out.progress.note
+    )
+    phase.on_enter = window.enter
+    return window
 
 
 @contextmanager

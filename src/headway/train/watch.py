@@ -37,10 +37,11 @@ class LoopPhase:
 
     Attributes:
         step: the step being taken.
-        name: what it is doing: "set-up", "data wait", "exchange", "forward and backward", ...
+        name: what it is doing: "set-up", "data wait", "exchange", "forward", "backward", ...
         batch: the pack that it computes, if it does.
         is_watched: whether the watchdog limits how long it may last.
         since_s: reading of the monotonic clock when it began [s].
+        on_enter: called with the name of each phase that is entered.
     """
 
     step: int = 0
@@ -48,6 +49,7 @@ class LoopPhase:
     batch: Batch | None = None
     is_watched: bool = True
     since_s: float = field(default_factory=time.monotonic)
+    on_enter: Callable[[str], None] | None = None
 
     def at(self, name: str, *, step: int | None = None, batch: Batch | None = None, watched: bool = True) -> None:
         """Enter a phase.
@@ -60,6 +62,8 @@ class LoopPhase:
         """
         self.step = self.step if step is None else step
         self.name, self.batch, self.is_watched, self.since_s = name, batch, watched, time.monotonic()
+        if self.on_enter is not None:
+            self.on_enter(name)
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.name}"

@@ -1,0 +1,211 @@
+"""Names in a profiler's trace: the step, its phases, and modules by path, from hooks that are there while it records.
+
+Hooks stand outside compiled regions: a compiled block is one unit, and what it holds has no names of its own. They are
+plain functions that find a module's path in a table, so that a model can be copied and pickled meanwhile.
+"""
+
+import gc
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+# Under these names a wrapper holds a module whose path is the wrapper's own.
+# Source: torch.compile; torch's checkpoint_wrapper; FullyShardedDataParallel (PyTorch 2.11).
+_TRANSPARENT = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_COMPILED = "_torchdynamo_orig_callable"  # attribute of every function that torch.compile gives back
+
+
+class Annotations:
+    """Writes the names of what this process does into the trace that a profiler records.
+
+    Args:
+        model: whose modules are named; None for none.
+    """
+
+    def __init__(self, model: "nn.Module | None") -> None:
+        self._model = model
+        self._handles: list[Any] = []
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._step: Any = None
+        self._phase: tuple[str, Any] | None = None
+
+    def open(self) -> None:
+        """Put the hooks in."""
+        if self._model is None:
+            return
+        root = self._model
+        inner = _whole(root)
+        outside = _compiled_around()
+        self._hook(outside.get(id(root), root), "")
+        for path, module in _units(inner, outside):
+            if path:
+                self._hook(module, path)
+
+    def close(self) -> None:
+        """Take the hooks away, and end what lasts."""
+        for handle in self._handles:
+            handle.remove()
+        for module, call in self._wrapped:
+            module._compiled_call_impl = call
+            _owners.pop(module, None)
+        self._handles, self._wrapped = [], []
+        for module in [module for module, (owner, _) in _owners.items() if owner is self]:
+            del _owners[module]
+        self.step(None)
+
+    def step(self, number: int | None) -> None:
+        """End the step that lasts, and begin another one."""
+        self.switch(None)
+        if self._step is not None:
+            _exit(self._step)
+        self._step = None if number is None else _enter(f"ProfilerStep#{number}")
+
+    def switch(self, phase: str | None) -> None:
+        """End the phase that lasts, and begin another one; the same one goes on."""
+        if self.phase == phase:
+            return
+        if self._phase is not None:
+            _exit(self._phase[1])
+        self._phase = None if phase is None else (phase, _enter(f"phase:{phase}"))
+
+    @property
+    def phase(self) -> str | None:
+        """The phase that lasts."""
+        return None if self._phase is None else self._phase[0]
+
+    def _hook(self, module: "nn.Module", path: str) -> None:
+        _owners[module] = self, path
+        compiled = module._compiled_call_impl
+        if compiled is not None:  # of `module.compile()`, which compiles a module's hooks with it
+            module._compiled_call_impl = _named(module, compiled)
+            self._wrapped.append((module, compiled))
+            return
+        # First of all and last of all: the gathers of a sharded module are its own.
+        self._handles.append(module.register_forward_pre_hook(_before_forward, prepend=True))
+        self._handles.append(module.register_forward_hook(_after_forward, always_call=True))
+
+    def before(self, module: "nn.Module", path: str) -> None:
+        """Note that a module's forward begins in this thread."""
+        if path:
+            _lasting().append((module, _enter(f"module:{path}")))
+        elif self._phase is None and module.training:
+            self.switch("forward")
+            _lasting().append((module, None))
+
+    def after(self, module: "nn.Module") -> None:
+        """Note that a module's forward ends, or is left by an error, and with it what it has called."""
+        lasting = _lasting()
+        if all(module is not one for one, _ in lasting):
+            return
+        while lasting:
+            one, record = lasting.pop()
+            if record is not None:
+                _exit(record)
+            elif self.phase == "forward":
+                self.switch(None)
+            if one is module:
+                return
+
+
+# The hooks find a module's path here, and whose it is: a copy of a module has none.
+_owners: "weakref.WeakKeyDictionary[nn.Module, tuple[Annotations, str]]" = weakref.WeakKeyDictionary()
+_of_thread = threading.local()  # forwards that last in a thread: backward recomputes in threads of its own
+
+
+def _lasting() -> list[tuple[Any, Any]]:
+    if not hasattr(_of_thread, "forwards"):
+        _of_thread.forwards = []
+    forwards: list[tuple[Any, Any]] = _of_thread.forwards
+    return forwards
+
+
+def _before_forward(module: "nn.Module", _args: Any) -> None:
+    import torch
+
+    if not torch.compiler.is_compiling() and (found := _owners.get(module)) is not None:
+        found[0].before(module, found[1])
+
+
+def _after_forward(module: "nn.Module", _args: Any, _output: Any) -> None:
+    import torch
+
+    if not torch.compiler.is_compiling() and (found := _owners.get(module)) is not None:
+        found[0].after(module)
+
+
+def _named(module: "nn.Module", compiled: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _before_forward(module, args)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _after_forward(module, args, None)
+
+    return call
+
+
+def _enter(name: str) -> Any:
+    from torch.profiler import record_function
+
+    return record_function(name).__enter__()
+
+
+def _exit(record: Any) -> None:
+    record.__exit__(None, None, None)
+
+
+def _whole(model: "nn.Module") -> "nn.Module":
+    """The model whose paths the ledger has: what data parallelism and adapters of peft wrap."""
+    from headway.tracing.unwrap import whole
+
+    with suppress(TraceError):  # it was counted in some other way
+        return whole(model)
+    return model
+
+
+def _compiled_around() -> dict[int, Any]:
+    """Find what torch.compile made of modules, by the module: a model does not tell that its loop calls it compiled."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # where nobody imported it, nothing is compiled
+    if dynamo is None:
+        return {}
+    return {id(one._orig_mod): one for one in gc.get_objects() if type(one) is dynamo.OptimizedModule}
+
+
+def _units(model: "nn.Module", outside: dict[int, Any]) -> "Iterator[tuple[str, nn.Module]]":
+    """List modules by path, those inside a compiled one left out; a module with several paths has its first."""
+    seen: set[int] = set()
+    stack = [("", model)]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if (unit := outside.get(id(module), module)) is not module or _is_compiled(module):
+            yield path, unit
+            continue
+        children = dict(module.named_children())
+        if not _TRANSPARENT.intersection(children):
+            yield path, module
+        below = [(path if name in _TRANSPARENT else f"{path}.{name}".lstrip("."), children[name]) for name in children]
+        stack += reversed(below)
+
+
+def _is_compiled(module: Any) -> bool:
+    """Whether a module runs as one compiled unit, around which its own hooks stand."""
+    forward = module.forward
+    laid_over = getattr(vars(module).get("forward"), "__closure__", None) or ()  # as `compile_blocks` does
+    return (
+        module._compiled_call_impl is not None
+        or hasattr(module, "_orig_mod")
+        or hasattr(forward, _COMPILED)
+        or any(hasattr(cell.cell_contents, _COMPILED) for cell in laid_over)
+    )

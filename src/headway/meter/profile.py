@@ -1,0 +1,267 @@
+"""Profile a window of a loop's steps: traces that say by themselves what each step computed, and in which module."""
+
+import itertools
+import statistics
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from headway.errors import UsageError
+from headway.meter import clock
+from headway.meter.annotations import Annotations
+from headway.meter.meter import Meter
+from headway.meter.pending import PendingStep
+from headway.meter.step_clock import LoopWatcher, StepTime
+from headway.meter.trace_file import facts_of, step_facts, write_trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_COMPARED = 10  # steps before the window that its steps' times are compared with
+
+
+def profile(
+    meter: Meter | None,
+    folder: str | Path,
+    *,
+    steps: range,
+    ranks: Collection[int] = (0,),
+    model: "nn.Module | None" = None,
+    tell: Callable[[str], None] = print,
+) -> "ProfiledSteps":
+    """Profile some steps of a loop while entered, with `torch.profiler`.
+
+    Each chosen rank writes `FOLDER/steps-000020-000022-rank-0.json.gz`: open it in https://ui.perfetto.dev. Its
+    annotations name the steps (`ProfilerStep#20`), their phases (`phase:data_wait`) and the modules by path
+    (`module:model.layers.3.mlp`); its key `headway` says what each step was asked to compute and what that costs by
+    component. What the profiler adds to a step is measured against the steps before, told once and kept in the file.
+    Outside of the window nothing is installed; starting the profiler and writing the file are no step's time.
+
+    Args:
+        meter: of the loop; None for the one that starts next in this process, as those of the integrations do.
+        folder: of the traces.
+        steps: to record, by the numbers that the meter gives them, one after the other.
+        ranks: processes that record.
+        model: whose modules are named; the meter's when None.
+        tell: is given the line about the profile.
+
+    Raises:
+        UsageError: no steps, ranks that do not exist, or a folder that cannot be made.
+
+    >>> with headway.profile(meter, "profile", steps=range(20, 23)):   # doctest: +SKIP
+    ...     train()
+    """
+    return ProfiledSteps(meter, folder, steps=steps, ranks=ranks, model=model, tell=tell)
+
+
+class ProfiledSteps(LoopWatcher):
+    """A window of profiled steps; see `profile` for the arguments.
+
+    Attributes:
+        path: of the file that was written; None before, or where there is none.
+    """
+
+    def __init__(
+        self,
+        meter: Meter | None,
+        folder: str | Path,
+        *,
+        steps: range,
+        ranks: Collection[int] = (0,),
+        model: "nn.Module | None" = None,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        if not steps or steps.step != 1 or steps[0] < 1:
+            raise UsageError(f"steps={steps} to profile: give steps in a row, from 1 on, such as range(20, 23).")
+        if not ranks or min(ranks) < 0:
+            raise UsageError(f"ranks={ranks!r} to profile: give at least one; the first is 0.")
+        self.path: Path | None = None
+        self._meter, self._model, self._tell = meter, model, tell
+        self._folder, self._steps, self._ranks = Path(folder), steps, ranks
+        self._rank, self._world_size = 0, 1
+        self._is_over = False
+        self._profiler: Any = None
+        self._annotations = Annotations(None)
+        self._before: deque[StepTime] = deque(maxlen=_COMPARED + 1)  # of the steps before the window
+        self._recorded: list[PendingStep] = []
+        self._switching_s = 0.0
+
+    def __enter__(self) -> Self:
+        if self._meter is None:
+            LoopWatcher.waiting.append(self)
+            return self
+        self._meter.watchers.append(self)
+        if self._meter.has_started:
+            self.start(self._meter)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what is recorded if the loop has ended early, and nothing if by an error."""
+        if kind is None:
+            self.stop()
+        elif self._profiler is not None:
+            self._annotations.close()
+            self._profiler.stop()
+        self._let_go()
+
+    def start(self, meter: Meter) -> None:
+        """Note which rank this is, and begin to record if the window begins with the first step."""
+        import torch.distributed as dist
+
+        self._meter = meter
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        if max(self._ranks) >= self._world_size:
+            raise UsageError(
+                f"rank {max(self._ranks)} is to be profiled, and there are {self._world_size} processes, ranks 0 to "
+                f"{self._world_size - 1}."
+            )
+        if self._rank not in self._ranks:
+            self._let_go()
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"the folder {self._folder} for profiles cannot be made: {error.strerror or error}. Name another one."
+            ) from error
+        self._open_before(meter, meter.steps_before + meter.num_steps + 1)
+
+    def begin(self, phase: str) -> None:
+        """Name a phase that begins."""
+        if self._profiler is not None:
+            self._annotations.switch(phase)
+
+    def end(self, phase: str) -> None:
+        """End the name of a phase."""
+        if self._profiler is not None and self._annotations.phase == phase:
+            self._annotations.switch(None)
+
+    def took(self, step: PendingStep) -> None:
+        """Begin to record before the window's first step, and write the file after its last."""
+        assert self._meter is not None
+        number = self._meter.steps_before + step.number
+        if self._profiler is None:
+            self._before.append(step.time)
+            self._open_before(self._meter, number + 1)
+            return
+        self._recorded.append(step)
+        if number == self._steps[-1]:
+            with self._meter.away("idle"):
+                self._close(self._meter)
+        else:
+            self._annotations.step(number + 1)
+
+    def stop(self) -> None:
+        """Write what is recorded of a loop that has ended within the window; warn if that is nothing."""
+        if self._is_over:
+            return
+        meter, first, last = self._meter, self._steps[0], self._steps[-1]
+        if self._profiler is not None and meter is not None and self._recorded:
+            self._close(meter)
+            return
+        if self._profiler is not None:
+            self._annotations.close()
+            self._profiler.stop()
+        self._let_go()
+        if meter is None or not meter.has_started:
+            went = "no loop with a meter has run"
+        else:
+            went = f"the loop took steps {meter.steps_before + 1} to {meter.steps_before + meter.num_steps}"
+        warnings.warn(f"steps {first} to {last} were to be profiled, but {went}: there is no trace.", stacklevel=2)
+
+    def _open_before(self, meter: Meter, number: int) -> None:
+        """Begin to record if a step is in the window, also in the middle of it, where a run goes on."""
+        if number not in self._steps:
+            return
+        import torch
+
+        if torch.autograd._profiler_enabled():
+            self._let_go()
+            warnings.warn(
+                f"step {number} is not profiled, since another profiler records in this process, and torch has one at "
+                "a time. Take the other one away, or let it record other steps.",
+                stacklevel=2,
+            )
+            return
+        with meter.away("idle"):
+            begin_s = clock.now_s()
+            self._start_profiler(meter)
+            self._annotations = Annotations(meter.model if self._model is None else self._model)
+            self._annotations.open()
+            self._switching_s = clock.now_s() - begin_s
+        self._annotations.step(number)
+
+    def _start_profiler(self, meter: Meter) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        on_cuda = meter.device is not None and meter.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+        profiler = profile(activities=activities, record_shapes=True)
+        profiler.start()
+        self._profiler = profiler
+
+    def _close(self, meter: Meter) -> None:
+        """Stop to record, write the file and tell what it cost; a file that cannot be written stops no training."""
+        begin_s = clock.now_s()
+        self._annotations.close()
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        self._switching_s += clock.now_s() - begin_s
+        first, last = (meter.steps_before + step.number for step in (self._recorded[0], self._recorded[-1]))
+        overhead_s, cost = self._overhead()
+        facts = facts_of(meter, rank=self._rank, world_size=self._world_size, overhead_s=overhead_s)
+        facts["steps"] = {str(meter.steps_before + step.number): step_facts(meter, step) for step in self._recorded}
+        path = self._folder / f"steps-{first:06d}-{last:06d}-rank-{self._rank}.json.gz"
+        try:
+            self._write(profiler, path, facts)
+        except OSError as error:
+            warnings.warn(
+                f"the profile of steps {first} to {last} could not be written to {path}: {error.strerror or error}. "
+                "The loop goes on without it.",
+                stacklevel=2,
+            )
+        else:
+            self.path = path
+            self._tell(f"profile of steps {first} to {last}: {path}; {cost}")
+        self._let_go()
+
+    def _write(self, profiler: Any, path: Path, facts: dict[str, Any]) -> None:
+        write_trace(profiler, path, facts)
+
+    def _overhead(self) -> tuple[float | None, str]:
+        """Compare the time of steps in the window with that of steps before it [s], and say so."""
+        switching = f"starting and stopping it took {self._switching_s:.2f} s, which are no step's"
+        times = [*self._before, *(step.time for step in self._recorded)]
+        place = max(len(self._before), 1)  # the first step of all has no end of another before it
+        before, inside = _durations(times[:place]), _durations(times[place - 1 :])
+        if not before or not inside:
+            return None, f"what the profiler adds to a step is not known without steps before and in it; {switching}"
+        usual_s, slow_s = statistics.median(before), statistics.median(inside)
+        return slow_s - usual_s, (
+            f"a step took {slow_s * 1e3:,.1f} ms in it and {usual_s * 1e3:,.1f} ms before (medians of {len(inside)} "
+            f"and {len(before)}); {switching}"
+        )
+
+    def _let_go(self) -> None:
+        """Watch no more."""
+        self._is_over, self._profiler = True, None
+        self._recorded, self._before = [], deque()
+        if self in LoopWatcher.waiting:
+            LoopWatcher.waiting.remove(self)
+        if self._meter is not None and self in self._meter.watchers:
+            self._meter.watchers.remove(self)
+
+
+def _durations(times: Sequence[StepTime]) -> list[float]:
+    """Time of each step but the first [s], of those that compiled nothing."""
+    return [
+        time.end.seconds_since(before.end) - time.away_s
+        for before, time in itertools.pairwise(times)
+        if not time.compiled
+    ]
