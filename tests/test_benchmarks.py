@@ -273,7 +273,6 @@ def test_the_script_of_all_gpu_benchmarks_says_what_it_takes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_the_meter_is_held_against_a_stopwatch(tmp_path):
     run("meter_truth.py", "--tiny", "--steps", 2, "--rounds", 1, "--out", tmp_path)
     (path,) = tmp_path.glob("meter_truth_*.json")

@@ -9,6 +9,7 @@ from headway.audit.rows import Interval, common, hull, printed
 from headway.conventions import Step, architecture, conventions, get_convention
 from headway.count import Workload, load_cost_model
 from headway.count.models import presets
+from helpers.effort import examples
 
 MODELS = {
     name: architecture(presets()[name], name, load_cost_model(name))
@@ -24,7 +25,7 @@ MODELS = {
     images=st.integers(0, 2),
     frozen=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 def test_factors_multiply_to_the_bill_over_useful(convention, name, segments, padding, images, frozen):
     model = MODELS[name]
     grids = [(1, 32, 48)] * images if model.vision else []

@@ -22,9 +22,13 @@ CASES = [
     ("qwen2_5_vl", ["qkv"]),
 ]
 
+# Of vision models one that adapters go through whole, and one where only a part has them.
+ONE_OF_VISION = (("qwen3_vl", ["linear_fc2"]), ("qwen3_vl", {"target_modules": "all-linear"}))
+
 
 def is_often(case):
-    return case[0] not in VISION_FAMILIES or case[0] == "qwen3_vl"
+    family, _ = case
+    return family not in VISION_FAMILIES or case in ONE_OF_VISION
 
 
 def adapted(family, targets):

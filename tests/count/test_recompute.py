@@ -184,7 +184,7 @@ class Checkpointing(nn.Module):
         return (self.head(checkpoint(self.middle, x, **self.options) if self.options else self.middle(x)),)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointing_inside_a_model_or_around_it_does_not_change_the_ledger(reentrant):
     assert trace(Checkpointing(use_reentrant=reentrant)) == trace(Checkpointing())
     family = build("qwen3_vl")

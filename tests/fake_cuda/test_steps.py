@@ -31,7 +31,7 @@ def test_a_step_of_a_recipe_does_not_wait_for_the_device(name):
 @pytest.mark.parametrize(
     ("name", "waits"),
     [
-        ("qwen2.5-7b-text-81920", 1),
+        pytest.param("qwen2.5-7b-text-81920", 1, marks=pytest.mark.slow),
         pytest.param("qwen2.5-vl-7b-video-51200", 2, marks=pytest.mark.slow),
         pytest.param("qwen3-vl-8b-image-61440", 17, marks=pytest.mark.slow),
         ("qwen3-vl-30b-a3b-vqa-8192", 17),

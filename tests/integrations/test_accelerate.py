@@ -9,6 +9,7 @@ from headway import Workload, trace
 from headway.devices import Peak
 from headway.integrations import AccelerateMeter
 from headway.tracing.build import model_class
+from helpers.effort import some
 from helpers.tiny_models import tiny_config
 
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
@@ -39,7 +40,9 @@ def run(accelerator, meter, model, optimizer, loader):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize(("accumulation", "steps"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("accumulation", "steps"), some([(1, 4), (2, 2), (3, 2), (4, 1)], {(1, 4), (3, 2)}.__contains__)
+)
 def test_a_step_is_what_accelerate_accumulates(accumulation, steps, precision):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=precision)
     model, optimizer, loader = prepared(accelerator)

@@ -17,6 +17,7 @@ from headway.devices import Peak
 from headway.errors import UsageError
 from headway.integrations import HeadwayMonitor
 from headway.tracing.build import model_class
+from helpers.effort import some
 from helpers.tiny_models import tiny_config
 
 pytestmark = pytest.mark.filterwarnings(
@@ -88,7 +89,9 @@ def read_csv(logger):
 
 
 @pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning])
-@pytest.mark.parametrize(("accumulation", "steps"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("accumulation", "steps"), some([(1, 4), (2, 2), (3, 2), (4, 1)], {(1, 4), (3, 2)}.__contains__)
+)
 def test_a_step_is_what_the_trainer_accumulates(tmp_path, package, accumulation, steps):
     monitor = HeadwayMonitor(peak=PEAK)
     fit(tmp_path, monitor, package=package, accumulate_grad_batches=accumulation)

@@ -77,9 +77,8 @@ def check_packs(family, packs, num_graphs):
 @pytest.mark.parametrize(
     ("family", "num_graphs"),
     [
-        pytest.param("qwen3_moe", 1, marks=pytest.mark.core),
         ("gpt_oss_sinks", 2),
-        *((family, 1) for family in ("qwen3", "gpt2", "mistral_sliding")),
+        *((family, 1) for family in ("qwen3", "qwen3_moe", "gpt2", "mistral_sliding")),
     ],
 )
 def test_each_kind_of_layer_compiles_once_for_packs_of_every_size(family, num_graphs):
@@ -101,11 +100,7 @@ def test_sums_over_few_and_over_many_slots_share_their_code():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param("qwen3_vl", marks=pytest.mark.core),
-        "qwen2_5_vl",
-        "qwen3_vl_moe",
-    ],
+    ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"],
 )
 def test_each_tower_compiles_once_for_images_of_every_number_and_size(family):
     images = ([(2, 2)], [(4, 6), (2, 8)], [(8, 8), (2, 4), (6, 2)])

@@ -17,10 +17,19 @@ from headway.data.collate import Collator
 from headway.data.encode import EncodedSample
 from headway.models import load_model, rope_index
 from headway.models.pixel_patches import normalised
+from helpers.effort import some
 from helpers.tiny_models import FAMILIES, VISION_FAMILIES
 
 TOLERANCE = 1e-5  # largest difference allowed, relative to the gradient's own norm; float32
 LEAK = 1e-3  # a leak must show at least this much
+LEAKY = {
+    "gpt2",
+    "gemma3_sliding",
+    "gpt_oss_sinks",
+    "qwen3_moe",
+    "qwen2_5_vl",
+    "qwen3_vl",
+}  # whose leaks are tried often
 
 collate = Collator()
 
@@ -136,7 +145,7 @@ def _images_swapped(batch: Batch) -> Batch:
     return replace(batch, pixels_PD=batch.pixels_PD.flip(0))
 
 
-@pytest.mark.parametrize("pair", FAMILIES, indirect=True)
+@pytest.mark.parametrize("pair", some(FAMILIES, LEAKY.__contains__), indirect=True)
 @pytest.mark.parametrize("leak", [_merged_into_one_segment, _boundary_inside_an_answer, _target_across_a_boundary])
 def test_a_leak_between_segments_makes_the_comparison_fail(pair, leak):
     leaked = packed(pair.model, leak(collate(pair.samples)))

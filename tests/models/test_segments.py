@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from headway.models.exact import exact_segments
+from headway.models.masked import masked_segments, plain_mask
 from headway.models.segments import groups, segment_attention
 
 PACKS = {
@@ -79,7 +79,7 @@ def test_soft_capped_scores_equal_dense_attention(lengths, with_sinks):
     *qkv, sinks = tensors(lengths)
     cu = torch.tensor([0, *lengths]).cumsum(0)
     used = sinks if with_sinks else None
-    ours = exact_segments(*qkv, cu, True, 7, 0.3, 1.5, used, 0.0)
+    ours = masked_segments(*qkv, cu, plain_mask(True, 7), 0.3, 1.5, used, 0.0)
     compare(ours, dense(*qkv, lengths, True, 7, 0.3, 1.5, used), [*qkv, sinks] if with_sinks else qkv)
 
 
@@ -87,8 +87,9 @@ def test_dropout_drops_weights_and_keeps_their_mean():
     *qkv, _ = tensors([40, 40], dtype=torch.float32)
     cu = torch.tensor([0, 40, 80])
     torch.manual_seed(0)
-    runs = torch.stack([exact_segments(*qkv, cu, True, None, 0.3, None, None, 0.3).detach() for _ in range(400)])
-    expected = exact_segments(*qkv, cu, True, None, 0.3, None, None, 0.0)
+    mask = plain_mask(causal=True, window=None)
+    runs = torch.stack([masked_segments(*qkv, cu, mask, 0.3, None, None, 0.3).detach() for _ in range(400)])
+    expected = masked_segments(*qkv, cu, mask, 0.3, None, None, 0.0)
     assert runs.std(0).max() > 0.1
     assert (runs.mean(0) - expected).abs().mean() < 0.05
 

@@ -28,7 +28,7 @@ def test_every_sample_is_handed_out_once_within_the_budgets(sizes, budget, strat
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("longest", [50, 400, 1000])
+@pytest.mark.parametrize("longest", [50, pytest.param(400, marks=pytest.mark.slow), 1000])
 def test_little_more_than_the_open_packs_is_held(strategy, longest):
     rng = np.random.default_rng(0)
     packer, held = OnlinePacker(Budget(1000), strategy, packs=16), 0

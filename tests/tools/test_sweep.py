@@ -29,6 +29,7 @@ def test_every_registered_task_has_architectures():
     assert tasks.count("sequence to sequence") > 10
 
 
+@pytest.mark.slow
 def test_complete_ledgers_name_their_drivers_and_refusals_their_reason():
     outcomes = {o.model_type: o for o in sweep([*COMPLETE, "big_bird"])}
     assert {name: (outcomes[name].status, outcomes[name].detail) for name in COMPLETE} == {

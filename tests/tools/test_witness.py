@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from headway.tracing import trace
+from helpers.effort import some
 from helpers.tiny_models import tiny_config
 from tools.sweep import witness
 from tools.sweep.sizes import read_sizes
@@ -26,7 +27,7 @@ def changed(cost, rows):
     return replace(cost, rows=tuple(rows))
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", some(SMALL, {"gpt2", "qwen3_vl_moe", "jamba"}.__contains__))
 def test_an_honest_ledger_has_no_unexplained_exception(family):
     config = tiny_config(family)
     cost = trace(config)

@@ -63,8 +63,7 @@ def test_the_blocks_of_a_real_forward_save_what_is_traced(family, dtype):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own use
-@pytest.mark.core
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_compiled_block_saves_about_what_fused_operations_are_said_to(family):
     model = tiny(family, torch.bfloat16)
     layer = torch.compile(model.model.layers[1])
@@ -161,8 +160,8 @@ def test_what_ships_is_what_is_traced(name):
         assert from_dict(traced) == shipped_activations(name, precision)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3-vl-2b"])
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3-vl-2b", marks=pytest.mark.slow)])
 def test_the_first_blocks_of_what_ships_are_what_is_traced(name, precision):
     traced = saved_of_config(with_layers(preset_config(name), 2), precision).blocks
     shipped = shipped_activations(name, precision).blocks

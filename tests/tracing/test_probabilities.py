@@ -15,6 +15,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from headway.count import Workload, drivers
 from headway.tracing import trace
 from headway.tracing.build import configs, model_class
+from helpers.effort import some
 
 TOKENS = 67
 _TEXT = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -112,7 +113,11 @@ class Probabilities(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", MODELS)
+OFTEN = {"no mask at all", "a learnt bias and a top-k of it", "chunks", "sinks"}
+OFTEN |= {"windows and a mask made with the model", "an indexer's blocks, the query's own among them"}
+
+
+@pytest.mark.parametrize("name", some(MODELS, OFTEN.__contains__))
 def test_attention_is_billed_for_the_pairs_whose_probability_is_not_zero(name):
     class_name, options, expected = MODELS[name]
     if "indexed_attention" in str(options) and "indexed_attention" not in ALLOWED_LAYER_TYPES:

@@ -168,7 +168,9 @@ def test_flex_attention_without_a_mask_is_full_and_with_blocks_alone_is_those_bl
     assert attention_row(heads_first(flex_attention, block_mask=mask), torch.zeros(1, 40, 8)) == expected
 
 
-@pytest.mark.parametrize(("rule", "driver"), [(causal, "pairs:causal"), (sliding, "pairs:sliding:9")])
+@pytest.mark.parametrize(
+    ("rule", "driver"), [(causal, "pairs:causal"), pytest.param(sliding, "pairs:sliding:9", marks=pytest.mark.slow)]
+)
 def test_flex_attention_names_its_driver(rule, driver):
     def function(q, k, v):
         mask = create_block_mask(rule, None, None, q.shape[1], k.shape[1], device="cpu")

@@ -14,7 +14,11 @@ from headway.models.lora import add_adapters, initialise_adapters, write_adapter
 from headway.train.checkpoint import CheckpointSaver, Contents, random_state, training_tensors
 from headway.train.checkpoint.export import export, find_checkpoint_in
 from headway.train.ranks import Ranks
+from helpers.effort import some
 from helpers.tiny_models import FAMILIES, tiny_config
+
+# Each stores weights its own way: transposed, tied, fused experts, latent attention, towers.
+OFTEN = {"gpt2", "qwen3_tied", "gpt_oss_sinks", "deepseek_v3", "qwen2_5_vl", "qwen3_vl_moe"}
 
 
 def saved(root, model, average=None):
@@ -35,7 +39,7 @@ def tensors_in(folder):
     return found, where
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, OFTEN.__contains__))
 def test_the_folder_holds_what_save_pretrained_would_have_written(family, tmp_path):
     torch.manual_seed(0)
     model = load_model(tiny_config(family), random_init=True)

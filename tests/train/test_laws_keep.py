@@ -21,10 +21,11 @@ from headway.train.checkpoint import find_checkpoint
 from headway.train.config import load_config
 from headway.train.loop import train
 from headway.train.ranks import Ranks
+from helpers.effort import IS_QUICK
 from helpers.processes import ROOT, TRAIN, run_processes, start_processes
 from helpers.run_records import read_metrics
 
-STEPS, PACKS = 15, 4
+STEPS, PACKS = 9 if IS_QUICK else 15, 4
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 

@@ -33,7 +33,7 @@ def mixed(raw, digits):
     return raw
 
 
-@pytest.mark.parametrize("stream", [None, {"lanes": 2, "shuffle": 8}])
+@pytest.mark.parametrize("stream", [None, pytest.param({"lanes": 2, "shuffle": 8}, marks=pytest.mark.slow)])
 def test_each_source_of_a_mixture_has_its_loss_and_tokens(mixed, stream):
     mixed["data"]["stream"] = stream
     config = parse_config(mixed)

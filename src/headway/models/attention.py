@@ -22,9 +22,9 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.exact import exact_attention, exact_segments
+from headway.models.exact import exact_attention
 from headway.models.flash import cuda_kernel
-from headway.models.masked import SegmentMask, is_plain, masked_segments, read_rule, unknown, words
+from headway.models.masked import SegmentMask, is_plain, masked_segments, plain_mask, read_rule, unknown, words
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
 from headway.models.products import product_dtype
 from headway.models.segments import segment_attention
@@ -234,9 +234,8 @@ def _within_segments(
             raise TrainingError("The pack's boundaries came without its longest segment; pass pack_max_seqlen as well.")
         return cuda_kernel()(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, sinks_H)
     if softcap is not None or dropout > 0.0:
-        out_THD: torch.Tensor = exact_segments(
-            q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, softcap, sinks_H, dropout
-        )
+        seen = plain_mask(causal, window)
+        out_THD: torch.Tensor = masked_segments(q_THD, k_TKD, v_TKD, cu_N, seen, scale, softcap, sinks_H, dropout)
         return out_THD
     return segment_attention(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, sinks_H)
 

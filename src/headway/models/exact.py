@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F
 
 from headway.models.recompute import refuse_kept_attention
-from headway.models.segments import groups, take
 
 
 def exact_attention(
@@ -50,32 +49,3 @@ def exact_attention(
         weights = scores.softmax(dim=-1)
     weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
     return weights.to(v.dtype) @ v
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
-def exact_segments(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    cu_seqlens_N: torch.Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Attend within segments, group by group of equal length; returns shape (T, H, Dv). Arguments as in `segments`."""
-    parts, places = [], []
-    for group in groups(cu_seqlens_N):
-        seen = torch.ones(group.length, group.length, dtype=torch.bool)
-        if causal:
-            seen = seen.tril()
-        if window is not None:
-            seen = seen.triu(1 - window)
-        q, k, v = (take(x, group) for x in (q_THD, k_TKD, v_TKD))
-        out_MHLD = exact_attention(q, k, v, seen[None, None], scale, softcap, sinks_H, dropout)
-        parts.append(out_MHLD.transpose(1, 2).flatten(0, 1))
-        first = group.start if group.start is not None else 0
-        places.append(group.slots if group.slots is not None else torch.arange(first, first + parts[-1].shape[0]))
-    return torch.cat(parts).index_select(0, torch.cat(places).argsort())

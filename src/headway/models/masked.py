@@ -164,6 +164,14 @@ class SegmentMask:
         return found.get(word, lambda: everything)()
 
 
+def plain_mask(causal: bool, window: int | None) -> SegmentMask:
+    """The mask of causality and a window alone [tokens], for attention that no kernel has."""
+    rules: list[Rule] = [("causal",)] if causal else [("all",)]
+    if window is not None:
+        rules.append(("window", window))
+    return SegmentMask(("and", *rules), (), is_packed=True)
+
+
 def _slots(group: Group) -> torch.Tensor:
     if group.slots is not None:
         return group.slots

@@ -1,7 +1,7 @@
 """Replace the functions that run recurrences, experts or windows by stand-ins while a model is recorded or watched."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,9 +31,10 @@ def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     Raises:
         TraceError: a Triton kernel is launched: one that is not known here would meet tensors without data.
     """
-    changes = [*_recurrences(model, lambda _original, stand_in: partial(stand_in, recorder))]
-    for held, name in _holders(model, KERNELS):
-        if (in_pytorch := written_out(held[name])) is not None:
+    holders = [*_holders(model)]
+    changes = [*_recurrences(model, holders, lambda _original, stand_in: partial(stand_in, recorder))]
+    for held, name in holders:
+        if name in KERNELS and (in_pytorch := written_out(held[name])) is not None:
             changes.append((held, name, in_pytorch))
     known = experts.METHODS | attention.METHODS
     changes += _methods(model, known, lambda _original, stand_in: partial(stand_in, recorder))
@@ -45,7 +46,7 @@ def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def watched(model: nn.Module, around: Callable[[Any], Any]) -> Iterator[None]:
     """Put `around(function)` in the place of every function or method of `model` that runs a recurrence."""
-    with _changed([*_recurrences(model, lambda original, _stand_in: around(original))]):
+    with _changed([*_recurrences(model, _holders(model), lambda original, _stand_in: around(original))]):
         yield
 
 
@@ -73,10 +74,13 @@ def _refused_triton(recorder: Recorder) -> Iterator[None]:
         triton.KernelInterface.__getitem__ = launch
 
 
-def _recurrences(model: nn.Module, make: Callable[[Any, Any], Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _recurrences(
+    model: nn.Module, holders: Iterable[tuple[dict[str, Any], str]], make: Callable[[Any, Any], Any]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Find functions and methods that run a recurrence, as (holder, name, `make(original, stand_in)`)."""
-    for held, name in _holders(model, FUNCTIONS):
-        yield held, name, make(held[name], FUNCTIONS[name])
+    for held, name in holders:
+        if name in FUNCTIONS:
+            yield held, name, make(held[name], FUNCTIONS[name])
     yield from _methods(model, METHODS, make)
 
 
@@ -91,15 +95,36 @@ def _methods(
                     yield vars(module), method, make(getattr(module, method), partial(stand_in, module))
 
 
-def _holders(model: nn.Module, names: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Find functions by name among the globals of loaded modules and the attributes of the model's modules."""
-    for owner in (*sys.modules.values(), *model.modules()):
-        held = getattr(owner, "__dict__", {})
-        if held.keys().isdisjoint(names):  # nearly always, among thousands of modules
+_KNOWN = dict.fromkeys((*FUNCTIONS, *KERNELS))  # in this order
+_without: dict[str, tuple[int, int]] = {}  # modules that held none of these names: which dictionary, and its length
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Find the known functions among the globals of loaded modules and the attributes of the model's modules."""
+    for held in (*_globals_that_hold(), *map(vars, model.modules())):
+        if held.keys().isdisjoint(_KNOWN):
             continue
-        for name in names:
+        for name in _KNOWN:
             if callable(held.get(name)):
                 yield held, name
+
+
+def _globals_that_hold() -> list[dict[str, Any]]:
+    """Find the loaded modules that define a known name.
+
+    There are thousands and hardly any does, so those that do not are looked into again only where they have changed.
+    """
+    found = []
+    for path, module in [*sys.modules.items()]:
+        held = getattr(module, "__dict__", {})
+        state = (id(held), len(held))
+        if _without.get(path) == state:
+            continue
+        if held.keys().isdisjoint(_KNOWN):
+            _without[path] = state
+        else:
+            found.append(held)
+    return found
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from headway.data import Encoder
 from headway.data.feed import Feed
 from headway.data.sources.opening import samples_of
 from headway.devices import peak_for
@@ -138,10 +139,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         raise _nothing_left(config, checkpoint)
 
     phase.at("building the model")
-    # The same seed on every rank gives the same random weights.
-    random.seed(config.run.seed)
-    np.random.seed(config.run.seed)  # noqa: NPY002 - the global state is what other libraries draw from
-    torch.manual_seed(config.run.seed)
+    _seed_everything(config.run.seed)  # the same on every rank, which gives the same random weights
     trained = build_trained(config, mesh, checkpoint, precision, device)
     model, cost_model = trained.model, trained.cost_model
     processor = load_processor(config.model.path)
@@ -153,22 +151,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     )
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
-    eval_set = generation_eval = None
-    if config.data.eval is not None and config.eval.evaluates:
-        samples = samples_of(open_dataset(config.data.eval))[: config.eval.max_samples]
-        group = _sequence_group(mesh)
-        eval_set = EvalSet(samples, encoder, budget_of(config.data), ranks, vision_geometry(model), group)
-        if config.eval.generate is not None:
-            generation_eval = GenerationEval(
-                samples,
-                encoder,
-                budget_of(config.data),
-                make_collator(config.data, encoder, model, ranks),
-                ranks,
-                group,
-                count=config.eval.generate,
-                max_new_tokens=config.eval.max_new_tokens,
-            )
+    eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
 
     phase.at("restoring the checkpoint")
     if checkpoint is not None:
@@ -224,6 +207,30 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run))
     return run
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the global state is what other libraries draw from
+    torch.manual_seed(seed)
+
+
+def _held_out(
+    config: TrainConfig, encoder: Encoder, model: PreTrainedModel, ranks: Ranks, mesh: Mesh | None
+) -> tuple[EvalSet | None, GenerationEval | None]:
+    """The held-out samples whose loss is measured, and those of them that are answered; None where not asked for."""
+    if config.data.eval is None or not config.eval.evaluates:
+        return None, None
+    samples = samples_of(open_dataset(config.data.eval))[: config.eval.max_samples]
+    budget, group = budget_of(config.data), _sequence_group(mesh)
+    eval_set = EvalSet(samples, encoder, budget, ranks, vision_geometry(model), group)
+    if config.eval.generate is None:
+        return eval_set, None
+    collator = make_collator(config.data, encoder, model, ranks)
+    answered, longest = config.eval.generate, config.eval.max_new_tokens
+    return eval_set, GenerationEval(
+        samples, encoder, budget, collator, ranks, group, count=answered, max_new_tokens=longest
+    )
 
 
 def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> tuple[int, tuple[str, ...]]:

@@ -191,7 +191,7 @@ def test_a_choice_of_checkpointed_blocks_is_read_off_the_model():
 # dynamo looks at the gradient of whatever it traces, and hides the warning only where warnings are no errors
 @pytest.mark.filterwarnings("default:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
-@pytest.mark.parametrize("profiled_first", [pytest.param(True, marks=pytest.mark.core), False])
+@pytest.mark.parametrize("profiled_first", [True, False])
 def test_a_compiled_model_is_counted(profiled_first):
     model, batch = gpt2(), batch_of(LENGTHS)
     tracked = profile_flops(model, kwargs=batch) if profiled_first else None

@@ -120,7 +120,6 @@ def test_a_run_goes_on_from_finished_parts(chats, encoder, tmp_path, small_units
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_a_killed_run_goes_on(chats, encoder, processor, tmp_path, small_units):
     source = chats(1600)
     processor.save_pretrained(tmp_path / "model")

@@ -58,7 +58,7 @@ def test_a_frozen_text_still_sends_gradients_to_what_hears(family):
     assert differences(model, 1) == []
 
 
-@pytest.mark.parametrize("family", ["qwen2_audio", "granite_speech"])
+@pytest.mark.parametrize("family", ["qwen2_audio", pytest.param("granite_speech", marks=pytest.mark.slow)])
 def test_the_forward_is_what_flop_counter_mode_counts(family):
     model = real(family)
     model.set_attn_implementation("eager")
@@ -113,7 +113,6 @@ def test_convolutions_over_time_and_frequency_leave_an_eighth_of_the_frames():
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_convolutions_over_whole_pieces_are_billed_for_the_frames_that_a_clip_has():
     cost = ledger("qwen2_5_omni_thinker")
     rows = {row.module.rpartition("audio_tower.")[2]: row for row in cost.rows}

@@ -92,8 +92,12 @@ def test_a_model_is_asked_how_many_positions_its_images_take(config, grid, posit
 
 @pytest.mark.parametrize(
     ("width", "layers", "patch", "size", "gflops"),
-    [(768, 12, 32, 224, 8.82), (768, 12, 16, 224, 35.13), (1024, 24, 14, 224, 162.03), (1024, 24, 14, 336, 381.92)],
-    ids=["ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-L-14-336"],
+    [
+        pytest.param(768, 12, 32, 224, 8.82, id="ViT-B-32"),
+        pytest.param(768, 12, 16, 224, 35.13, id="ViT-B-16", marks=pytest.mark.slow),
+        pytest.param(1024, 24, 14, 224, 162.03, id="ViT-L-14", marks=pytest.mark.slow),
+        pytest.param(1024, 24, 14, 336, 381.92, id="ViT-L-14-336"),
+    ],
 )
 def test_clip_towers_cost_what_open_clip_publishes(width, layers, patch, size, gflops):
     # image GFLOPs of mlfoundations/open_clip, docs/model_profile.csv: 2 FLOPs a multiply-add
@@ -208,7 +212,6 @@ def test_images_without_a_token_are_refused_by_name():
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_images_in_an_encoders_source_count_what_pytorch_dispatches():
     text = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
             "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "query_pre_attn_scalar": 8,

@@ -67,7 +67,7 @@ def evaluations(config):
 
 def test_a_run_evaluates_its_average_and_resumes_with_it(raw, digits, tmp_path):
     raw["data"]["eval"] = str(digits / "data/eval.jsonl")
-    raw["eval"] = {"every": 1}
+    raw["eval"] = {"every": 3}
 
     def config(folder, **ema):
         optim = raw["optim"] | ({"ema": ema} if ema else {})

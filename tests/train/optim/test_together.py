@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.train.config.optim import EmaConfig, MuonConfig
 from headway.train.optim import Optimizer, WeightAverage, parts
 from headway.train.optim.optimizer import take_step
+from helpers.effort import some
 
 SHAPES = [(64, 256), (33, 192), (7,), (3, 24, 128), (64, 256), (256, 64), (300, 61), (3, 24, 128)]
 KINDS = [  # dtype of the parameters, how moments are held
@@ -17,6 +18,7 @@ KINDS = [  # dtype of the parameters, how moments are held
     (torch.bfloat16, "float32"),
     (torch.bfloat16, "8bit"),
 ]
+OFTEN = [(torch.float32, None), (torch.float32, "8bit"), (torch.bfloat16, "float32")]
 RULES = ["adamw", "muon"]
 
 
@@ -55,7 +57,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("at_once", [2**24, 5000, 300])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("dtype", "held"), KINDS)
+@pytest.mark.parametrize(("dtype", "held"), some(KINDS, OFTEN.__contains__))
 def test_parameters_together_are_parameters_one_by_one(rule, dtype, held, at_once, monkeypatch):
     """To the bit; rounded to nearest here, as a group draws noise of its own.
 
@@ -103,7 +105,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("dtype", "held"), KINDS)
+@pytest.mark.parametrize(("dtype", "held"), some(KINDS, OFTEN.__contains__))
 def test_operations_do_not_grow_with_parameters_and_none_waits(rule, dtype, held, skips):
     """Matrices that are alike share their products, so a model four times as deep takes no more operations."""
     counts = []
