@@ -72,6 +72,7 @@ def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, ques
     [
         (("--size", "much"), "--size 'much' is no number of parameters"),
         (("--like", "qwen33"), "--like 'qwen33' is no model type of the installed transformers. Did you mean qwen3"),
+        (("--like", "llava"), "A small model like llava cannot be made: how to write its small processor is known of"),
         (("--like", "llama"), "--like llama reads text alone, and the data hold pictures"),
     ],
 )

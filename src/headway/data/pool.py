@@ -265,7 +265,7 @@ def worker_context() -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["headway.data.fork_server", "headway.quiet", *PRELOAD])
-    # Ctrl-C waits until the fork server can ignore it. The tracker would let it through as it starts, so it starts first.
+    # Ctrl-C waits until the fork server can ignore it. The tracker lets it through once it runs, so it starts before.
     multiprocessing.resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     multiprocessing.forkserver.ensure_running()

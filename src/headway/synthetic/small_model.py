@@ -76,12 +76,6 @@ def write_small_model(
     if vision is None:
         write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
-        processor = _PROCESSORS.get(config.model_type)
-        if processor is None:
-            raise ConfigError(
-                f"a model of type {config.model_type!r} cannot be scaled down: how to write a small processor for it "
-                f"is known of text models and of {', '.join(_PROCESSORS)}."
-            )
         write_processor(
             folder,
             texts,
@@ -90,7 +84,7 @@ def write_small_model(
             temporal_patch_size=vision.temporal_patch_size,
             max_pixels=max_pixels,
             vocab_size=vocab_size,
-            processor_class=processor,
+            processor_class=processor_class(config),
         )
     opened: Any = load_processor(folder)
     tokenizer = getattr(opened, "tokenizer", opened)
@@ -102,6 +96,20 @@ def write_small_model(
             setattr(small, name, tokenizer.convert_tokens_to_ids(token))
     small.save_pretrained(folder)
     return folder
+
+
+def processor_class(config: PreTrainedConfig) -> str:
+    """Name the class of a vision-language model's processor.
+
+    Raises:
+        ConfigError: how to write a small one is not known.
+    """
+    if config.model_type not in _PROCESSORS:
+        raise ConfigError(
+            f"A small model like {config.model_type} cannot be made: how to write its small processor is known of text "
+            f"models and of {', '.join(_PROCESSORS)}."
+        )
+    return _PROCESSORS[config.model_type]
 
 
 def small_config(config: PreTrainedConfig, vocabulary: int, shape: Shape = SMALLEST) -> PreTrainedConfig:
