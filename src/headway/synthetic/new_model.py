@@ -87,7 +87,7 @@ def write_new_model(
             f"--like {like} reads text alone, and the data hold pictures or videos. Leave it out for {IMAGES}, or name "
             "a type with a vision tower."
         )
-    if getattr(config, "vision_config", None) is not None:
+    if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
         processor_class(config)
     shape, parameters = _nearest(config, size, vocab_size)
     area = _token_area(config)
