@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -54,6 +55,17 @@ def test_a_new_model_and_a_configuration_for_it(headway, questions):
     assert (kept.code, "a.yaml exists already" in kept.err) == (2, True)
 
 
+@pytest.mark.parametrize("like", ["qwen2-vl", "qwen2_5_vl"])
+def test_models_whose_defaults_stand_in_transformers_code_alone_are_made_small_too(headway, questions, like):
+    assert headway("new-model", "tiny", "--data", "questions.jsonl", "--like", like, "--size", "100k").code == 0
+    model = load_model("tiny")
+    assert model(input_ids=torch.tensor([[3, 4, 5]])).logits.shape[:2] == (1, 3)
+    grid = torch.tensor([[1, 4, 4]])
+    vision = model.config.vision_config
+    patches = torch.zeros(16, 3 * vision.temporal_patch_size * vision.patch_size**2)
+    assert model.get_image_features(patches, grid).pooler_output[0].shape == (4, model.config.text_config.hidden_size)
+
+
 def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, questions):
     (questions / "more.jsonl").write_text((questions / "words.jsonl").read_text() * 2)
     data = ("--data", "words.jsonl", "--data", "more.jsonl")
@@ -72,6 +84,7 @@ def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, ques
     [
         (("--size", "much"), "--size 'much' is no number of parameters"),
         (("--like", "qwen33"), "--like 'qwen33' is no model type of the installed transformers. Did you mean qwen3"),
+        (("--like", "llava"), "A small model like llava cannot be made: how to write its small processor is known of"),
         (("--like", "llama"), "--like llama reads text alone, and the data hold pictures"),
     ],
 )

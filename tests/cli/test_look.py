@@ -146,6 +146,12 @@ def test_of_a_training_its_own_packs_are_shown(model, data, headway, tmp_path):
     assert shown == fed  # the packs of a step, whose gradients add up in any order
 
 
+def test_samples_behind_the_last_one_are_refused(headway, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    result = headway("look", tmp_path / "a.jsonl", "--model", "m", "--start", 3)
+    assert (result.code, result.err) == (2, "Error: There is no sample 3 to begin with: the data hold 2.\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

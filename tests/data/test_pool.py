@@ -187,6 +187,40 @@ def test_workers_go_when_the_trainer_is_killed_or_interrupted(tmp_path, end_by):
     assert _workers_gone(tmp_path)
 
 
+_INTERRUPTED = """
+import os, signal, sys, threading
+sys.path.insert(0, {folder!r})
+from test_pool import Square, tasks
+from headway.data import pool as module
+from headway.data.pool import Pool
+
+module.PRELOAD = ("headway.data.pool",)  # no transformers, which these tasks do not need
+
+def press(done):
+    while not done.wait(0.01):  # from before the workers' server is started until they have done their work
+        os.killpg(0, signal.SIGINT)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: None)  # as a training that ends after its step
+    done = threading.Event()
+    threading.Thread(target=press, args=[done]).start()
+    pool = Pool(Square(), workers=2, prefetch_bytes=4)
+    print([int(result["square"]) for result in pool.run(tasks(range(3)))])
+    pool.close()
+    done.set()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_workers_start_neither_stops_them_nor_prints_anything(tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(_INTERRUPTED.format(folder=str(Path(__file__).parent)))
+    trainer = [sys.executable, str(script)]
+    done = subprocess.run(trainer, check=False, capture_output=True, text=True, start_new_session=True)
+    assert (done.stdout, done.returncode) == ("[0, 1, 4]\n", 0)
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_workers_go_when_the_trainer_fails(tmp_path):
     trainer = _run_trainer(tmp_path, "raise RuntimeError('the trainer failed')")

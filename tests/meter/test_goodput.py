@@ -322,7 +322,7 @@ def test_a_folder_of_runs_names_those_within(tmp_path):
     for run in ("second", "first"):
         (tmp_path / run).mkdir()
         (tmp_path / run / "goodput.jsonl").write_text("")
-    with pytest.raises(LogError, match=r"is no run's folder, but first, second within it are\. Name one of them"):
+    with pytest.raises(LogError, match=r"is no run's folder\. Runs within it: first, second\. Name one of them"):
         read_goodput(tmp_path)
 
 

@@ -140,6 +140,9 @@ def chat_of(text: str, *, file: str = "--prompt", place: str = "as given") -> "C
 def _prompt(text: str, images: "tuple[Path, ...] | list[Path]") -> "Chat":
     from headway.data import Chat, ImagePart, Media, Message, TextPart
 
+    for path in images:
+        if not path.is_file():
+            raise UsageError(f"There is no image {str(path)!r}. Give the path of a file.")
     pictures = tuple(ImagePart(Media(str(path))) for path in images)
     chat = chat_of(text)
     return Chat((Message("user", (*pictures, TextPart(text))),), chat.origin)

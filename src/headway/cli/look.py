@@ -134,6 +134,17 @@ def _refuse(given: "Mapping[str, object]", why: str) -> None:
             raise UsageError(f"{name} has no effect: {why}.")
 
 
+def _require(rows: range, sources: "Sequence[Source]") -> None:
+    """Refuse to show samples behind the last one.
+
+    Raises:
+        UsageError: no dataset has so many samples.
+    """
+    most = max(len(source) for source in sources)
+    if rows and rows.start >= most:
+        raise UsageError(f"There is no sample {rows.start + 1:,} to begin with: the data hold {most:,}.")
+
+
 def _of_data(
     data: "Sequence[str]",
     model: str,
@@ -158,6 +169,7 @@ def _of_data(
 
     policy = one_of(overlong, "policy for over-long samples", OVERLONG)
     sources = [open_source(path) for path in data]
+    _require(rows, sources)
     encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS)
     if packing_length is None:
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
@@ -185,6 +197,7 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     if data.stream is not None:
         raise UsageError("data.stream packs samples as they come, so there is no plan to look at. Give the datasets.")
     sources, stages = open_stages(data)
+    _require(rows, sources)
     shell = load_model(config.model.path, random_init=True, device="meta")
     costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
     encoder = make_encoder(

@@ -7,6 +7,8 @@ How far they run ahead is bounded by bytes, not by a number of packs, for packs 
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
@@ -262,7 +264,12 @@ def worker_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["headway.quiet", *PRELOAD])
+    context.set_forkserver_preload(["headway.data.fork_server", "headway.quiet", *PRELOAD])
+    # Ctrl-C waits until the fork server can ignore it. The tracker lets it through once it runs, so it starts before.
+    multiprocessing.resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
 
 

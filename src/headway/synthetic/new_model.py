@@ -16,7 +16,7 @@ from headway.data.samples import Chat
 from headway.data.sources import Source
 from headway.errors import ConfigError, DataError
 from headway.models.load import load_model
-from headway.synthetic.small_model import Shape, small_config, write_small_model
+from headway.synthetic.small_model import Shape, processor_class, small_config, write_small_model
 from headway.tracing.build import subconfigs
 
 TEXT, IMAGES = "qwen3", "qwen3_vl"
@@ -87,6 +87,8 @@ def write_new_model(
             f"--like {like} reads text alone, and the data hold pictures or videos. Leave it out for {IMAGES}, or name "
             "a type with a vision tower."
         )
+    if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
+        processor_class(config)
     shape, parameters = _nearest(config, size, vocab_size)
     area = _token_area(config)
     write_small_model(folder, config, texts, max_pixels=IMAGE_TOKENS * area, shape=shape, vocab_size=vocab_size)

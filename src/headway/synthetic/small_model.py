@@ -26,6 +26,8 @@ _PROCESSORS = {
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen2_vl": "Qwen2VLProcessor",
 }
+# M-RoPE's sections where a configuration has none: the defaults of transformers' code, for heads of 128.
+_SECTIONS = {"qwen2_vl_text": [16, 24, 24], "qwen2_5_vl_text": [16, 24, 24]}
 _SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -76,12 +78,6 @@ def write_small_model(
     if vision is None:
         write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
-        processor = _PROCESSORS.get(config.model_type)
-        if processor is None:
-            raise ConfigError(
-                f"a model of type {config.model_type!r} cannot be scaled down: how to write a small processor for it "
-                f"is known of text models and of {', '.join(_PROCESSORS)}."
-            )
         write_processor(
             folder,
             texts,
@@ -90,7 +86,7 @@ def write_small_model(
             temporal_patch_size=vision.temporal_patch_size,
             max_pixels=max_pixels,
             vocab_size=vocab_size,
-            processor_class=processor,
+            processor_class=processor_class(config),
         )
     opened: Any = load_processor(folder)
     tokenizer = getattr(opened, "tokenizer", opened)
@@ -102,6 +98,20 @@ def write_small_model(
             setattr(small, name, tokenizer.convert_tokens_to_ids(token))
     small.save_pretrained(folder)
     return folder
+
+
+def processor_class(config: PreTrainedConfig) -> str:
+    """Name the class of a vision-language model's processor.
+
+    Raises:
+        ConfigError: how to write a small one is not known.
+    """
+    if config.model_type not in _PROCESSORS:
+        raise ConfigError(
+            f"A small model like {config.model_type} cannot be made: how to write its small processor is known of text "
+            f"models and of {', '.join(_PROCESSORS)}."
+        )
+    return _PROCESSORS[config.model_type]
 
 
 def small_config(config: PreTrainedConfig, vocabulary: int, shape: Shape = SMALLEST) -> PreTrainedConfig:
@@ -150,17 +160,17 @@ def _shrink_text(small: Any, old: Any, vocabulary: int, shape: Shape) -> None:
             setattr(small, name, _width(size * scale))
     small.vocab_size = vocabulary
     if rope := getattr(small, "rope_parameters", None):
-        small.rope_parameters = _small_rope(rope, head_dim, shape.head_dim)
+        small.rope_parameters = _small_rope(rope, head_dim, shape.head_dim, _SECTIONS.get(old.model_type))
     for name in _NUM_EXPERTS:
         if isinstance(getattr(old, name, None), int) and getattr(old, name):
             setattr(small, name, min(EXPERTS, getattr(old, name)))
             small.num_experts_per_tok = min(EXPERTS_PER_TOKEN, old.num_experts_per_tok)
 
 
-def _small_rope(rope: dict[str, Any], old_dim: int, head_dim: int) -> dict[str, Any]:
+def _small_rope(rope: dict[str, Any], old_dim: int, head_dim: int, unsaid: list[int] | None) -> dict[str, Any]:
     """Rotary settings with M-RoPE's sections in their old proportions."""
     rope = copy.deepcopy(rope)
-    if sections := rope.get("mrope_section"):
+    if sections := rope.get("mrope_section", unsaid):
         shares = [section * head_dim // old_dim for section in sections]
         rope["mrope_section"] = [head_dim // 2 - sum(shares[1:]), *shares[1:]]
     return rope
@@ -168,6 +178,9 @@ def _small_rope(rope: dict[str, Any], old_dim: int, head_dim: int) -> dict[str, 
 
 def _shrink_vision(small: Any, old: Any, width_of_text: int, shape: Shape) -> None:
     heads = min(shape.vision_heads, old.num_heads)
+    if hasattr(old, "embed_dim"):  # Qwen2-VL's: hidden_size is the text's, and an MLP is a multiple of the width
+        small.num_heads, small.embed_dim, small.hidden_size = heads, heads * shape.head_dim, width_of_text
+        return
     scale = heads * shape.head_dim / old.hidden_size
     small.num_heads, small.hidden_size = heads, heads * shape.head_dim
     small.intermediate_size = _width(old.intermediate_size * scale)

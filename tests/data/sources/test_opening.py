@@ -76,7 +76,7 @@ def test_an_unknown_format_names_those_that_are_known(tmp_path, name):
 
 def test_a_folder_of_several_formats_is_not_guessed_at(folder):
     (folder / "notes.txt").write_text("a")
-    with pytest.raises(DataError, match=r"holds files of several formats, jsonl, text.*such as a path that ends in"):
+    with pytest.raises(DataError, match=r"several formats, jsonl, text.*such as .*/\*\.(jsonl|txt), or one file"):
         open_source(folder)
 
 

@@ -57,6 +57,12 @@ def test_links_may_stay_below_the_root_but_not_leave_it(root):
     assert named(root.parent / "linked", "in/a.png").read() == b"a"
 
 
+def test_a_root_that_is_the_working_folder_is_told_from_a_full_stop(root, monkeypatch):
+    monkeypatch.chdir(root)
+    with pytest.raises(DataError, match=r"root, the folder '\.'\. Paths start from there"):
+        RowMedia({}, {}, ".", MediaRules()).named("image", "/etc/passwd")
+
+
 def test_another_root_may_be_given(root):
     assert named(root / "in", "in/a.png", root=str(root)).read() == b"a"
     assert named(root, "in/a.png", root="memory://bucket/data/") == Media("memory://bucket/data/in/a.png")

@@ -147,7 +147,7 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
         if len(formats) > 1:
             raise DataError(
                 f"The folder {folder} holds files of several formats, {', '.join(sorted(formats))}, so what its "
-                "dataset is cannot be told. Give a glob, such as a path that ends in /*.parquet."
+                f"dataset is cannot be told. Give a glob, such as {folder}/*{known[0].extension}, or one file."
             )
         files = known or files
     return [(file, _format_of(file)) for file in files]

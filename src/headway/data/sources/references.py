@@ -146,13 +146,13 @@ class RowMedia:
         protocol = url.partition("://")[0].lower()
         if protocol not in REMOTE or "::" in url:
             raise DataError(
-                f"the {kind} {url!r} has a protocol that rows may not use. Allowed are paths below {self._root}, data "
-                f"URIs and, where allow_remote is set, {', '.join(REMOTE)}."
+                f"the {kind} {url!r} has a protocol that rows may not use. Allowed are paths below the folder "
+                f"{self._root!r}, data URIs and, where allow_remote is set, {', '.join(REMOTE)}."
             )
         if not self._rules.allow_remote:
             raise DataError(
                 f"the {kind} {url!r} lies outside the dataset, and nothing is fetched from elsewhere unless allowed. "
-                f"Download it below {self._root} and name its path, or open the dataset with "
+                f"Download it below the folder {self._root!r} and name its path, or open the dataset with "
                 "allow_remote=True."
             )
         return url
@@ -208,13 +208,14 @@ def below(root: str, kind: str, name: str) -> str:
         within = _within(root, inside)
         if within is None:
             raise DataError(
-                f"the {kind} path {name!r} is absolute and leads elsewhere than to the dataset's root, {root}. Paths "
-                f"start from that folder and stay below it; write it without what leads there, or {_OTHER_ROOT}."
+                f"the {kind} path {name!r} is absolute and leads elsewhere than to the dataset's root, the folder "
+                f"{root!r}. Paths start from there and stay below it; write it without what leads there, or "
+                f"{_OTHER_ROOT}."
             )
         inside = within
     if inside == ".." or inside.startswith("../") or "\\" in name or "\0" in name:
         raise DataError(
-            f"the {kind} path {name!r} leaves the dataset's folder {root}. Paths are relative to the dataset's root "
+            f"the {kind} path {name!r} leaves the dataset's folder {root!r}. Paths are relative to the dataset's root "
             "(the file's own folder, if no other is given), with forward slashes, and stay below it; move the file "
             f"there, or {_OTHER_ROOT}."
         )
@@ -228,8 +229,8 @@ def below(root: str, kind: str, name: str) -> str:
         )
     if not Path(os.path.realpath(path)).is_relative_to(_real(str(Path(root).absolute()))):
         raise DataError(
-            f"the {kind} path {name!r} leaves the dataset's folder {root} by a link, to {os.path.realpath(path)}. Copy "
-            f"the file, or {_OTHER_ROOT} that holds both."
+            f"the {kind} path {name!r} leaves the dataset's folder {root!r} by a link, to {os.path.realpath(path)}. "
+            f"Copy the file, or {_OTHER_ROOT} that holds both."
         )
     return str(path)
 
