@@ -67,8 +67,10 @@ def test_models_whose_defaults_stand_in_transformers_code_alone_are_made_small_t
 
 
 def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, questions):
-    (questions / "more.jsonl").write_text((questions / "words.jsonl").read_text() * 2)
-    data = ("--data", "words.jsonl", "--data", "more.jsonl")
+    words = (questions / "words.jsonl").read_text().replace('"text"', '"satz"')
+    (questions / "words.jsonl").write_text(words)
+    (questions / "more.jsonl").write_text(words * 2)
+    data = ("--data", "words.jsonl", "--data", "more.jsonl", "--column", "text=satz")
     made = headway("new-model", "tiny", *data, "--size", "100k", "--vocab", 300)
     assert (made.code, "tiny, like qwen3\n" in made.out, "learned from 90 samples" in made.out) == (0, True, True)
 
@@ -76,7 +78,9 @@ def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, ques
 
     assert (wrote.code, "on one device" in wrote.out) == (0, True)
     (stage,) = yaml.safe_load((questions / "b.yaml").read_text())["data"]["train"]
-    assert stage == {"mix": [{"path": "words.jsonl", "weight": 30}, {"path": "more.jsonl", "weight": 60}]}
+    named = {"columns": {"text": "satz"}}
+    mix = [{"path": "words.jsonl", "weight": 30, **named}, {"path": "more.jsonl", "weight": 60, **named}]
+    assert stage == {"mix": mix}
 
 
 @pytest.mark.parametrize(

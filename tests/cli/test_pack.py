@@ -213,4 +213,14 @@ def test_two_files_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeyp
         (tmp_path / name).mkdir()
         write(tmp_path, '{"text": "one two"}\n', f"{name}/train.jsonl")
     paths = [str(tmp_path / name / "train.jsonl") for name in ("pictures", "words")]
-    assert list(_measured([*paths, paths[0]], str(model), None)) == ["pictures/train", "words/train"]
+    assert list(_measured([*paths, paths[0]], str(model), None, {})) == ["pictures/train", "words/train"]
+
+
+def test_a_column_is_read_by_the_name_that_the_dataset_gives_it(headway, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    model = write_processor(tmp_path / "model", ["one two"], patch_size=8)
+    path = write(tmp_path, '{"satz": "one two"}\n', "train.jsonl")
+    measured = _measured([str(path)], str(model), None, {"text": "satz"})
+    assert measured["train"].ok.all()
+    result = headway("pack", "--lengths", path, "--packing-length", 64, "--column", "text=satz")
+    assert (result.code, "cannot take effect with --lengths" in " ".join(result.err.split())) == (2, True)

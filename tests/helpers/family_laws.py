@@ -42,6 +42,8 @@ COUNTED_OTHERWISE = {
     "pixtral": (0, "patch_conv", "what fills images up to the largest of a pack is not billed"),
     "gemma4": (-1, "vision_tower", "patches that fill every image up to the most it may have are not billed"),
     "mistral3": (0, "patch_conv", "what fills images up to the largest of a pack is not billed"),
+    "lighton_ocr": (0, "patch_conv", "what fills images up to the largest of a pack is not billed"),
+    "lfm2_vl": (-1, "vision_tower", "patches that fill tiles up to the most they may have are not billed"),
 }
 _VANISHED = 1e-3  # of the largest gradient's norm; smaller ones (key biases' are zero but for rounding) count as that
 
@@ -123,8 +125,8 @@ class FamilyPair:
         inputs = {"input_ids_1T": ids_1T}
         if "pixel_values" in self.batch.processed:
             pixels = self.batch.processed["pixel_values"].clone()
-            index = (0, 0) if pixels.shape[0] == 1 else (0,)
-            pixels[index] = 1 - pixels[index]
+            axis = first.processed["pixel_values"].rule.axis
+            pixels.select(axis, 0).copy_(1 - pixels.select(axis, 0))
             inputs["processed"] = {**self.batch.processed, "pixel_values": pixels}
         (before, _), (after, _) = self.packed(), self.packed(replace(self.batch, **inputs))
         assert before[0] != after[0]

@@ -149,6 +149,11 @@ _RECURRENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _MORE_VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VLConfig", dict(**_SIZES, **_COUNTS, rope_parameters=_MROPE), _QWEN2_VISION),
 }
+_CONVOLVING: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2Config", dict(
+        **_SIZES, **_COUNTS, layer_types=["conv", "full_attention"], max_position_embeddings=512
+    )),
+}  # fmt: skip
 _RECURRENT_VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_vl": (
         "Qwen3_5Config",
@@ -167,7 +172,7 @@ FAMILIES = TEXT_FAMILIES + VISION_FAMILIES
 
 def tiny_config(family: str, vocabulary: int = 160, special_tokens: dict[str, int] | None = None) -> PreTrainedConfig:
     """Build a fresh configuration of a family."""
-    text_alone = _TEXT_FAMILIES | _RECURRENT_FAMILIES
+    text_alone = _TEXT_FAMILIES | _RECURRENT_FAMILIES | _CONVOLVING
     if family in text_alone:
         name, options = text_alone[family]
         return getattr(transformers, name)(

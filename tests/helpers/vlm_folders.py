@@ -7,7 +7,6 @@ real ones. The special tokens get the first ids, in the order of the family's ta
 
 import importlib
 import json
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,16 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+from headway.models.video import VideoSettings
 from headway.synthetic.processor import write_processor
 from helpers.tiny_images import _COUNTS, _LLAMA, _SIGLIP, _SIZES, _TOWER, tiny_image_config
 from helpers.tiny_models import PATCH, tiny_config
 from helpers.tiny_speech import tiny_speech_config
-
-SIDE = 4 * PATCH  # of the square that towers of a fixed size read [pixels]
+from helpers.vlm_family import QWEN_SIZES as _QWEN_SIZES
+from helpers.vlm_family import SIDE, Family
+from helpers.vlm_family import SQUARE as _SQUARE
+from helpers.vlm_family import TILES as _TILES
+from helpers.vlms_of_others import MORE_FAMILIES
 
 _TEMPLATE = """\
 {%- macro body(content) -%}
@@ -56,38 +59,7 @@ _TEMPLATE = """\
 """
 
 
-@dataclass(frozen=True)
-class Family:
-    """What a family's folder is made of.
-
-    Attributes:
-        special: its special tokens, from id 3 on; a pad, a begin and an end token come before.
-        processor: the class of its processor.
-        image: module (below transformers.models) and class of its image processor, and its settings.
-        options: the processor's own.
-        named: special tokens that the tokenizer has as attributes.
-        placeholder: what the template writes for an image.
-        audio: likewise for a sound.
-        config: its configuration.
-        sound: the class of its feature extractor, where its processor has one.
-        needs: packages without which transformers has no such processor.
-    """
-
-    special: tuple[str, ...]
-    processor: str
-    image: tuple[str, str, dict[str, Any]] | None
-    placeholder: str = "<image>"
-    options: dict[str, Any] = field(default_factory=dict)
-    named: dict[str, str] = field(default_factory=dict)
-    audio: str = ""
-    config: Any = None
-    sound: str = "WhisperFeatureExtractor"
-    needs: tuple[str, ...] = ()
-
-
-_SQUARE = {"height": SIDE, "width": SIDE}
 _PIL = "image_processing_pil_"
-_TILES = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 
 def _llava_onevision() -> PreTrainedConfig:
@@ -190,12 +162,6 @@ _PIXTRAL_IMAGES = ("pixtral", "PixtralImageProcessorPil", {"size": {"longest_edg
 _PIXTRAL_SPECIAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 _TILED = {"size": _SQUARE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}
 _OMNI_NAMED = {f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("audio", "vision") for end in ("bos", "eos")}
-_QWEN_SIZES = {
-    "size": {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2},
-    "patch_size": PATCH,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-}
 FAMILIES: dict[str, Family] = {
     "llava": Family(
         ("<image>",),
@@ -360,6 +326,7 @@ FAMILIES |= {
         config=_omni,
     ),
 }
+FAMILIES |= MORE_FAMILIES
 _QWEN = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
@@ -381,7 +348,10 @@ def write_vlm(folder: Path, family: str, *, weights: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = _write_qwen(folder, family) if family in _QWEN else _write_family(folder, FAMILIES[family])
     if weights:
-        kind = getattr(transformers, type(config).__name__.removesuffix("Config") + "ForConditionalGeneration")
+        name = type(config).__name__.removesuffix("Config")
+        kind = getattr(transformers, f"{name}ForConditionalGeneration", None) or getattr(
+            transformers, f"{name}ForCausalLM"
+        )
         model = kind(config)
         with torch.no_grad():  # norms and biases start at one and zero, which hides mistakes
             for parameter in model.parameters():
@@ -410,7 +380,7 @@ def _write_family(folder: Path, family: Family) -> PreTrainedConfig:
     processor.tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     saved: dict[str, Any] = {"processor_class": family.processor}
-    for part in ("image_processor", "feature_extractor"):
+    for part in ("image_processor", "feature_extractor", "audio_processor"):
         if hasattr(processor, part):
             settings = getattr(processor, part).to_dict()
             if "image_processor_type" in settings:
@@ -435,20 +405,22 @@ def _made(kind: Any, family: Family, tokenizer: Any) -> Any:
         kind_of_file = _PIL if name.endswith("Pil") else "image_processing_"
         images = getattr(importlib.import_module(f"transformers.models.{module}.{kind_of_file}{module}"), name)
         parts["image_processor"] = images(**settings)
-    if "feature_extractor" in attributes:
+    for name in {"feature_extractor", "audio_processor"}.intersection(attributes):
         kind_of_sound = getattr(transformers, family.sound)
         options = {"chunk_length": 1} if family.sound.startswith("Whisper") else {}
-        parts["feature_extractor"] = kind_of_sound(feature_size=16, **options)
+        parts[name] = kind_of_sound(feature_size=16, **options)
     if "video_processor" not in attributes:
         return kind(**parts, **family.options)
 
     class WithoutVideos(kind):
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
             if name != "video_processor":
-                super().check_argument_for_proper_class(name, argument)
+                return super().check_argument_for_proper_class(name, argument)
+            return type(argument)
 
     WithoutVideos.__name__ = kind.__name__
-    return WithoutVideos(**parts, video_processor=None, **family.options)
+    videos = VideoSettings(family.image[2] if family.image is not None else {})
+    return WithoutVideos(**parts, video_processor=videos, **family.options)
 
 
 def _tokenizer(family: Family) -> PreTrainedTokenizerFast:

@@ -234,10 +234,26 @@ def test_a_list_of_datasets_in_a_file_of_its_own_is_read(write, tmp_path):
         "trainer_args": {"num_train_epochs": 2},
     }
     one = {"path": "a.jsonl", "root": "media"}
-    with pytest.raises(ConfigError, match=r"lacks trainer_args\.max_steps"):
-        import_config(write(config), {"model.path": "m"})
+    imported = import_config(write(config), {"model.path": "m"})
+    assert imported.recipe["data"]["train"] == [one]
+    assert imported.recipe["optim"]["epochs"] == 2.0
     imported = import_config(write(config), {"model.path": "m", "optim.steps": 7})
     assert imported.recipe["data"]["train"] == [one]  # the steps end the run
+    assert "epochs" not in imported.recipe["optim"]
+    with pytest.raises(ConfigError, match=r"lacks trainer_args\.max_steps or num_train_epochs"):
+        import_config(write({**config, "trainer_args": {}}), {"model.path": "m"})
+
+
+def test_epochs_of_several_datasets_are_taken_over_as_such(write):
+    sets = [{"path": "a.jsonl", "data_type": "jsonl"}, {"path": "b.jsonl", "data_type": "jsonl"}]
+    config = {
+        "dataset_config": {"dataset_format": "yaml", "datasets": sets, "packing": True},
+        "trainer_args": {"num_train_epochs": 3, "max_steps": -1},
+    }
+    recipe = import_config(write(config), {"model.path": "m"}).recipe
+    assert recipe["data"]["train"] == [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    assert recipe["optim"]["epochs"] == 3.0
+    parse_config(recipe)
 
 
 def test_without_packing_a_batch_is_so_many_samples(write):

@@ -18,15 +18,17 @@ def packed(model):
     return ids, model(input_ids=ids, position_ids=places, use_cache=False, **pack).logits
 
 
-def test_each_segment_of_a_pack_runs_as_if_it_were_alone():
+@pytest.mark.parametrize("family", ["qwen3_5", "minimax", "lfm2"])  # of a state, the model's cache, a short convolution
+def test_each_segment_of_a_pack_runs_as_if_it_were_alone(family):
     torch.manual_seed(0)
-    model = load_model(tiny_config("qwen3_5"), random_init=True)
+    model = load_model(tiny_config(family), random_init=True)
     ids, logits = packed(model)
     parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
     assert torch.allclose(logits, torch.cat(parts, dim=1), atol=1e-5)
 
 
-def test_a_layer_that_boundaries_do_not_reach_refuses_a_pack():
-    model = load_model(tiny_config("mamba2"), random_init=True)
+@pytest.mark.parametrize("family", ["mamba2", "rwkv"])
+def test_a_layer_that_boundaries_do_not_reach_refuses_a_pack(family):
+    model = load_model(tiny_config(family), random_init=True)
     with pytest.raises(ConfigError, match=r"cannot be trained on packs\. docs/models\.md"):
         packed(model)

@@ -16,6 +16,8 @@ from helpers.vlm_folders import VLM_FOLDERS
 
 QUICK = ("llava", "gemma3")
 LONG = ("aya_vision", "glm4v", "llava_next", "ovis2", "qwen2_vl", "qwen3_vl_moe")  # others keep the same laws likewise
+LONG += ("glm4v_moe", "glm46v", "glm_ocr", "exaone4_5", "paddleocr_vl", "janus", "vipllava")
+LONG += ("cohere2_vision", "lighton_ocr")
 # transformers' PaliGemma makes labels of a tensor by numpy, which numpy 2 warns of
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 

@@ -31,7 +31,8 @@ def import_config(
         typer.Option(metavar="PATH", help="The training data, where FILE does not say them, or says others."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Optimizer steps, where FILE says epochs or nothing [steps].")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Optimizer steps, where FILE says none; instead of its epochs [steps]."),
     ] = None,
     leave_out: Annotated[
         list[str] | None,

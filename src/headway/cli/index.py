@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.options import JsonOption, MaxCharactersOption
+from headway.cli.options import ColumnOption, JsonOption, MaxCharactersOption, columns_of
 from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
 from headway.report import format_count, format_share, printable, render_lines, render_pairs
@@ -34,12 +34,7 @@ def index(
     text_column: Annotated[
         str, typer.Option(metavar="NAME", help="Column with the words of documents and captions.")
     ] = "text",
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--column", metavar="NAME=THEIRS", help="What the dataset calls a column, as question=Frage. Repeatable."
-        ),
-    ] = None,
+    column: ColumnOption = None,
     root: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder or URL that media paths start from; each file's own else.")
     ] = None,
@@ -83,7 +78,7 @@ def index(
 
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
-    options["columns"] = _columns(column or [])
+    options["columns"] = columns_of(column)
     data = list(dict.fromkeys(data))
     names = own_names(data)  # a typo in a path is told before anything is measured
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
@@ -95,14 +90,6 @@ def index(
         print_json({"model": model, "indices": records})
     else:
         print("\n\n".join(_render(path, found) for path, found in indices.items()))
-
-
-def _columns(given: list[str]) -> dict[str, str]:
-    pairs = [one.partition("=") for one in given]
-    for name, equals, theirs in pairs:
-        if not (name and equals and theirs):
-            raise UsageError(f"--column {name + equals + theirs!r} is not NAME=THEIRS, such as question=Frage.")
-    return {name: theirs for name, _, theirs in pairs}
 
 
 def build_indices(

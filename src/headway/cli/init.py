@@ -8,7 +8,7 @@ import typer
 
 from headway.cli.dry_run import saved_activations
 from headway.cli.index import build_indices
-from headway.cli.options import JsonOption
+from headway.cli.options import ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import UsageError
@@ -34,6 +34,7 @@ def init(
     data: DataOption,
     device: DeviceOption = None,
     output: OutputOption = Path("train.yaml"),
+    column: ColumnOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a commented YAML file that trains a model on data as it is; asks nothing.
@@ -56,7 +57,8 @@ def init(
         from headway.data.sources import open_source
         from headway.hub import located
 
-        sources = [open_source(path) for path in data]
+        columns = columns_of(column)
+        sources = [open_source(path, columns=columns) for path in data]
         path = located(model)
     indices = build_indices(sources, path, None, BadSamples("skip", limit=None, fraction=None))
     from headway.train.suggest import EPOCHS, suggest
@@ -68,6 +70,7 @@ def init(
         SavedByPrecision(partial(saved_activations, path)),
         device=found,
         run_folder=f"runs/{output.stem}",
+        columns=columns,
         has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
     )
     output.write_text(made.text, encoding="utf-8")

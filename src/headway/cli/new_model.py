@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import JsonOption
+from headway.cli.options import ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
 from headway.report import format_bytes, format_count, render_pairs
@@ -43,6 +43,7 @@ def new_model(
     size: SizeOption = "3M",
     vocab: VocabOption = 2048,
     seed: SeedOption = 0,
+    column: ColumnOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a small model with random weights, for experiments: a folder that `headway train` takes as it is.
@@ -55,7 +56,9 @@ def new_model(
     with needs_extra("making a model"):
         from headway.data.sources import open_source
 
-        sources = [open_source(path) for path in data]  # a typo is told before torch is imported
+        sources = [
+            open_source(path, columns=columns_of(column)) for path in data
+        ]  # a typo is told before torch is imported
         from headway.synthetic.new_model import TRAINING_BYTES, write_new_model
 
     made = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from headway.errors import UsageError
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -19,6 +21,27 @@ SegmentsOption = Annotated[
         help="Segment lengths [tokens], the tokens of images and videos included; L*N means N segments of L tokens.",
     ),
 ]
+
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column", metavar="NAME=THEIRS", help="What the dataset calls a column, as question=Frage. Repeatable."
+    ),
+]
+
+
+def columns_of(given: list[str] | None) -> dict[str, str]:
+    """Read `--column`: the dataset's name of each column, by the name that it has here.
+
+    Raises:
+        UsageError: one is not NAME=THEIRS.
+    """
+    pairs = [one.partition("=") for one in given or []]
+    for name, equals, theirs in pairs:
+        if not (name and equals and theirs):
+            raise UsageError(f"--column {name + equals + theirs!r} is not NAME=THEIRS, such as question=Frage.")
+    return {name: theirs for name, _, theirs in pairs}
+
 
 ImagesOption = Annotated[
     str | None,

@@ -83,6 +83,7 @@ def pack(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,
+    column: options.ColumnOption = None,
     max_characters: options.MaxCharactersOption = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs (PNG or SVG).")
@@ -104,7 +105,7 @@ def pack(
     if plot is not None:
         _check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
-    sources = _lengths(data, lengths, model, max_characters)
+    sources = _lengths(data, lengths, model, max_characters, options.columns_of(column))
     seen = any(source.patches.any() for source in sources.values())
     name = model or (IMAGE_MODEL if seen else TEXT_MODEL)
     planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name))
@@ -147,7 +148,11 @@ def _print(
 
 
 def _lengths(
-    data: list[str] | None, lengths: Path | None, model: str | None, max_characters: int | None
+    data: list[str] | None,
+    lengths: Path | None,
+    model: str | None,
+    max_characters: int | None,
+    columns: dict[str, str],
 ) -> "Mapping[str, Lengths]":
     """Read a table of lengths, or measure datasets and count their bad rows.
 
@@ -168,11 +173,18 @@ def _lengths(
                 f"--max-characters {max_characters} bounds the texts of DATA, and cannot take effect with --lengths, "
                 "which has no texts. Leave it out."
             )
+        if columns:
+            raise UsageError(
+                f"--column {next(iter(columns))} names a column of DATA, and cannot take effect with --lengths. Leave "
+                "it out."
+            )
         return {lengths.stem: read_lengths(lengths)}
-    return _measured(data or [], model, max_characters)
+    return _measured(data or [], model, max_characters, columns)
 
 
-def _measured(data: list[str], model: str | None, max_characters: int | None) -> "Mapping[str, LengthIndex]":
+def _measured(
+    data: list[str], model: str | None, max_characters: int | None, columns: dict[str, str]
+) -> "Mapping[str, LengthIndex]":
     if model is None:
         raise UsageError("DATA needs --model, whose tokenizer and processor measure its samples: a folder or a Hub id.")
     with needs_extra("indexing"):
@@ -181,7 +193,8 @@ def _measured(data: list[str], model: str | None, max_characters: int | None) ->
         from headway.data.sources.opening import own_names
         from headway.data.wording import errors_in_words_of
     data = list(dict.fromkeys(data))
-    found = [open_source(path, name=name) for path, name in zip(data, own_names(data), strict=True)]
+    named = zip(data, own_names(data), strict=True)
+    found = [open_source(path, name=name, columns=columns) for path, name in named]
     with errors_in_words_of("options"):
         indices = build_indices(found, model, max_characters, BadSamples("skip", limit=None, fraction=None))
     return {source.name: index for source, index in zip(found, indices, strict=True)}

@@ -87,11 +87,7 @@ _NOT_HERE = only_off("Headway has none of it")
 _TRAINER: dict[str, Rule] = {
     "output_dir": sets("run.folder"),
     "max_steps": rules.max_steps,
-    "num_train_epochs": lambda _, context: (
-        Outcome("not needed", "max_steps ends the run")
-        if (context.get("trainer_args.max_steps") or 0) > 0
-        else Outcome("translated", "epochs of data.train")
-    ),
+    "num_train_epochs": rules.epochs,
     "per_device_train_batch_size": rules.batch_size,
     "gradient_accumulation_steps": unneeded("in optim.accumulation, see per_device_train_batch_size"),
     "learning_rate": sets("optim.lr"),

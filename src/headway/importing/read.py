@@ -138,9 +138,10 @@ def _nested(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     needs = {
         "model.path": ("model_config.load_from_pretrained_path", "--model"),
         "data.train": ("dataset_config.dataset_path or datasets", "--data"),
-        "optim.steps": ("trainer_args.max_steps", "--steps"),
+        "optim.steps": ("trainer_args.max_steps or num_train_epochs", "--steps"),
     }
-    missing = [f"{source} (or give {option})" for key, (source, option) in needs.items() if key not in settings]
+    known = settings.keys() | ({"optim.steps"} if "optim.epochs" in settings else set())
+    missing = [f"{source} (or give {option})" for key, (source, option) in needs.items() if key not in known]
     if missing:
         raise ConfigError(f"{path} does not say everything that a run needs; it lacks {'; '.join(missing)}.")
     recipe: dict[str, Any] = {name: {} for name in ("model", "data", "optim", "parallel", "speed", "checkpoint", "run")}

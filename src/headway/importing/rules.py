@@ -86,16 +86,15 @@ def sources(datasets: list[dict[str, Any]], context: Context) -> Outcome:
         )
     if any(one.get("data_type") == "csv" for one in datasets):
         return Outcome("refused", "CSV is not read; write JSON Lines or Parquet")
-    epochs = None if (context.get("trainer_args.max_steps") or 0) > 0 else context.get("trainer_args.num_train_epochs")
     sources = [
         {"path": one["path"]} | ({"root": one["data_folder"]} if one.get("data_folder") else {}) for one in datasets
     ]
     if len(sources) == 1:
-        stage = sources[0] | ({"epochs": float(epochs)} if epochs else {})
-        return Outcome("translated", settings={"data.train": [stage]})
-    passes = float(epochs or ENDLESS)
-    reason = "as often as each other, until the steps are done" if not epochs else ""
-    return Outcome("translated", reason, {"data.train": [{"mix": [{**one, "epochs": passes} for one in sources]}]})
+        return Outcome("translated", settings={"data.train": sources})
+    if counts_epochs(context):
+        return Outcome("translated", "every sample once an epoch", {"data.train": sources})
+    mix = [{**one, "epochs": float(ENDLESS)} for one in sources]
+    return Outcome("translated", "as often as each other, until the steps are done", {"data.train": [{"mix": mix}]})
 
 
 def schedule(value: Any, context: Context) -> Outcome:
@@ -155,11 +154,26 @@ def warmup_steps(value: Any, context: Context) -> Outcome:
     return Outcome("translated", settings={"optim.warmup_steps": int(value)})
 
 
-def max_steps(value: Any, _: Context) -> Outcome:
-    """Translate max_steps; 0 or less means that epochs decide, which a recipe does not have."""
-    if value <= 0:
-        return Outcome("by hand", "the steps of the whole run are not said; give --steps")
-    return Outcome("translated", settings={"optim.steps": value})
+def counts_epochs(context: Context) -> bool:
+    """Whether epochs say how long the run is: steps go before them, as in transformers."""
+    steps = context.get("trainer_args.max_steps") or 0
+    return steps <= 0 and bool(context.get("trainer_args.num_train_epochs"))
+
+
+def max_steps(value: Any, context: Context) -> Outcome:
+    """Translate max_steps; 0 or less means that epochs decide."""
+    if value > 0:
+        return Outcome("translated", settings={"optim.steps": value})
+    if counts_epochs(context):
+        return Outcome("not needed", "num_train_epochs says how long the run is")
+    return Outcome("by hand", "the steps of the whole run are not said; give --steps")
+
+
+def epochs(value: Any, context: Context) -> Outcome:
+    """Translate num_train_epochs; steps go before them."""
+    if not counts_epochs(context):
+        return Outcome("not needed", "max_steps ends the run")
+    return Outcome("translated", settings={"optim.epochs": float(value)})
 
 
 def beta(number: int) -> Rule:

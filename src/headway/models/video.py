@@ -50,13 +50,22 @@ FPS = 2.0
 
 
 class VideoSettings(PushToHubMixin):
-    """A folder's settings for videos that Headway does not read, kept so that they are saved again."""
+    """A folder's settings for videos that Headway does not read, kept so that they are saved again.
+
+    They are attributes too, as processors ask some of them of their video processor (MiniCPM-V).
+    """
 
     _auto_class = None
     model_input_names: ClassVar[list[str]] = []  # a list, as transformers joins those of the parts
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["settings"][name]
+        except KeyError:
+            raise AttributeError(f"the video processor's settings have no {name}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """The settings, as they stand in a processor's folder."""

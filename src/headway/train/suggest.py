@@ -113,6 +113,7 @@ def suggest(
     device: Device | None,
     run_folder: str,
     has_weights: bool,
+    columns: Mapping[str, str] | None = None,
 ) -> Suggestion:
     """Write a configuration.
 
@@ -124,6 +125,7 @@ def suggest(
         device: whose memory it must fit, None not to look.
         run_folder: folder of the run.
         has_weights: whether the model has weights to begin with.
+        columns: the datasets' own names of columns, as in `data.train`.
 
     Raises:
         DataError: no sample can be used.
@@ -133,7 +135,7 @@ def suggest(
     pack = pack_length(lengths)
     raw: dict[str, Any] = {
         "model": {"path": model} | ({} if has_weights else {"random_init": True}),
-        "data": {"train": _train(data), "tokens_per_pack": pack},
+        "data": {"train": _train(data, columns or {}), "tokens_per_pack": pack},
         "optim": {"steps": 1, "lr": _learning_rate(cost_model, adapters=False)},
         "run": {"folder": run_folder},
     }
@@ -180,11 +182,12 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _train(data: Mapping[str, LengthIndex]) -> list[dict[str, Any]]:
+def _train(data: Mapping[str, LengthIndex], columns: Mapping[str, str]) -> list[dict[str, Any]]:
     """One source, or several in proportion to their samples."""
+    named = {"columns": dict(columns)} if columns else {}
     if len(data) == 1:
-        return [{"path": path} for path in data]
-    return [{"mix": [{"path": path, "weight": int(index.ok.sum())} for path, index in data.items()]}]
+        return [{"path": path, **named} for path in data]
+    return [{"mix": [{"path": path, "weight": int(index.ok.sum()), **named} for path, index in data.items()]}]
 
 
 def _learning_rate(cost_model: CostModel, *, adapters: bool) -> float:

@@ -276,3 +276,10 @@ def test_a_picture_that_the_processor_cannot_read_is_named(encoder_of, chats, mo
     monkeypatch.setattr(processed, "_run", divide)
     with pytest.raises(DataError, match="line 1: the model's processor refuses an image: division by zero"):
         encoder_of("gemma3").encode(chats["one"])
+
+
+def test_a_tensor_beside_patches_and_grids_that_no_pack_carries_is_refused(chats, tmp_path):
+    processor = load_processor(write_vlm(tmp_path / "model", "glm4v"))
+    processor.image_processor.model_input_names = ["pixel_values", "image_grid_thw", "image_merge_sizes"]
+    with pytest.raises(ConfigError, match=r"Glm4vProcessor hands the model image_merge_sizes with its images"):
+        Encoder(processor).encode(chats["one"])

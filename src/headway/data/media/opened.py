@@ -80,6 +80,7 @@ class MediaReader:
                 self._image_error = error
         elif hasattr(processor, "image_processor"):
             self.images = ImagePatches(processor.image_processor)
+            self._image_error = _beyond_patches(processor)
         rules = getattr(processor, "video_processor", None)
         if isinstance(rules, VideoProcessor):
             self.videos = VideoPatches(rules, None if self.images is None else self.images.scale)
@@ -196,6 +197,20 @@ class MediaReader:
             f"{where}: the chat holds {number} {kind}, but {model} here. Choose another model, or a dataset without "
             f"{kind}. The processor is {type(self._processor).__name__}; docs/models.md lists what each family reads."
         )
+
+
+def _beyond_patches(processor: Any) -> ConfigError | None:
+    """What to say of a processor that hands the model more of images than patches, grids and token types."""
+    names = {*processor.image_processor.model_input_names, *getattr(processor, "model_input_names", ())}
+    images = {name for name in names if name.startswith("image_")} - {"image_grid_thw"}
+    types = {name for name in names if name.endswith("_token_type_ids")} - {"mm_token_type_ids"}
+    if not (images or types):
+        return None
+    return ConfigError(
+        f"The processor {type(processor).__name__} hands the model {', '.join(sorted(images | types))} with its "
+        "images, which packs do not carry, so images of this model cannot be trained (docs/models.md lists families "
+        "that can)."
+    )
 
 
 def _refused(where: str, error: Exception) -> DataError:
