@@ -172,7 +172,7 @@ def render(record: dict[str, Any]) -> str:
             f"## {mix['name']}",
             "",
             f"{mix['description']}. {mix['samples_per_step']} samples per optimizer step, {mix['timed_steps']} timed "
-            "steps a round. First loss: "
+            f"step{'' if mix['timed_steps'] == 1 else 's'} a round. First loss: "
             + ", ".join(f"{TITLES[name]} {loss:.6f}" for name, loss in losses.items())
             + ".",
             "",
