@@ -29,6 +29,7 @@ from trl import SFTConfig, SFTTrainer
 from headway.count import Workload
 from headway.data import EncodedSample
 from headway.data.collate import Collator
+from headway.data.media.joining import joined
 from headway.models import load_model
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import model_with_loss
@@ -62,11 +63,13 @@ class Timing:
 
     Attributes:
         wall_s: from the end of the last warm-up step to the end of the last step [s].
+        cpu_s: processor time of this process from and to the same, all its threads together [s].
         work: the samples of those steps: real tokens and patches, nothing that pads.
         slots: positions computed in those steps, padding included.
     """
 
     wall_s: float
+    cpu_s: float
     work: Workload
     slots: int
 
@@ -77,18 +80,20 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.ends_s: list[float] = []
+        self.cpu_ends_s: list[float] = []
 
     def step_ended(self) -> None:
         """Note the time; both sides call it after each optimizer step."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.ends_s.append(time.perf_counter())
+        self.cpu_ends_s.append(time.process_time())
 
     def timing(self, work: Sequence[Workload], slots: Sequence[int], warmup: int) -> Timing:
         """Sum up what happened after the warm-up, from the work and the computed positions of each step."""
         counted = slice(warmup, len(self.ends_s))
-        wall_s = self.ends_s[-1] - self.ends_s[warmup - 1]
-        return Timing(wall_s, Workload.total(work[counted]), sum(slots[counted]))
+        wall_s, cpu_s = (ends[-1] - ends[warmup - 1] for ends in (self.ends_s, self.cpu_ends_s))
+        return Timing(wall_s, cpu_s, Workload.total(work[counted]), sum(slots[counted]))
 
 
 def build_model(mix: Mix, attention: str, device: torch.device) -> PreTrainedModel:
@@ -261,11 +266,14 @@ def pad(samples: Sequence[EncodedSample]) -> dict[str, Any]:
     }
     types = [sample.token_types_S for sample in samples if sample.token_types_S is not None]
     if types:
-        batch["mm_token_type_ids"] = rows(types, 0)
+        batch[samples[0].types_name] = rows(types, 0)
     pixels = [sample.pixels_PD for sample in samples if sample.pixels_PD is not None]
     if pixels:
         batch["pixel_values"] = torch.cat(pixels)
         batch["image_grid_thw"] = torch.cat([sample.grids_M3 for sample in samples])
+    processed = [sample.processed for sample in samples if sample.processed]
+    for name in processed[0] if processed else ():
+        batch[name] = joined([each[name].tensor_X for each in processed], processed[0][name].rule)
     return batch
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.models import load_config, load_model, load_processor, rope_index
 from headway.models.pixel_patches import normalised
+from headway.models.vision import patch_size_of
 from headway.packing.lengths import MIXES
 from headway.synthetic.digits import write_digits, write_reader
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
@@ -34,7 +35,7 @@ class Mix:
     @property
     def is_text(self) -> bool:
         """Whether no sample has images or videos."""
-        return all(sample.pixels_PD is None for sample in self.samples)
+        return all(sample.pixels_PD is None and not sample.processed for sample in self.samples)
 
 
 def text_mix(num_samples: int, seed: int = 0) -> Mix:
@@ -96,7 +97,7 @@ def images_mix(num_samples: int, seed: int = 0) -> Mix:
             merge_size=vision.spatial_merge_size,
             seed=seed,
         )
-        config, samples, facts = _encoded(folder / "model", path)
+        config, samples, facts = encoded(folder / "model", path)
     return Mix("images", f"{mix.description}; lengths and widths divided by {IMAGES_SCALE}: {facts}", config, samples)
 
 
@@ -124,21 +125,22 @@ def digits_mix(num_samples: int) -> Mix:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = write_digits(folder / "data", num_train=num_samples, num_eval=1)
-        config, samples, facts = _encoded(write_reader(folder / "model"), data.train)
+        config, samples, facts = encoded(write_reader(folder / "model"), data.train)
     return Mix("digits", f"1 to 4 digits per sample: {facts}", config, samples)
 
 
-def _encoded(folder: Path, path: Path) -> tuple[PreTrainedConfig, list[EncodedSample], str]:
+def encoded(folder: Path, path: Path) -> tuple[PreTrainedConfig, list[EncodedSample], str]:
     """A model folder's configuration, the samples as the model reads them, and what there is to say of them."""
     config = load_config(folder)
     model = load_model(config, random_init=True)  # only for its rule of M-RoPE positions
-    encoder = Encoder(load_processor(folder), rope_index(model))
+    encoder = Encoder(load_processor(folder), rope_index(model), patch_size=patch_size_of(config))
     scale = encoder.pixel_scale
-    assert scale is not None
     samples = []
     for sample in map(encoder.encode, read_samples(path)):
         pixels_PD = sample.pixels_PD
-        samples.append(replace(sample, pixels_PD=None if pixels_PD is None else normalised(pixels_PD, scale)))
+        if pixels_PD is not None and scale is not None:
+            pixels_PD = normalised(pixels_PD, scale)
+        samples.append(replace(sample, pixels_PD=pixels_PD))
     lengths = np.array([sample.tokens for sample in samples])
     facts = (
         f"mean {lengths.mean():.0f} tokens (from {lengths.min()} to {lengths.max():,}), mean "

@@ -41,7 +41,7 @@ def test_a_committed_table_is_rendered_from_its_record(path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("mix", ["text", "images", "digits"])
+@pytest.mark.parametrize("mix", ["text", "images", "digits", "gemma3", "internvl"])
 def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
     shape = (
         "--rounds",
@@ -56,6 +56,8 @@ def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
         2,
         "--digits-batch",
         4,
+        "--families-batch",
+        2,
         "--threads",
         1,
     )

@@ -337,16 +337,19 @@ _QWEN = {
 VLM_FOLDERS = (*(f for f, family in FAMILIES.items() if all(find_spec(each) for each in family.needs)), *_QWEN)
 
 
-def write_vlm(folder: Path, family: str, *, weights: bool = False) -> Path:
+def write_vlm(folder: Path, family: str | Family, *, weights: bool = False) -> Path:
     """Write a model's folder.
 
     Args:
         folder: made if missing.
-        family: one of `VLM_FOLDERS`.
+        family: one of `VLM_FOLDERS`, or what a family's folder is made of.
         weights: whether random weights go with it, drawn from torch's global generator.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = _write_qwen(folder, family) if family in _QWEN else _write_family(folder, FAMILIES[family])
+    if isinstance(family, str) and family in _QWEN:
+        config = _write_qwen(folder, family)
+    else:
+        config = _write_family(folder, FAMILIES[family] if isinstance(family, str) else family)
     if weights:
         name = type(config).__name__.removesuffix("Config")
         kind = getattr(transformers, f"{name}ForConditionalGeneration", None) or getattr(
