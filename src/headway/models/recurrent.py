@@ -42,7 +42,7 @@ def separate_segments(model: nn.Module) -> None:
         if _is_recurrent(module) and not any(_is_recurrent(part) for part in module.modules() if part is not module)
     ]
     for module in recurrent:
-        if "ALL_ATTENTION_FUNCTIONS" in _names(type(module)):
+        if "ALL_ATTENTION_FUNCTIONS" in _names(module):
             module.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
         else:
             vars(module)["forward"] = _separated(module.forward)
@@ -58,17 +58,15 @@ def _says_so(module: nn.Module) -> bool:
 
 def _is_recurrent(module: nn.Module) -> bool:
     parameters = inspect.signature(module.forward).parameters
-    return "hidden_states" in parameters and (
-        "cache_params" in parameters or not _STATES.isdisjoint(_names(type(module)))
-    )
+    return "hidden_states" in parameters and ("cache_params" in parameters or not _STATES.isdisjoint(_names(module)))
 
 
-@functools.cache
-def _names(kind: type[nn.Module]) -> frozenset[str]:
+def _names(module: nn.Module) -> set[str]:
     """Global names and attributes that the code of a module's class reads, its bases' above nn.Module included."""
+    kind = type(module)
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     methods = (inspect.unwrap(value) for base in bases for value in vars(base).values() if inspect.isfunction(value))
-    return frozenset(name for method in methods for name in method.__code__.co_names)
+    return {name for method in methods for name in method.__code__.co_names}
 
 
 def _refuse_pack(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
