@@ -156,7 +156,7 @@ def _named(module: "nn.Module", compiled: Any) -> Any:
 def _enter(name: str) -> Any:
     from torch.profiler import record_function
 
-    return record_function(name).__enter__()
+    return record_function(name).__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _exit(record: Any) -> None:

@@ -181,7 +181,7 @@ class ProfiledSteps(LoopWatcher):
             return
         import torch
 
-        if torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # torch does not export it
             self._let_go()
             warnings.warn(
                 f"step {number} is not profiled, since another profiler records in this process, and torch has one at "
