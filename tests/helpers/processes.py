@@ -4,13 +4,14 @@ import atexit
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from helpers.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 HELPERS = Path(__file__).parent
@@ -99,9 +100,7 @@ def start_processes(
         env: environment variables on top of this process's.
         cwd: their working directory, if not this process's.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     shared = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     shared |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if count > 1:

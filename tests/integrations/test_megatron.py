@@ -9,7 +9,6 @@ The nine behaviours are those that Megatron-Bridge's pull request 3839 lists for
 9. a pack of 32 samples has 1/32 of the attention of one long sample.
 """
 
-import socket
 import subprocess
 import sys
 
@@ -24,6 +23,7 @@ from headway.errors import UsageError, WorkloadError
 from headway.integrations import FlopsAccumulator
 from headway.meter import Meter
 from helpers.one_linear import Clock
+from helpers.ports import free_port
 
 PEAK = Peak("test device", 1e30, "fp32", "made up for a test")
 # FLOPs of forward and both gradients: 18 per token, 12 per causal pair, 30 per patch, 6 per pair of patches of a frame
@@ -308,9 +308,7 @@ def test_ranks_are_summed_and_stages_of_one_pipeline_bill_once(tmp_path, world):
     path, script = tmp_path / "model.json", tmp_path / "loop.py"
     storage.save(COST_MODEL, path)
     script.write_text(LOOP)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(world), str(port), str(path)],
@@ -319,7 +317,7 @@ def test_ranks_are_summed_and_stages_of_one_pipeline_bill_once(tmp_path, world):
         )
         for rank in range(world)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     total = 2 * flops(40, causal(3, 7, 10, 1, 9, 5, 5))
     assert outputs == [f"{world} 80 {total} {world * 1e12}\n"] * world
 

@@ -7,12 +7,13 @@ multiple of 256) and 64 tokens, on steps of 4 rows of 16 slots. Its FLOPs, forwa
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from helpers.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +44,7 @@ def train(titan, tmp_path):
     """Train on so many ranks; returns each rank's result, what it printed and its exit status."""
 
     def train(world=1, **settings):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         settings = {"folder": str(tmp_path), "steps": 4, "batch_size": 2} | settings
         run = {"settings": settings, "world": world, "port": port, "folder": str(tmp_path)}
         titan.stdin.write(json.dumps(run) + "\n")

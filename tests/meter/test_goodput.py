@@ -380,7 +380,7 @@ def test_a_forked_child_leaves_the_ledger_to_its_parent(path):
     with Goodput(path, heartbeat_s=NEVER_S) as ledger:
         process = context.Process(target=child, args=(ledger, queue))
         process.start()
-        assert "belongs to the process that forked this one" in queue.get(timeout=30)
+        assert "belongs to the process that forked this one" in queue.get(timeout=120)
         process.join()
         with pytest.raises(ConfigError):  # the child's end has not let go of the parent's lock
             Goodput(path)

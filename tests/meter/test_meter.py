@@ -1,7 +1,6 @@
 """The meter in real loops, on a clock that the test moves where time matters."""
 
 import gc
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,6 +22,7 @@ from headway.meter.model_traffic import traffic_of
 from headway.tracing import trace
 from headway.tracing.build import model_class
 from helpers.one_linear import COST_MODEL, Clock
+from helpers.ports import free_port
 from helpers.tiny_models import tiny_config
 
 # one linear layer of 3 x 5: 30 FLOPs per token and phase, the forward run again under checkpointing
@@ -254,7 +254,7 @@ from headway.meter.model_traffic import traffic_of
 rank, port, path, fate, num_steps, log_every = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), int(sys.argv[6])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 peak = Peak("test", 1e9, "fp32", "test")
-meter = Meter(storage.load(Path(path)), peak=peak, log_every=log_every, timeout_s=5 if fate == "dies" else 60)
+meter = Meter(storage.load(Path(path)), peak=peak, log_every=log_every, timeout_s=5 if fate == "dies" else 300)
 for step in range(num_steps):
     meter.count(Workload([10 * (rank + 1)]))
     if fate == "dies" and rank == 1 and step == 2:
@@ -281,9 +281,7 @@ def run_two(tmp_path, fate, num_steps=4, log_every=2):
     storage.save(COST_MODEL, path)
     script = tmp_path / "loop.py"
     script.write_text(textwrap.dedent(LOOP))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(script)]
     processes = [
         subprocess.Popen(
@@ -293,7 +291,7 @@ def run_two(tmp_path, fate, num_steps=4, log_every=2):
         )
         for rank in range(2)
     ]
-    return [process.communicate(timeout=60)[0] for process in processes], [process.returncode for process in processes]
+    return [process.communicate(timeout=300)[0] for process in processes], [process.returncode for process in processes]
 
 
 @pytest.mark.dist

@@ -22,6 +22,7 @@ from headway.train.config import load_config
 from headway.train.loop import train
 from headway.train.ranks import Ranks
 from helpers.effort import IS_QUICK
+from helpers.ports import free_port
 from helpers.processes import ROOT, TRAIN, run_processes, start_processes
 from helpers.run_records import read_metrics
 
@@ -252,9 +253,7 @@ class Agents:
     """torchruns of one run on loopback, each a machine of its own to the others."""
 
     def __init__(self, said, train):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.said, self.train, self.running = said, train, []
 
     def start(self, program):

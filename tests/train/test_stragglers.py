@@ -63,6 +63,6 @@ def test_a_slow_rank_and_a_heavy_pack_are_told_apart(text, tmp_path, parallel):
         flops = record["rank_flops"]
         assert record["heaviest_rank"] == flops.index(max(flops))
         assert record["heaviest_rank_load"] == pytest.approx(2 * max(flops) / sum(flops))
-    assert median(record["slowest_rank_speed"] for record in records) > 0.8  # 1 but for what else the machine does
+    assert median(record["slowest_rank_speed"] for record in records) > 0.75  # 1 but for what else the machine does
     assert " times the mean work" in screen
     assert max(record["heaviest_rank_load"] for record in records) < 1.5
