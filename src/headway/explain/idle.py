@@ -14,7 +14,7 @@ from headway.explain.attribute import Attribution, Phase
 from headway.explain.timeline import Segments, divide
 from headway.explain.trace import NONE, Column, Kind, Trace
 
-# Calls that return when the device has done something. cudaFree waits for all of it.
+# Calls of the runtime that block the host until the device has finished some work; cudaFree waits for all of it.
 _WAITS = re.compile(r"\w+Synchronize(_ptsz|_v\d+)?|(cuda|hip)(Memcpy(2D|3D)?|MemcpyWithStream|Free|Malloc)|cuMemcpy\w*")
 _TOLD = {Phase.DATA_WAIT, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE}
 

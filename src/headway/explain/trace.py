@@ -252,7 +252,7 @@ class _Builder:
 
 
 def _steps(host: Events, names: Sequence[str]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Steps of the thread that has most of them: several may carry the annotation."""
+    """The host thread that has most annotations of steps, and its steps: several threads may carry them."""
     numbers = {
         index: int(name.removeprefix(PROFILER_STEP))
         for index, name in enumerate(names)

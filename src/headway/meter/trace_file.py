@@ -35,7 +35,9 @@ def facts_of(meter: Meter, *, rank: int, world_size: int, overhead_s: float | No
         world_size: number of processes.
         overhead_s: time that the profiler adds to a step [s]; None where it is not known.
     """
-    ceiling = math.nan if meter.ceiling is None else meter.ceiling.flops_per_s
+    # Where the peak was measured on this device, as on a CPU, it is the ceiling.
+    measured = meter.peak if meter.ceiling is None and meter.peak.kind == "ceiling" else meter.ceiling
+    ceiling = math.nan if measured is None else measured.flops_per_s
     components: dict[str, str] = {}
     for row in (row for model in meter.models for row in model.rows):
         components.setdefault(row.module, row.component)
