@@ -54,7 +54,7 @@ def test_order_and_packing_do_not_change_the_cost(step, random):
 def test_phases_and_components_sum_to_the_total(step):
     count = VISION.count(step)
     assert sum(count.by_component().values()) == count.total == sum(phases(count))
-    assert phases(VISION.count(step, by="module")) == phases(count)
+    assert phases(VISION.count(step, by="module")) == phases(VISION.count(step, by="layer")) == phases(count)
     assert count.share("vision") + count.share("language") == pytest.approx(1)
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from headway.devices import datasheet_peak, named_peak, peak_for, weighted_peak
+from headway.devices.lookup import peak_elsewhere
 from headway.errors import UnknownDeviceError, UsageError
 
 pytestmark = pytest.mark.own_peak
@@ -253,3 +254,12 @@ def test_a_mixture_of_nothing_is_refused(flops):
 def test_a_mixture_with_a_dtype_that_the_device_lacks_is_refused():
     with pytest.raises(UnknownDeviceError, match="no dense fp8 figure"):
         weighted_peak({"fp8": 1, "bf16": 1}, "A100")
+
+
+def test_a_device_elsewhere_has_the_peak_that_is_stated_and_else_the_tables(monkeypatch):
+    assert peak_elsewhere("NVIDIA H200", "bf16").flops_per_s == 989.4e12
+    with pytest.raises(UnknownDeviceError, match="H2000"):
+        peak_elsewhere("NVIDIA H2000", "bf16")
+    monkeypatch.setenv("HEADWAY_PEAK_FLOPS", "3e12")
+    stated = peak_elsewhere("NVIDIA H2000", "bf16")
+    assert (stated.name, stated.flops_per_s, stated.kind) == ("NVIDIA H2000", 3e12, "override")

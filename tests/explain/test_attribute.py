@@ -130,3 +130,25 @@ def test_an_operator_that_whole_microseconds_put_into_its_predecessor_is_not_wit
     trace.call("cudaLaunchKernel", 12, 1, 1, tid=MAIN)
     trace.kernel("gemm", 30, 50, 1)
     assert attributed(trace, tmp_path)["gemm"][1] == "b"
+
+
+def test_forward_backward_and_recomputation_belong_to_the_pass_of_the_whole_model_that_they_are_of(tmp_path):
+    trace = WrittenTrace(US)
+    trace.annotation("phase:forward", 0, 95)
+    trace.annotation("phase:forward", 100, 95)
+    trace.annotation("phase:of mine", 105, 80)  # no pass of its own
+    forward_and_backward(trace)
+    trace.annotation("module:layers.0.mlp", 310, 40, tid=BACKWARD_THREAD)
+    trace.operator("aten::mm", 312, 30, sequence=60, tid=BACKWARD_THREAD)
+    trace.call("cudaLaunchKernel", 315, 10, 9, tid=BACKWARD_THREAD)
+    trace.kernel("again", 2000, 50, 9)
+    trace.operator("MmBackward0", 360, 30, sequence=60, forward_thread=2, tid=BACKWARD_THREAD)  # of what ran again
+    trace.call("cudaLaunchKernel", 365, 10, 10, tid=BACKWARD_THREAD)
+    trace.kernel("backward of it", 2100, 50, 10)
+    trace.operator("AddmmBackward0", 500, 20, sequence=41, forward_thread=1, tid=BACKWARD_THREAD)
+    trace.call("cudaLaunchKernel", 505, 10, 11, tid=BACKWARD_THREAD)
+    trace.kernel("backward 1", 2200, 50, 11)
+    found = read_trace(trace.write(tmp_path / "t.json"))
+    passes = dict(zip((found.names[i] for i in found.device.name), attribute(found).passes, strict=True))
+    starts = {name: int(found.host.start_ns[at]) // US for name, at in passes.items()}
+    assert starts == {"forward 0": 0, "again": 0, "backward of it": 0, "forward 1": 100, "backward 1": 100}

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headway.explain.attribute import Phase
 from headway.explain.breakdown import OUTSIDE, break_down
+from headway.explain.gemms import gemms_of
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 
@@ -35,7 +36,7 @@ def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "trace.json.gz"
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for step in (1, 2, 3):
             with record_function(f"ProfilerStep#{step}"):
                 with record_function("phase:data_wait"):
@@ -74,3 +75,12 @@ def test_products_of_a_cpu_are_all_attributed(trace):
         if work == "matmul"
     }
     assert modules == {"layers.0", "layers.1", "layers.2"}
+
+
+def test_products_of_a_cpu_have_the_flops_that_ran_and_no_more(trace):
+    for waterfall in explain([trace]).steps:
+        rows = gemms_of(waterfall)
+        assert sum(row.ns for row in rows) == next(line.ns for line in waterfall.lines if line.key == "matmul")
+        flops = sum(row.product.flops * row.calls for row in rows if row.product is not None)
+        # forward of 3 layers and 1 again, gradients of 3 weights and of 2 inputs
+        assert flops == (3 + 1 + 3 + 2) * 2 * 256 * 64 * 64

@@ -70,6 +70,14 @@ def test_a_breakdown_adds_up_to_the_step(tmp_path, by):
         assert all(sum(share.by_phase.values()) == share.ns for share in shares[:-1])
 
 
+def test_components_show_their_rate_and_what_is_attributed(tmp_path):
+    components = {"model.language_model.layers.17.self_attn.q_proj": "mlp"}
+    text = " ".join(as_text(long_names(tmp_path, sidecar(components=components)), "component").split())
+    # 27,000 FLOPs in 60 us; of the 92 us in which something ran, 32 are nobody's
+    assert "mlp 0.06 60.0 % 0.06 0.00 0.00 0.5" in text
+    assert "attributed: 65.22 % of the time in which something ran" in text
+
+
 def test_a_module_belongs_to_the_component_of_the_nearest_module_around_it(tmp_path):
     components = {"model.language_model": "language", "model.language_model.layers.17.self_attn": "attention"}
     (waterfall, *_) = long_names(tmp_path, sidecar(components=components)).steps
@@ -90,6 +98,28 @@ def test_a_module_takes_the_component_of_its_siblings_where_they_have_but_one(tm
 def test_components_of_a_trace_that_has_none_are_an_error_with_a_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"--by component: .*t\.json does not say.*--by module"):
         break_down(long_names(tmp_path).steps[0], "component")
+
+
+def test_what_to_do_first_stands_below_the_waterfall(tmp_path):
+    beside = sidecar(clocks={"sm_mhz": 1000, "most_sm_mhz": 2000})
+    explained = long_names(tmp_path, beside)
+    (first, *_) = explained.findings
+    assert (
+        as_text(explained)
+        .partition("What to do first\n\n1. ")[2]
+        .startswith(
+            "throttled-clocks: up to 30.0 % of the time, MFU 30.0 % -> 42.9 %\n"
+            "The device's clock was 50% below its highest at the end of the profile.\n"
+            "Likely cause: the device is at its power limit or too hot, or its clocks are set low.\n"
+            "Try: nvidia-smi"
+        )
+    )
+    marked = as_text(explained, markdown=True)
+    assert "1. **throttled-clocks: up to 30.0 % of the time, MFU 30.0 % -> 42.9 %.** The device's clock" in marked
+    assert first.as_record() == {
+        "id": "throttled-clocks", "seen": first.seen, "cause": first.cause, "next": first.next, "ns": 30 * US,
+        "share": pytest.approx(0.3), "mfu_from": pytest.approx(0.3), "mfu_to": pytest.approx(3 / 7),
+    }  # fmt: skip
 
 
 def test_what_waited_is_named_below_the_waterfall(tmp_path):

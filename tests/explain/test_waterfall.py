@@ -178,7 +178,7 @@ def test_a_component_that_beats_the_ceiling_has_a_line_below_zero(tmp_path):
     ("changes", "said"),
     [
         ({"profiler_overhead_s": 0.0925}, "92 ms of each step is the profiler's"),
-        ({"peak_flops_per_s": None}, "Set HEADWAY_PEAK_FLOPS"),
+        ({"peak_flops_per_s": None}, "state its dense rate"),
         ({"ceiling_flops_per_s": None}, "taken as the peak"),
     ],
 )
@@ -249,6 +249,11 @@ def test_collectives_of_two_ranks_tell_transfer_from_waiting(tmp_path):
     }  # fmt: skip
     assert lines_of(second) == {"matmul": 60, "memory": 30, "communication.transfer": 3, "idle.other": 7}
     assert [one.rank for one in explain(traces, rank=1).steps] == [1]
+    said = (
+        "traces of 1 of the job's 2 processes: how long collectives waited for the others is not known, and another "
+        "one may have been the slowest."
+    )
+    assert [said in explain(given).notes for given in (traces, traces[:1])] == [False, True]
 
 
 def test_two_traces_of_one_rank_are_an_error(tmp_path):

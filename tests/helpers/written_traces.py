@@ -44,10 +44,12 @@ class WrittenTrace:
             correlation=correlation, **more,
         )  # fmt: skip
 
-    def launched(self, name, launch, start, duration, correlation, *, operator=None, tid=MAIN, **more):
-        """A kernel with its launch, of 1 us, and the operator around that."""
+    def launched(self, name, launch, start, duration, correlation, *, operator=None, tid=MAIN, operands=None, **more):
+        """A kernel with its launch, of 1 us, and the operator around that, called with operands of (sizes, type)."""
         if operator is not None:
-            self.operator(operator, launch, 1000 // self.unit, tid=tid)
+            self.operator(
+                operator, launch, 1000 // self.unit, tid=tid, **({} if operands is None else shapes(*operands))
+            )
         self.call("cudaLaunchKernel", launch, 1000 // self.unit, correlation, tid=tid)
         self.kernel(name, start, duration, correlation, **more)
 
@@ -62,6 +64,11 @@ class WrittenTrace:
 
 
 US = 1000
+
+
+def shapes(sizes, kind="float"):
+    """What record_shapes=True adds to an operator whose arguments are all tensors of one type."""
+    return {"Input Dims": sizes, "Input type": [kind] * len(sizes)}
 
 
 def two_kernels_a_step(num_steps=4):
@@ -94,3 +101,12 @@ def sidecar(**changes):
         "components": {"": "rest", "blocks": "mlp", "head": "head"}, "cost_model": {"name": "m", "digest": "d"},
         "profiler_overhead_s": None, "steps": {str(number): step for number in range(10)}, **changes,
     }  # fmt: skip
+
+
+def paced_steps(step, num_steps=4):
+    """Host steps of 100 us; `step` writes each one's events, given the trace, its beginning and a number of its own."""
+    trace = WrittenTrace()
+    trace.steps(*(1000 * US + 100 * US * i for i in range(num_steps + 1)))
+    for i in range(num_steps):
+        step(trace, 1000 * US + 100 * US * i, 100 * i)
+    return trace

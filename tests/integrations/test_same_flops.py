@@ -11,7 +11,11 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+import headway
 from headway import Workload, trace
+from headway.explain.budget import NeededWork
+from headway.explain.trace import read_trace
+from headway.explain.waterfall import explain
 from headway.integrations import FlopsAccumulator, HeadwayCallback, HeadwayMonitor
 from headway.meter import Meter
 from helpers import checkpointing
@@ -116,6 +120,18 @@ def test_a_step_costs_the_same_through_every_integration(tmp_path, way, accumula
     assert run.flops == ledger
     assert (run.num_steps, run.tokens, run.segments) == (1, sum(LENGTHS), len(LENGTHS))
     assert run.num_batches == accumulation
+
+
+@pytest.mark.parametrize("way", [accelerate, transformers_trainer, lightning_trainer])
+def test_a_step_is_profiled_through_every_trainer_and_its_trace_explains_itself(tmp_path, way, ledger):
+    with headway.profile(None, tmp_path / "profile", steps=range(1, 2)) as window:
+        way(tmp_path, 2)
+    recorded = read_trace(window.path)
+    assert NeededWork(recorded.headway, str(window.path)).useful_flops(1) == ledger.total
+    (step,) = explain([recorded]).steps
+    assert sum(line.ns for line in step.lines) == step.duration_ns
+    phases = {name for line in step.lines if line.key in ("memory", "optimizer") for name in line.parts}
+    assert phases >= {"forward", "backward", "optimizer"}
 
 
 def plain_bytes(accumulation):

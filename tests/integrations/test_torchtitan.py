@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.explain.budget import NeededWork
+from headway.explain.trace import read_trace
+from headway.explain.waterfall import explain
 from helpers.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -78,6 +81,18 @@ def test_accumulation_does_not_change_a_steps_flops(train, accumulation, config,
     assert [w["recompute"] for w in logged] == [recompute, recompute, 2 * recompute]
     assert (run["total"], run["tokens"], run["segments"]) == (4 * PER_STEP, 4 * 64, 4 * 4)
     assert len(re.findall(r"headway at step \d: mfu\(%\): .* hfu\(%\): ", text)) == 3
+
+
+def test_a_profile_of_its_steps_explains_itself(train, tmp_path):
+    train(batch_size=2, profile=[2, 4], config=checkpointing("full", early_stop=True))
+    (path,) = tmp_path.glob("steps-000002-000003-rank-0.json.gz")
+    recorded = read_trace(path)
+    needed = NeededWork(recorded.headway, str(path))
+    assert [needed.useful_flops(step) for step in (1, 2, 3)] == [None, PER_STEP, PER_STEP]
+    for step in explain([recorded]).steps:
+        assert sum(line.ns for line in step.lines) == step.duration_ns
+        (memory,) = (line for line in step.lines if line.key == "memory")
+        assert memory.parts.keys() >= {"forward", "backward", "recomputed"}
 
 
 def test_documents_are_segments_where_attention_stays_within_them(train):

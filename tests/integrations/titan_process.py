@@ -131,6 +131,7 @@ def main(settings):
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
+    import headway
     from headway.devices import Peak
     from headway.integrations import with_headway
 
@@ -148,7 +149,11 @@ def main(settings):
     )
     trainer = Trainer(config_of(settings))
     began_s = time.perf_counter()
-    trainer.train()
+    if first_last := settings.get("profile"):
+        with headway.profile(None, settings["folder"], steps=range(*first_last)):
+            trainer.train()
+    else:
+        trainer.train()
     trainer.close()
     torch.distributed.destroy_process_group()
     result = {

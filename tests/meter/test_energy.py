@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.errors import UsageError
-from headway.meter.energy import EnergyMeter
+from headway.meter.energy import EnergyMeter, clocks_of
 
 GPUS = ["GPU-aaaa1111-0000", "GPU-aaaa2222-0000", "GPU-bbbb3333-0000"]
 
@@ -45,6 +45,16 @@ class Board(ModuleType):
     def nvmlDeviceGetUUID(self, handle):
         return handle
 
+    NVML_CLOCK_SM = 1
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        if self.failure:
+            raise NVMLError(self.failure)
+        return {GPUS[0]: 1755, GPUS[1]: 990}[handle] * kind
+
+    def nvmlDeviceGetMaxClockInfo(self, handle, kind):
+        return 1980 * kind if handle in self.total_mj else 0
+
     def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         if self.failure:
             raise NVMLError(self.failure)
@@ -71,6 +81,13 @@ def metered(boards, index=0):
         if meter.joules() != before:
             found.append(uuid)
     return found
+
+
+def test_the_clock_is_read_beside_its_highest(boards):
+    assert clocks_of(torch.device("cuda", 1)) == {"sm_mhz": 990, "most_sm_mhz": 1980}
+    assert clocks_of(torch.device("cpu")) is None
+    boards.failure = "GPU is lost"
+    assert clocks_of(torch.device("cuda")) is None
 
 
 def test_millijoules_since_the_start_become_joules(boards):

@@ -99,6 +99,7 @@ def test_what_is_not_training_and_waits_for_data_are_told_apart():
             clock.now_s += 60.0  # an evaluation
         window = meter.step(loss=0.5)
     assert (window.wall_s, window.data_wait_s, window.data_wait_share) == (2.0, 0.5, 0.25)
+    assert (window.away_s, window.as_record()["away_s"]) == (120.0, 120.0)
     assert window.as_record()["loss"] == 0.5
 
 

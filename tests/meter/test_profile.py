@@ -16,6 +16,9 @@ import headway
 from headway.count import Workload
 from headway.count.storage import from_dict, to_dict
 from headway.errors import UsageError
+from headway.explain.breakdown import attributed_share, break_down
+from headway.explain.trace import read_trace
+from headway.explain.waterfall import explain
 from headway.meter import Meter
 from headway.meter.trace_file import digest_of
 from headway.models.compiling import CompileWatch, compile_blocks
@@ -117,6 +120,8 @@ def test_the_head_of_the_file_explains_it_alone(profiled):
         "useful/1",
         "full,-attention",
     )
+    assert 0 < facts["memory"]["peak_bytes"] < facts["memory"]["total_bytes"]
+    assert facts["clocks"] is None  # a CPU's
     assert facts["versions"]["torch"] == torch.__version__
     assert isinstance(facts["profiler_overhead_s"], float)
     assert facts["components"]["model.layers.0.mlp.up_proj"] == "language.mlp"
@@ -130,6 +135,12 @@ def test_the_head_of_the_file_explains_it_alone(profiled):
     assert useful == count.by_component()
     assert sum(phases["forward"] for phases in step["useful_flops"].values()) == count.forward
     assert sum(step["recomputed_flops"].values()) == count.recompute > 0
+    (pack,) = step["packs"]
+    assert Workload(**pack["workload"]) == Workload([14])
+    pairs = 14 * 15 // 2
+    forward = 4 * pairs * 32  # two products of 2 FLOPs for each pair and channel; their results are kept
+    layers = [f"model.layers.{i}.self_attn" for i in range(2)]
+    assert pack["attention"] == {layer: [forward, 2 * forward, 0] for layer in layers}
 
 
 def test_a_digest_is_that_of_the_rows_wherever_they_come_from():
@@ -236,6 +247,12 @@ def test_blocks_that_the_engine_compiles_are_units(tmp_path):
     names = {event["name"] for event in annotations(window.path)}
     assert {"module:model.layers.0", "module:model.norm", "module:lm_head"} <= names
     assert not [name for name in names if name.startswith("module:model.layers.0.")]
+    (waterfall,) = explain([read_trace(window.path)]).steps
+    rows = {row.name: row for row in break_down(waterfall, "component")}
+    assert attributed_share([*rows.values()]) > 0.8  # 0.98 where nothing else runs
+    ran = meter.cost_model.count(Workload([LENGTHS[1]])).by_component()
+    assert rows["language (compiled)"].flops == sum(ran.values()) - ran["language.head"]
+    assert not {"language.mlp", "language.attention"} & rows.keys()
 
 
 def loop(meter, *, before_step=lambda _: None, closes=False):
@@ -259,6 +276,20 @@ def test_a_run_that_goes_on_in_the_middle_of_the_window_records_the_rest_of_it(t
     steps = read(window.path)["headway"]["steps"]
     assert list(steps) == ["11", "12"]
     assert steps["11"]["padding_flops"] == 2 * 90  # of two slots
+
+
+def test_the_file_of_each_rank_that_shares_a_batch_has_its_share_of_the_work(tmp_path):
+    steps = []
+    for rank in (0, 1):
+        meter = plain_meter(batch_ranks=2)
+        with headway.profile(meter, tmp_path / str(rank), steps=range(1, 2)) as window:
+            meter.count(Workload([4], slots=6), elsewhere=rank == 1)
+            meter.step()
+            assert meter.close().tokens == (4 if rank == 0 else 0)  # counted once
+        steps.append(read(window.path)["headway"]["steps"]["1"])
+    assert steps[0] == steps[1]
+    assert steps[0]["useful_flops"] == {"language.mlp": {"forward": 60, "backward": 120}}  # half of 4 tokens' 30
+    assert (steps[0]["tokens"], steps[0]["padding_flops"]) == (4, 90)
 
 
 def test_a_loop_that_ends_within_the_window_leaves_what_there_is(tmp_path):

@@ -12,6 +12,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headway.errors import ConfigError
+from headway.explain.breakdown import attributed_share, break_down
+from headway.explain.records import explain_records
+from headway.explain.trace import read_trace
+from headway.explain.waterfall import explain
 from headway.train.config import parse_config
 from headway.train.loop import train
 from helpers.processes import TRAIN, run_processes
@@ -71,8 +75,28 @@ def test_a_profile_holds_the_steps_that_were_asked_for(raw, digits, tmp_path, ca
         useful = {name: sum(both.values()) for name, both in step["useful_flops"].items()}
         assert useful == records[number]["flops_by_component"]
         assert sum(step["recomputed_flops"].values()) == records[number]["flops"]["recompute"] > 0
+        assert step["router"] is None  # without experts
+        assert step["making_s"].keys() == {"read", "decode", "tokenise"}
         assert (step["tokens"], step["slots"]) == (records[number]["tokens"], records[number]["slots"])
     assert list(facts["steps"]) == ["3", "4"]
+
+    recorded = explain_records(config.run.folder / "metrics.jsonl").steps
+    for waterfall in explain([read_trace(path)]).steps:
+        # a run needs what its trace says that it needs
+        lines = [{line.key: line.ns for line in one.lines} for one in (waterfall, recorded[waterfall.step - 1])]
+        for key in ("useful", "ceiling", "recomputation", "padding"):
+            assert lines[0][key] == pytest.approx(lines[1][key], abs=20)  # [ns]: whole ones of each component
+        assert lines[0]["useful"] > 0 < lines[0]["recomputation"]
+        components = {row.name: row for row in break_down(waterfall, "component")}
+        assert attributed_share([*components.values()]) > 0.8  # 0.98 where nothing else runs
+        of_step = facts["steps"][str(waterfall.step)]
+        for name, both in of_step["useful_flops"].items():
+            assert components[name].flops == sum(both.values()) + of_step["recomputed_flops"].get(name, 0)
+            assert components[name].matmul_ns > 0
+        layers = [row for row in break_down(waterfall, "attention") if row.flops]
+        assert [row.by_phase.keys() for row in layers] == [row.flops_by_phase.keys() for row in layers]
+        flops = sum(components[f"{tower}.attention"].flops for tower in ("vision", "language"))
+        assert sum(row.flops for row in layers) == flops
 
 
 @pytest.mark.slow
@@ -90,6 +114,19 @@ def test_a_resumed_run_records_the_rest_of_the_window(raw):
         "steps-000003-000006-rank-0.json.gz": ["3", "4", "5", "6"],
         "steps-000005-000006-rank-0.json.gz": ["5", "6"],
     }
+
+
+@pytest.mark.slow
+def test_a_profile_says_how_evenly_experts_were_used(raw, mixture):
+    raw["model"]["path"] = str(mixture)
+    raw["run"]["profile"] = {"start": 1, "steps": 2}
+    raw["optim"]["steps"] = 2
+    config = parse_config(raw)
+    train(config)
+    records = {str(r["step"]): r for r in read_metrics(config.run.folder / "metrics.jsonl") if r["kind"] == "step"}
+    (path,) = (config.run.folder / "profile").iterdir()
+    steps = read(path)["headway"]["steps"]
+    assert {number: step["router"] for number, step in steps.items()} == {n: records[n]["router"] for n in steps}
 
 
 def test_a_profile_that_cannot_be_written_stops_no_training(raw, monkeypatch):
@@ -131,6 +168,10 @@ def test_a_chosen_rank_of_a_sharded_model_writes_its_own_file(raw, tmp_path):
     assert useful == record["rank_flops"][1]
     names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
     assert {"module:model.language_model.layers.0.mlp.up_proj", "module:lm_head", "phase:backward"} <= names
+    (waterfall,) = explain([read_trace(written)]).steps
+    rows = break_down(waterfall, "component")
+    assert attributed_share(rows) > 0.8  # 0.98 where nothing else runs
+    assert {"(data parallelism)", "(communication)", "language.mlp", "vision.mlp"} <= {row.name for row in rows}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3})")
 _RATES = rf"\btps:\s*{_NUMBER}(?:\s+tflops:\s*{_NUMBER})?(?:\s+mfu:\s*{_NUMBER}%)?"
 _TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{_WHOLE}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
+_TITAN_MEMORY = re.compile(r"\bmemory:\s*[0-9.]+GiB\(([0-9]+(?:\.[0-9]+)?)%\)")
 _MAXTEXT, _MAXTEXT_OLD = (
     re.compile(rf"completed step: {_WHOLE}, seconds: {_NUMBER}, {rate}: {_NUMBER}(?:, Tokens/s/device: {_NUMBER})?")
     for rate in ("TFLOP/s/device", "TFLOP/s")
@@ -55,13 +56,14 @@ def _torchtitan(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]
                 skipped["text with tps in it that is no step's line"] += 1
             continue
         step, tokens, tflops, mfu = found.groups()
-        stamp = _STAMP.search(line)
+        stamp, memory = _STAMP.search(line), _TITAN_MEMORY.search(line)
         yield LogRow(
             int(step),
             mfu=printed(mfu, 0.01) if mfu else None,
             flops_per_s=printed(tflops, 1e12) if tflops else None,
             tokens_per_s=printed(tokens),
             stamp_s=_seconds(stamp) if stamp else None,
+            memory_share=float(memory[1]) / 100 if memory else None,
         )
 
 
@@ -101,14 +103,9 @@ def _megatron(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
         pending = None
 
 
-def _primus_torchtitan(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read Primus' lines of its torchtitan backend, which alone has an MFU."""
-    return (row for row in _megatron(lines, skipped) if row.mfu)
-
-
-def _primus(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read Primus' lines, which add tokens/s to Megatron's."""
-    return (row for row in _megatron(lines, skipped) if row.tokens_per_s)
+def _primus(added: str, lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
+    """Read Primus' lines: Megatron's, and what its backend adds to them, tokens/s or, torchtitan's alone, an MFU."""
+    return (row for row in _megatron(lines, skipped) if getattr(row, added))
 
 
 def _nanogpt(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
@@ -232,8 +229,8 @@ FORMATS = (
     Format("torchtitan", _TORCHTITAN_RULES, _torchtitan),
     Format("MaxText", ("maxtext", "maxtext-2025-06"), partial(_maxtext, _MAXTEXT)),
     Format("MaxText", ("maxtext-2025-06",), partial(_maxtext, _MAXTEXT_OLD)),  # lines of before July 2025
-    Format("Primus", _TORCHTITAN_RULES, _primus_torchtitan),
-    Format("Primus", (*_MEGATRON_RULES, *_TORCHTITAN_RULES), _primus),
+    Format("Primus", _TORCHTITAN_RULES, partial(_primus, "mfu")),
+    Format("Primus", (*_MEGATRON_RULES, *_TORCHTITAN_RULES), partial(_primus, "tokens_per_s")),
     Format("Megatron", _MEGATRON_RULES, _megatron),
     Format("nanoGPT", ("palm",), _nanogpt, smoothed=True),
     Format("nanochat", ("nanochat",), _nanochat, whole_job=True),

@@ -92,12 +92,7 @@ def _once(rows: Iterable[LogRow], skipped: Counter[str]) -> Iterable[LogRow]:
 
 
 def _trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
-    """Read a trainer_state.json: totals since the last start of the run, as one row; None for other JSON.
-
-    Raises:
-        LogError: not JSON, or a state without a time or FLOPs.
-        UsageError: `resumed_at` is no step of the run before its last.
-    """
+    """Read a trainer_state.json: totals since the last start of the run, as one row; None for other JSON."""
     try:
         state = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -207,7 +207,6 @@ def _mean(values: list[float | None], seconds: list[float]) -> float | None:
 def _warnings(
     rows: Sequence[RestatedRow], found: Identified, device: Peak | None, factors: Sequence[Factor], ratio: float | None
 ) -> tuple[str, ...]:
-    """Say what cannot be right, and why that may be."""
     said = []
     for row in rows:
         printed = row.row.mfu.value if row.row.mfu else 0.0
@@ -240,7 +239,6 @@ def _warnings(
 
 
 def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
-    """Say what else the numbers give away."""
     said = [*log.notes]
     said += [
         f"{count:,} {'lines are' if count > 1 else 'line is'} left out: {why}" for why, count in log.skipped.items()

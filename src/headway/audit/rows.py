@@ -103,6 +103,7 @@ class LogRow:
     tokens: Printed | None = None  # token positions of the step on one device
     sequences: int | None = None  # sequences of the step, all devices together
     stamp_s: float | None = None  # when the line was written [s]
+    memory_share: float | None = None  # peak memory / the device's, a fraction
 
 
 @dataclass(frozen=True, slots=True)

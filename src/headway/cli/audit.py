@@ -138,7 +138,6 @@ def _text(path: Path) -> str:
 
 
 def _refuse(path: Path, described: dict[str, Any]) -> None:
-    """Refuse options that describe a step, of a log of Headway itself."""
     if given := [option for option, value in described.items() if value]:
         raise UsageError(
             f"{', '.join(given)} cannot take effect: {path} is of Headway itself, whose records hold the FLOPs of "
@@ -155,11 +154,7 @@ def _steps(
     videos: str | None,
     slots: int | None,
 ) -> "Callable[[int], Step]":
-    """Build the function from a row length to the step that a row of the log stands for.
-
-    Raises:
-        UsageError: a sample is longer than a row, or slots that cannot hold the tokens.
-    """
+    """Build the function from a row length to the step that a row of the log stands for."""
     from headway.conventions import Step
     from headway.count import Workload
 

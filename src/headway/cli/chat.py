@@ -91,11 +91,7 @@ class _Talk:
         self._waiting: list[tuple[str, str]] = []
 
     def obey(self, line: str) -> bool:
-        """Follow a command; whether it ends the conversation.
-
-        Raises:
-            DataError: there is no such command, or no such file.
-        """
+        """Follow a command; whether it ends the conversation."""
         command, _, rest = line[1:].partition(" ")
         rest = rest.strip()
         if command in ("quit", "exit", "bye"):
@@ -112,11 +108,7 @@ class _Talk:
         return False
 
     def show(self, kind: str, path: str) -> None:
-        """Let a file wait for the next question.
-
-        Raises:
-            DataError: there is no such file.
-        """
+        """Let a file wait for the next question."""
         path = path.strip("'\"")  # as a file manager drops it
         if not Path(path).expanduser().is_file():
             raise DataError(f"There is no {kind} {path!r}. Give the path of a file.")
@@ -144,11 +136,7 @@ class _Talk:
         self._messages += [question, Message("assistant", (TextPart(answer.text),))]
 
     def _sample(self, messages: "list[Message]") -> "Sample":
-        """The conversation as the model sees it; without a chat template, the last words alone.
-
-        Raises:
-            ConfigError: media or a system message for a model without a chat template.
-        """
+        """The conversation as the model sees it; without a chat template, the last words alone."""
         from headway.data import Chat, Document, Message, Origin, TextPart
 
         origin = Origin("chat", "the conversation", len(messages), f"turn {len(messages)}")

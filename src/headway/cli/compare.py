@@ -98,11 +98,7 @@ def compare(
 
 
 def _seq_len(seq_len: int | None, slots: int, ranks: int, longest: int) -> int:
-    """Take the row length that tools are configured with: given, or one row of all slots per rank.
-
-    Raises:
-        UsageError: a segment is longer than a row.
-    """
+    """Take the row length that tools are configured with: given, or one row of all slots per rank."""
     length = seq_len or max(math.ceil(slots / max(ranks, 1)), longest)
     if longest > length:
         raise UsageError(

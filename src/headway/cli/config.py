@@ -142,7 +142,6 @@ def _lines(shown: "tuple[Setting, str]", width: int) -> "Iterator[str]":
 
 
 def _page() -> str:
-    """The page of all settings."""
     lines = [_HEAD]
     for one, note in _shown(None):
         if "." not in one.name:

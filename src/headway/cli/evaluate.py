@@ -103,11 +103,6 @@ def evaluate(
 
 
 def _samples(data: "Sequence[str] | None", config: "TrainConfig | None", most: int | None) -> "dict[str, list[Sample]]":
-    """The samples of the datasets given, or of the one that a run holds out.
-
-    Raises:
-        UsageError: neither.
-    """
     from headway.data import read_samples
     from headway.data.sources.opening import samples_of
     from headway.train.data import open_dataset
@@ -116,7 +111,7 @@ def _samples(data: "Sequence[str] | None", config: "TrainConfig | None", most: i
         return {path: read_samples(path)[:most] for path in dict.fromkeys(data)}
     if config is not None and config.data.eval is not None:
         held_out = config.data.eval
-        return {str(held_out.path): samples_of(open_dataset(held_out))[:most]}
+        return {str(held_out.path): list(samples_of(open_dataset(held_out)))[:most]}
     raise UsageError("There is nothing to evaluate on. Give DATA, such as held_out.jsonl; this model has no data.eval.")
 
 

@@ -1,25 +1,41 @@
-"""`headway explain`: where every second of a profiled step went, in lines that add up to the step exactly."""
+"""`headway explain`: where every second of a step went, in lines that add up to the step exactly."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from headway.cli.options import JsonOption
+from headway.cache import write_whole
+from headway.cli import options
+from headway.cli.explain_sources import Asked, Pair, explained
+from headway.cli.output import warn, warn_of_unknown
+from headway.cli.parse import parse_lora
+from headway.cli.resolve import in_patches, resolve_cost_model
+from headway.cli.workload import build_workload, check_vision_tokens
 from headway.errors import UsageError
-from headway.explain.breakdown import By, break_down
+from headway.explain.breakdown import breakdown_record
+from headway.explain.compare import compare
+from headway.explain.gemms import gemms_record
+from headway.explain.given import GivenWork
 from headway.explain.text import as_text
-from headway.explain.trace import read_trace
-from headway.explain.waterfall import explain as explain_traces
+from headway.explain.text_compare import comparison_text
+from headway.explain.waterfall import JobExplanation
+
+if TYPE_CHECKING:
+    from headway.count import Workload
+
+_Rows = Literal["component", "module", "kernel", "attention", "gemm"]
 
 
 def explain(
-    traces: Annotated[
+    paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TRACE...",
-            help="Traces of torch.profiler (.json or .json.gz) of torch 2.0 or newer; several are ranks of one job.",
+            metavar="TRACE...|RUN|LOG",
+            help="Traces of torch.profiler (.json or .json.gz) of torch 2.0 or newer, several of different ranks being "
+            "one job; a run folder or metrics.jsonl; or a log that `headway audit` reads. Two runs, two logs or two "
+            "traces of one rank are compared, the second against the first.",
             show_default=False,
         ),
     ],
@@ -33,27 +49,93 @@ def explain(
         int | None, typer.Option(metavar="R", help="Only this rank; the others still tell how long it waits.")
     ] = None,
     by: Annotated[
-        By | None, typer.Option(help="Add the step's time by component, module or kernel.", show_default=False)
+        _Rows | None,
+        typer.Option(
+            help="Add the step's time by component, module or kernel, that of attention by pack and layer, or that of "
+            "matrix products by size (gemm).",
+            show_default=False,
+        ),
     ] = None,
+    compares: Annotated[
+        bool, typer.Option("--compare", help="Compare the two, line by line, whatever ranks they are of.")
+    ] = False,
     whole: Annotated[bool, typer.Option("--whole", help="Take the whole trace as one step.")] = False,
-    as_json: JsonOption = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="What was trained, where the trace does not say: as for `headway flops`, with the workload below.",
+        ),
+    ] = None,
+    segments: options.SegmentsOption = None,
+    images: options.ImagesOption = None,
+    videos: options.VideosOption = None,
+    sources: options.SourcesOption = None,
+    audio: options.AudioOption = None,
+    slots: options.SlotsOption = None,
+    freeze: options.FreezeOption = None,
+    lora: options.LoraOption = None,
+    recompute: options.RecomputeOption = "none",
+    device: options.DeviceOption = None,
+    as_json: options.JsonOption = False,
     markdown: Annotated[bool, typer.Option("--md", help="Print Markdown, for an issue or a pull request.")] = False,
 ) -> None:
     """Show where every second of a step went: computing by class, communication, copies, idle time by cause.
 
     The lines of a step add up to it exactly. A step is measured on the device's clock; in a trace of a CPU alone,
-    operators take the place of kernels.
+    operators take the place of kernels. Headway's own traces say what was computed; of others, --model and --segments
+    do, for one step of one rank. A run with a profile is explained by that, another one by its records, as far as these
+    tell; explain.json is written into its folder.
 
     Example: headway explain trace.json.gz --by kernel
     """
     if as_json and markdown:
         raise UsageError("--json and --md are two outputs; give one of them.")
-    found = explain_traces([read_trace(path) for path in traces], step=step, rank=rank, whole=whole)
-    if as_json:
-        record = found.as_record()
-        if by is not None:
-            for written, waterfall in zip(record["steps"], found.steps, strict=True):
-                written["by"] = {"key": by, "rows": [share.as_record() for share in break_down(waterfall, by)]}
-        print(json.dumps(record))
+    given = None
+    if model is not None:
+        workload = build_workload(segments, in_patches(model, images), videos, slots, sources, audio)
+        given = _given(model, workload, freeze, lora, recompute)
     else:
-        print(as_text(found, by, markdown=markdown))
+        work = {"--segments": segments, "--images": images, "--videos": videos, "--sources": sources, "--audio": audio}
+        how = {"--slots": slots, "--freeze": freeze, "--lora": lora, "--recompute": recompute != "none"}
+        unused = [option for option, value in {**work, **how}.items() if value]
+        if unused:
+            raise UsageError(f"{unused[0]} cannot take effect without --model. Name the model, or leave it out.")
+    found = explained(paths, Asked(step, rank, whole, given, device), compares=compares)
+    if not isinstance(found, JobExplanation):
+        _compare(found, by, as_json=as_json, markdown=markdown)
+        return
+    record = found.as_record()
+    if by is not None:
+        for written, waterfall in zip(record["steps"], found.steps, strict=True):
+            written["by"] = gemms_record(waterfall) if by == "gemm" else breakdown_record(waterfall, by)
+    if paths[0].is_dir() and step is None and rank is None:
+        _keep(record, paths[0] / "explain.json")
+    print(json.dumps(record) if as_json else as_text(found, by, markdown=markdown))
+
+
+def _compare(pair: Pair, by: _Rows | None, *, as_json: bool, markdown: bool) -> None:
+    if by is not None:
+        raise UsageError(f"--by {by} cannot take effect in a comparison, which is by line. Leave it out.")
+    compared = compare(*pair)
+    print(json.dumps(compared.as_record()) if as_json else comparison_text(compared, markdown=markdown))
+
+
+def _keep(record: dict[str, Any], path: Path) -> None:
+    """Write the explanation of a run into its folder; one that cannot be written to is explained all the same."""
+    try:
+        write_whole(path, lambda file: file.write(json.dumps(record).encode() + b"\n"))
+    except OSError as error:
+        warn(f"{path} cannot be written: {error.strerror or error}.")
+
+
+def _given(model: str, workload: "Workload", freeze: list[str] | None, lora: str | None, recompute: str) -> GivenWork:
+    """Resolve what was trained, as `headway flops` does."""
+    cost_model = resolve_cost_model(model)
+    if lora is not None:
+        cost_model = cost_model.lora(*parse_lora(lora))
+    if freeze:
+        cost_model = cost_model.freeze(freeze)
+    check_vision_tokens(cost_model, workload)
+    warn_of_unknown(cost_model.unknown)
+    return GivenWork(model, cost_model, workload, recompute)

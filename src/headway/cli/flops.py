@@ -165,15 +165,8 @@ def _record(
 
 
 def _row_record(row: "FlopRow") -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "driver": row.driver,
-        "forward": row.forward,
-        "dgrad": row.dgrad,
-        "wgrad": row.wgrad,
-        "total": row.total,
-        "recompute": row.recompute,
-    }
+    names = ("name", "driver", "forward", "dgrad", "wgrad", "total", "recompute")
+    return {name: getattr(row, name) for name in names}
 
 
 def _render(

@@ -144,8 +144,7 @@ def _prompt(text: str, images: "tuple[Path, ...] | list[Path]") -> "Chat":
         if not path.is_file():
             raise UsageError(f"There is no image {str(path)!r}. Give the path of a file.")
     pictures = tuple(ImagePart(Media(str(path))) for path in images)
-    chat = chat_of(text)
-    return Chat((Message("user", (*pictures, TextPart(text))),), chat.origin)
+    return Chat((Message("user", (*pictures, TextPart(text))),), chat_of(text).origin)
 
 
 def _with_system(sample: "Sample", text: str) -> "Sample":
@@ -157,11 +156,7 @@ def _with_system(sample: "Sample", text: str) -> "Sample":
 
 
 def _as_document(sample: "Sample", model: str) -> "Sample":
-    """The words of a prompt of one turn, to be continued.
-
-    Raises:
-        ConfigError: a conversation of several turns, or one with media.
-    """
+    """The words of a prompt of one turn, to be continued."""
     from headway.data import Document
 
     if isinstance(sample, Document):
@@ -195,11 +190,7 @@ def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: 
 
 @contextmanager
 def _lines(output: Path | None) -> Iterator[TextIO]:
-    """The file for JSON lines, or stdout.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+    """The file for JSON lines, or stdout."""
     if output is None:
         yield sys.stdout
         return

@@ -96,7 +96,7 @@ def build_indices(
     sources: "Sequence[Source]",
     model: str,
     max_characters: int | None,
-    policy: "BadSamples",
+    policy: "BadSamples | None" = None,
     *,
     cache: Path | None = None,
     workers: int | None = None,
@@ -108,17 +108,18 @@ def build_indices(
         sources: the datasets.
         model: whose tokenizer and processor measure.
         max_characters: longest text [characters]; the default when None.
-        policy: what a row that cannot be used does; it is one for all of them.
+        policy: what a row that cannot be used does, one for all of them; it is left out when None.
         cache: folder of all indices; `index` in Headway's cache if None.
         workers: as `build_index` takes them.
         refresh: measure anew.
     """
     with needs_extra("indexing"):
-        from headway.data.bad_rows import SampleCounts
+        from headway.data.bad_rows import BadSamples, SampleCounts
         from headway.data.index.stored import KnownEncoder, count_rows, stored_index
         from headway.hub import located
 
         path = located(model)  # a typo is told before torch is imported, which takes seconds
+    policy = policy or BadSamples("skip", limit=None, fraction=None)
     known = KnownEncoder(path, {"max_characters": max_characters}, cache)
     counts, indices = SampleCounts(), []
     if known.fingerprint is not None and not refresh:
@@ -189,13 +190,10 @@ def _render(path: str, index: "LengthIndex") -> str:
     ]
     media = [("images", summary.images), ("videos", summary.videos), ("clips", summary.clips)]
     pairs += [(name, format_count(number)) for name, number in media if number]
-    lengths = [f"{_percentile(p)} {format_count(length)}" for p, length in summary.length_percentiles.items()]
+    named = {0: "least", 50: "median", 100: "most"}
+    lengths = [f"{named.get(p, f'{p} %')} {format_count(length)}" for p, length in summary.length_percentiles.items()]
     pairs += [("lengths", ", ".join(lengths)), ("index", str(index.path))]
     shown = [str(error) for error in list(index.bad.values())[:_SHOWN_BAD]]
     if len(index.bad) > len(shown):
         shown.append(f"and {format_count(len(index.bad) - len(shown))} more; --quarantine FILE or --json names all")
     return "\n".join([render_pairs(pairs), *([render_lines([f"bad: {one}" for one in shown])] if shown else [])])
-
-
-def _percentile(percent: int) -> str:
-    return {0: "least", 50: "median", 100: "most"}.get(percent, f"{percent} %")

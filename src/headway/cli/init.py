@@ -53,14 +53,13 @@ def init(
 
     found = named_device(device) if device is not None else None
     with needs_extra("looking at data"):
-        from headway.data.bad_rows import BadSamples
         from headway.data.sources import open_source
         from headway.hub import located
 
         columns = columns_of(column)
         sources = [open_source(path, columns=columns) for path in data]
         path = located(model)
-    indices = build_indices(sources, path, None, BadSamples("skip", limit=None, fraction=None))
+    indices = build_indices(sources, path, None)
     from headway.train.suggest import EPOCHS, suggest
 
     made = suggest(

@@ -12,6 +12,7 @@ import typer
 from headway.cli import options
 from headway.cli.index import build_indices
 from headway.cli.output import needs_extra, print_json
+from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
 from headway.report import format_count
 
@@ -124,22 +125,13 @@ def look(
 
 
 def _refuse(given: "Mapping[str, object]", why: str) -> None:
-    """Refuse options that could not take effect.
-
-    Raises:
-        UsageError: one of them was given.
-    """
     for name, value in given.items():
         if value is not None:
             raise UsageError(f"{name} has no effect: {why}.")
 
 
 def _require(rows: range, sources: "Sequence[Source]") -> None:
-    """Refuse to show samples behind the last one.
-
-    Raises:
-        UsageError: no dataset has so many samples.
-    """
+    """Refuse to show samples behind the last one."""
     most = max(len(source) for source in sources)
     if rows and rows.start >= most:
         raise UsageError(f"There is no sample {rows.start + 1:,} to begin with: the data hold {most:,}.")
@@ -176,7 +168,7 @@ def _of_data(
         return Looked(model, samples, (), (), None, {})
     indices = _indices(sources, model, max_characters)
     budget = Budget(packing_length)
-    items, counts = Items.build(indices, budget, policy, _cost_model(model))
+    items, counts = Items.build(indices, budget, policy, resolve_cost_model(model))
     plan = Plan(items, Order.epochs(items.sizes, 1, seed=seed), budget, ranks, seed=seed) if len(items) else None
     return _planned(model, sources, indices, encoder, rows, plan, counts, budget, num_packs)
 
@@ -258,18 +250,10 @@ def _samples(
 
 
 def _indices(sources: "Sequence[Source]", model: str, max_characters: int | None) -> "Mapping[str, LengthIndex]":
-    from headway.data.bad_rows import BadSamples
-
     if len({source.name for source in sources}) < len(sources):
         raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in sources)}. Rename a file.")
-    found = build_indices(sources, model, max_characters, BadSamples("skip", limit=None, fraction=None))
+    found = build_indices(sources, model, max_characters)
     return {source.name: index for source, index in zip(sources, found, strict=True)}
-
-
-def _cost_model(model: str) -> Any:
-    from headway.cli.resolve import resolve_cost_model
-
-    return resolve_cost_model(model)
 
 
 def _record(seen: "Looked") -> dict[str, Any]:

@@ -159,7 +159,8 @@ def _strip(pack: "ShownPack", budget: int, width: int, *, coloured: bool) -> Ite
     ends = [0]
     for item in pack.items:
         ends.append(ends[-1] + item.tokens)
-    cells = [next((i for i in range(len(pack.items)) if place < ends[i + 1]), None) for place in _places(budget, width)]
+    places = [(cell + 0.5) * budget / width for cell in range(width)]
+    cells = [next((i for i in range(len(pack.items)) if place < ends[i + 1]), None) for place in places]
     for number, group in groupby(cells):
         length = len(list(group))
         if number is None:
@@ -168,7 +169,3 @@ def _strip(pack: "ShownPack", budget: int, width: int, *, coloured: bool) -> Ite
             yield f"{_SHADES[number % 2]}{' ' * length}{_OFF}"
         else:
             yield "#="[number % 2] * length
-
-
-def _places(budget: int, width: int) -> list[float]:
-    return [(cell + 0.5) * budget / width for cell in range(width)]

@@ -100,11 +100,7 @@ def _work(
     flops_per_token: float | None,
     tokens_per_step: float | None,
 ) -> dict[str, float]:
-    """Count FLOPs per token of a model on samples, and tokens per step where the segments are the step.
-
-    Raises:
-        UsageError: options that contradict each other or cannot take effect.
-    """
+    """Count FLOPs per token of a model on samples, and tokens per step where the segments are the step."""
     if segments is not None and seq_len is not None:
         raise UsageError("--segments and --seq-len contradict each other: both say how long the samples are.")
     if model is None:

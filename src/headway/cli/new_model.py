@@ -89,11 +89,6 @@ def new_model(
 
 
 def _parameters(text: str) -> int:
-    """Read a number of parameters, such as 30M.
-
-    Raises:
-        UsageError: it is none, or too small or large to be made here.
-    """
     match = _SIZE.fullmatch(text)
     count = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
     if not _LEAST <= count <= _MOST:

@@ -100,9 +100,6 @@ def chosen_device(run: "RunConfig") -> "tuple[torch.device, Precision]":
 def in_words_of_options(options: "Mapping[str, str]") -> "Iterator[None]":
     """Turn errors about settings of a YAML file into errors about the options that stand for them.
 
-    Args:
-        options: options by the settings' names.
-
     Raises:
         UsageError: in place of a ConfigError.
     """

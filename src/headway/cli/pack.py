@@ -154,12 +154,7 @@ def _lengths(
     max_characters: int | None,
     columns: dict[str, str],
 ) -> "Mapping[str, Lengths]":
-    """Read a table of lengths, or measure datasets and count their bad rows.
-
-    Raises:
-        UsageError: options that contradict each other, or no model, whose processor would measure.
-        DataError: a dataset cannot be read.
-    """
+    """Read a table of lengths, or measure datasets and count their bad rows."""
     from headway.packing.lengths import read_lengths
 
     if bool(data) == (lengths is not None):
@@ -188,7 +183,6 @@ def _measured(
     if model is None:
         raise UsageError("DATA needs --model, whose tokenizer and processor measure its samples: a folder or a Hub id.")
     with needs_extra("indexing"):
-        from headway.data.bad_rows import BadSamples
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
         from headway.data.wording import errors_in_words_of
@@ -196,7 +190,7 @@ def _measured(
     named = zip(data, own_names(data), strict=True)
     found = [open_source(path, name=name, columns=columns) for path, name in named]
     with errors_in_words_of("options"):
-        indices = build_indices(found, model, max_characters, BadSamples("skip", limit=None, fraction=None))
+        indices = build_indices(found, model, max_characters)
     return {source.name: index for source, index in zip(found, indices, strict=True)}
 
 
@@ -259,12 +253,6 @@ def _render(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", re
 
 
 def _check_plot_path(path: Path) -> None:
-    """Refuse a file that could not be written, before anything is planned.
-
-    Raises:
-        UsageError: another format than PNG and SVG, or a folder that does not exist.
-        HeadwayError: matplotlib is not installed.
-    """
     if path.suffix.lower() not in _FORMATS:
         raise UsageError(f"--plot {path}: a plot is a {' or '.join(_FORMATS)} file, got {path.suffix or 'no ending'}.")
     if not path.parent.is_dir():

@@ -106,16 +106,13 @@ def parse_lora(text: str) -> Lora:
     """
     rank_text, colon, targets_text = text.partition(":")
     targets = [target.strip() for target in targets_text.split(",")] if colon else None
-    if not rank_text.isascii() or not rank_text.isdigit() or not _is_rank(rank_text) or (targets and not all(targets)):
+    is_number = rank_text.isascii() and rank_text.isdigit() and len(rank_text) <= _MAX_DIGITS
+    if not is_number or not 1 <= int(rank_text) <= _MAX_RANK or (targets and not all(targets)):
         raise UsageError(
             f"--lora {text[:80]!r} is not RANK or RANK:TARGETS. The rank is 1 to {_MAX_RANK}, the targets are names of "
             "linear layers separated by commas, for example --lora 16 or --lora 16:q_proj,v_proj."
         )
     return Lora(int(rank_text), targets)
-
-
-def _is_rank(digits: str) -> bool:
-    return len(digits) <= _MAX_DIGITS and 1 <= int(digits) <= _MAX_RANK
 
 
 def _whole(option: str, digits: str) -> int:

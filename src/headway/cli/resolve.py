@@ -75,10 +75,6 @@ def in_patches(model: str | None, images: str | None) -> str | None:
 def resolve_architecture(name: str, cost_model: "CostModel") -> "Architecture":
     """Read the numbers of the model that a name stands for off its configuration.
 
-    Args:
-        name: as `resolve_cost_model` takes it.
-        cost_model: what `resolve_cost_model` made of it.
-
     Returns:
         The architecture; for a shipped name or a local file neither torch nor transformers is loaded.
 
@@ -93,7 +89,6 @@ def resolve_architecture(name: str, cost_model: "CostModel") -> "Architecture":
 
 
 def _raw_config(name: str) -> Any:
-    """What a model's config.json holds."""
     from headway.count.models import presets
 
     if name.lower() in presets():
@@ -111,9 +106,6 @@ def _raw_config(name: str) -> Any:
 
 def resolve_config(name: str) -> Any:
     """Load the transformers configuration that MODEL names.
-
-    Args:
-        name: as `resolve_cost_model` takes it.
 
     Raises:
         UnknownModelError: the name is none of these; the message lists the nearest shipped names.

@@ -111,7 +111,9 @@ def train(
     overrides: tuple[str, ...] = tuple(settings or ())
     later: tuple[str, ...] = ()
     if scale_down:  # what says what is shrunk goes before, the rest on top
-        overrides, later = _split(overrides)
+        shrinking = ("model.path=", "run.folder=", "run.device=", "plan.")
+        later = tuple(one for one in overrides if not one.startswith(shrinking))
+        overrides = tuple(one for one in overrides if one.startswith(shrinking))
     resolved = load_config(config, overrides)  # a typo is told before torch is loaded
 
     if dry_run:
@@ -138,12 +140,7 @@ def train(
 
 
 def _find_inputs(config: "TrainConfig") -> None:
-    """Look for the model and the data before torch is imported, which takes seconds.
-
-    Raises:
-        UnknownModelError: there is no such model.
-        DataError: there are no such files.
-    """
+    """Look for the model and the data before torch is imported, which takes seconds."""
     from headway.data.sources.files import find_files
     from headway.hub import located
 
@@ -152,12 +149,6 @@ def _find_inputs(config: "TrainConfig") -> None:
     for part in (*datasets, config.data.eval):
         if part is not None and part.path is not None and "://" not in part.path:  # a store is asked when it is opened
             find_files(part.path, {})
-
-
-def _split(overrides: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Assignments that a recipe is shrunk with, and those that are made afterwards."""
-    first = tuple(one for one in overrides if one.startswith(("model.path=", "run.folder=", "run.device=", "plan.")))
-    return first, tuple(one for one in overrides if one not in first)
 
 
 def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: bool | None) -> "TrainConfig":
@@ -177,10 +168,6 @@ def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: b
 
 def print_summary(summary: "RunSummary", *, as_json: bool) -> None:
     """Print a run's summary and leave with the exit code that its end calls for.
-
-    Args:
-        summary: of the run.
-        as_json: one JSON object instead of a table.
 
     Raises:
         typer.Exit: Ctrl-C stopped the run before its end.

@@ -113,10 +113,7 @@ def _render(folded: list[dict[str, Any]], unseen: set[str], name: str, layers: i
     pairs.append(("model", f"{name}, {layers} layers of each tower, random weights, eager attention and experts, fp32"))
     equal = sum(entry["times"] for entry in folded if entry["explanation"] == "")
     explained = sum(entry["times"] for entry in folded if entry["explanation"])
-    pairs.append(("modules", f"{equal} equal, {explained} explained, {_unexplained(folded)} not"))
+    unexplained = sum(entry["times"] for entry in folded if entry["explanation"] is None)
+    pairs.append(("modules", f"{equal} equal, {explained} explained, {unexplained} not"))
     pairs.append(("PyTorch cannot see", ", ".join(sorted(unseen)) or "nothing that ran here"))
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
-
-
-def _unexplained(folded: list[dict[str, Any]]) -> int:
-    return sum(entry["times"] for entry in folded if entry["explanation"] is None)

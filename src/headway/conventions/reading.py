@@ -183,11 +183,7 @@ def _from_configuration(read: Architecture, text: Mapping[str, Any]) -> Architec
 
 
 def _layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
-    """Say of each layer which mask it has, as `layer_types` does.
-
-    Raises:
-        _UnreadError: there is a window, and only the model's class knows which layers it is for.
-    """
+    """Say of each layer which mask it has, as `layer_types` does."""
     kinds, window = text.get("layer_types"), text.get("sliding_window")
     if kinds is not None:
         if odd := sorted(set(kinds) - _KINDS):
@@ -255,7 +251,6 @@ def _mismatch(read: Architecture, ledger: Decoder) -> str:
 
 
 def _with_tower(read: Architecture, config: Mapping[str, Any], cost_model: CostModel | None) -> Architecture:
-    """Add the vision tower, or say why there is none for formulas to bill."""
     tower = config.get("vision_config")
     if not isinstance(tower, dict) or not tower:
         seen = cost_model is not None and cost_model.has_vision

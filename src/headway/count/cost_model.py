@@ -20,7 +20,7 @@ from headway.count.rows import ParamCount, Parameter, Row
 from headway.count.workload import Workload
 from headway.errors import UsageError, WorkloadError
 
-By = Literal["component", "module"]
+By = Literal["component", "module", "layer"]
 
 SINGLE_FRAMES = {"frames": "1"}
 """In the source of a ledger that was traced on single frames: of a clip it knows nothing."""
@@ -104,7 +104,7 @@ class CostModel:
             recompute: activation checkpointing: `none`, `full`, or a choice of blocks and parts of them such as
                 `every:2` or `full,-attention`; see `headway.count.recompute`.
             forward_only: leave the backward out (evaluation, prefill, decode steps).
-            by: one row per component, or per module with layer numbers folded into `*`.
+            by: one row per component, per module with layer numbers folded into `*`, or per module of each layer.
 
         Returns:
             FLOPs by name and driver; exact.
@@ -154,7 +154,6 @@ class CostModel:
         ]
 
     def _units(self, workload: Workload, forward_only: bool) -> dict[str, int]:
-        """Evaluate every driver on a workload that fits the model."""
         if len(workload.past) and not forward_only:
             raise WorkloadError(
                 f"The workload has {int(workload.past.sum())} past tokens, whose keys and values are cached: no "
@@ -202,7 +201,10 @@ class CostModel:
         again = run_again(self.rows, self.trained, recompute, self.name) if not forward_only else set()
         sums: dict[tuple[str, str], list[int]] = {}
         for i, row in enumerate(self.rows[first:end], first):
-            name = row.component if by == "component" else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.module)
+            if by == "component":
+                name = row.component
+            else:
+                name = row.module if by == "layer" else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.module)
             entry = sums.setdefault((name, row.driver), [0, 0, 0, 0])
             entry[0] += row.forward
             for gradient in row.gradients if not forward_only else ():

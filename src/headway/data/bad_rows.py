@@ -181,10 +181,6 @@ class BadSamples:
     def check(self, counts: SampleCounts, last: Exception | None = None) -> None:
         """Make sure that no more samples were skipped than allowed.
 
-        Args:
-            counts: of all samples so far.
-            last: the error of the last one skipped.
-
         Raises:
             DataError: there were more.
         """

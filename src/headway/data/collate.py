@@ -249,6 +249,7 @@ class Collator:
             vision |= self.geometry.inputs(grids_M3, "image_") if len(grids_M3) else {}
             vision |= self.geometry.inputs(video_grids_M3, "video_") if len(video_grids_M3) else {}
         input_ids_1T = torch.cat(ids)[None]
+        source_ids = [self.sources.index(each.origin.source) if self.sources else 0 for each in samples]
         return Batch(
             input_ids_1T=input_ids_1T,
             labels_1T=torch.cat(labels)[None],
@@ -267,7 +268,7 @@ class Collator:
             pixel_scale_2D=self._scale(pixels_PD, video_pixels_PD),
             vision=vision,
             placeholders=self.placeholders(input_ids_1T),
-            source_ids_N=torch.tensor(self._source_ids(samples) + [0] * (len(ids) - len(samples))),
+            source_ids_N=torch.tensor(source_ids + [0] * (len(ids) - len(samples))),
             workload=Workload(
                 lengths,
                 images=images[1],
@@ -306,9 +307,6 @@ class Collator:
             raise DataError("The patches are bytes, but how they are normalised was not given; pass pixel_scale.")
         return torch.stack(self.pixel_scale)
 
-    def _source_ids(self, samples: Sequence[EncodedSample]) -> list[int]:
-        return [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
-
     def placeholders(self, ids_1T: torch.Tensor) -> Placeholders | None:
         """Where the placeholders among a pack's tokens are; None without a vision geometry."""
         geometry = self.geometry
@@ -322,8 +320,6 @@ class Collator:
 
 
 class _Patches(NamedTuple):
-    """Patches of all images or videos of a pack, and their grids."""
-
     pixels_PD: torch.Tensor | None
     grids_M3: torch.Tensor
 

@@ -18,6 +18,7 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import ChatTemplate, Span
+from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
 from headway.data.media.joining import Joinable
 from headway.data.media.opened import MediaReader, OpenedMedia
@@ -249,7 +250,7 @@ class Encoder:
         settings = {
             name: _settings(getattr(self.processor, name))
             for name in ("image_processor", "video_processor", "feature_extractor")
-            if self._has(name)
+            if not isinstance(self.processor, PreTrainedTokenizerBase) and hasattr(self.processor, name)
         }
         key = {
             "version": _VERSION,
@@ -265,14 +266,12 @@ class Encoder:
             key["patch_size"] = self.media.processed.patch
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _has(self, part: str) -> bool:
-        return not isinstance(self.processor, PreTrainedTokenizerBase) and hasattr(self.processor, part)
-
     @contextmanager
     def _planned(self, sample: Sample, decodes: bool) -> Iterator[_Planned]:
         """The sample's tokens, its media opened; refused if there is nothing to learn from it."""
         if isinstance(sample, Document):
-            tokens = self.tokeniser.document(sample.content, sample.where)
+            with charged_to("tokenise"):
+                tokens = self.tokeniser.document(sample.content, sample.where)
             if len(tokens.ids_S) < 2:
                 raise DataError(
                     f"{sample.where}: the document has {len(tokens.ids_S)} tokens, so none predicts another. Delete it."
@@ -284,7 +283,8 @@ class Encoder:
                 f"{sample.where}: the chat has no assistant turn, so there is nothing to learn from it. Add the answer "
                 'as a message with the role "assistant", or delete the line.'
             )
-        text, spans = self.template.with_answers(sample)
+        with charged_to("tokenise"):
+            text, spans = self.template.with_answers(sample)
         with self._opened(sample, text, spans, decodes) as planned:
             if not planned.tokens.supervised_S[1:].any():
                 raise DataError(
@@ -296,8 +296,11 @@ class Encoder:
     @contextmanager
     def _opened(self, sample: Chat, text: str, spans: list[Span], decodes: bool) -> Iterator[_Planned]:
         with ExitStack() as stack:
-            media = self.media.open(sample, stack, decodes)
-            yield _Planned(self.tokeniser.chat(text, spans, media.written, sample.where), media)
+            with charged_to("decode"):
+                media = self.media.open(sample, stack, decodes)
+            with charged_to("tokenise"):
+                tokens = self.tokeniser.chat(text, spans, media.written, sample.where)
+            yield _Planned(tokens, media)
 
     def _tensors(self, sample: Sample, planned: _Planned) -> EncodedSample:
         tokens, media = planned.tokens, planned.media
@@ -310,7 +313,9 @@ class Encoder:
             types_name = self.media.processed.types_name or types_name
             if self.media.processed.types_answers:
                 types_S = (torch.from_numpy(tokens.supervised_S).cumsum(0) > 0).int()
-        pixels_PD, video_pixels_PD = self.media.pixels(media)
+        with charged_to("decode"):
+            pixels_PD, video_pixels_PD = self.media.pixels(media)
+            features_AMF = self.media.features(media)
         return EncodedSample(
             input_ids_S=ids_S,
             labels_S=torch.from_numpy(np.where(tokens.supervised_S, tokens.ids_S, IGNORED)),
@@ -323,7 +328,7 @@ class Encoder:
             processed=media.processed,
             video_pixels_PD=video_pixels_PD,
             video_grids_M3=_grids(media.video_grids),
-            audio_features_AMF=self.media.features(media),
+            audio_features_AMF=features_AMF,
             audio_lengths_A=torch.tensor(media.audio_lengths, dtype=torch.long),
             media_end=tokens.media_end,
         )

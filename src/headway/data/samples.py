@@ -7,6 +7,7 @@ from typing import Any, BinaryIO, cast
 
 import fsspec
 
+from headway.data.making import charged_to
 from headway.errors import DataError
 from headway.packing.budget import Size
 from headway.report import printable
@@ -61,9 +62,10 @@ class Media:
         if self.data is not None:
             return BytesIO(self.data)
         assert self.path is not None
-        if "://" in self.path:
-            return cast(BinaryIO, fsspec.open(self.path, "rb").open())
-        return Path(self.path).open("rb")
+        with charged_to("read"):
+            if "://" in self.path:
+                return cast(BinaryIO, fsspec.open(self.path, "rb").open())
+            return Path(self.path).open("rb")
 
     def read(self) -> bytes:
         """The encoded bytes.
@@ -71,7 +73,7 @@ class Media:
         Raises:
             OSError: the file cannot be read.
         """
-        with self.open() as file:
+        with self.open() as file, charged_to("read"):
             return file.read()
 
 

@@ -6,8 +6,7 @@
 from headway.devices.ceilings import Ceiling, copy_ceiling, matmul_ceiling
 from headway.devices.lookup import datasheet_peak, device_at, named_peak, peak_for, weighted_peak
 from headway.devices.names import known_devices, named_device
-from headway.devices.peak import Peak
-from headway.devices.table import Device
+from headway.devices.table import Device, Peak
 
 __all__ = [
     "Ceiling",

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from headway.cache import cache_root, write_whole
 from headway.devices.measure import Measurement, TimeBudget, sweep_copy, sweep_matmul
 from headway.devices.names import OVERRIDE_VARIABLE
-from headway.devices.peak import Peak
 from headway.devices.probe import cpu_name, report
+from headway.devices.table import Peak
 from headway.errors import UnknownDeviceError
 
 if TYPE_CHECKING:
@@ -249,7 +249,6 @@ def _to_record(ceiling: Ceiling, key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
-    """Read what `_to_record` wrote."""
     if record["key"] != key:
         raise ValueError("it is another device's")
     found = tuple(

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from headway.devices.ceilings import measure_ceiling
 from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_devices, way_out
-from headway.devices.peak import Peak
 from headway.devices.probe import Reported, report
-from headway.devices.table import DTYPES, Device, all_devices
+from headway.devices.table import DTYPES, Device, Peak, all_devices
 from headway.errors import UnknownDeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -99,6 +98,26 @@ def datasheet_peak(name: str, dtype_name: str) -> Peak:
     756000000000000.0
     """
     return _common_peak(matches(Reported(name)), name, dtype_name)
+
+
+def peak_elsewhere(name: str, dtype_name: str) -> Peak:
+    """Find the peak of a device that is not at hand, by what its driver reported there; needs no torch.
+
+    Args:
+        name: the exact name.
+        dtype_name: as for `datasheet_peak`.
+
+    Returns:
+        What the override variable says, and else the figure of the table.
+
+    Raises:
+        UnknownDeviceError: as for `datasheet_peak`.
+        UsageError: the override variable does not hold a positive number.
+    """
+    override = os.environ.get(OVERRIDE_VARIABLE)
+    if override is not None:
+        return Peak(name, _parse_override(override), dtype_name, f"{OVERRIDE_VARIABLE}={override}", "override")
+    return datasheet_peak(name, dtype_name)
 
 
 def named_peak(name: str, dtype_name: str = "bf16") -> Peak:

@@ -9,7 +9,7 @@ from datetime import date, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headway.errors import ConfigError
 
@@ -125,7 +125,6 @@ def _read_file(path: Path, _modified_ns: int) -> tuple[Device, ...]:
 
 
 def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
-    """Check one entry and turn its units into FLOP/s and bytes."""
     where = f"{file}, [{key}]"
     if not isinstance(entry, dict):
         raise ConfigError(f"{file}: {key} = {entry!r} stands outside a table. A device is a table such as [{key}].")
@@ -195,3 +194,22 @@ def _rates(value: Any, name: str, where: str) -> dict[str, float]:
             raise ConfigError(f"{where}: {name} has an unknown dtype {dtype!r}; known are {', '.join(DTYPES)}.")
     # the product of a decimal fraction and 10**12 is a whole number of FLOP/s, which binary floats miss by a little
     return {dtype: float(round(rate * 1e12)) for dtype in value if (rate := _number(value, dtype, f"{where}, {name}"))}
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that one device can do, and where the number comes from.
+
+    Attributes:
+        name: the device, e.g. "NVIDIA H100 80GB HBM3".
+        flops_per_s: dense rate [FLOP/s], never the sparse one.
+        dtype: the arithmetic it holds for, such as "bf16" or "tf32"; "fp8+bf16" for a mixture.
+        source: datasheet with its date, the benchmark that measured it, or the variable or file that set it.
+        kind: "datasheet"; "ceiling", measured on this very device; or "override", given by the user.
+    """
+
+    name: str
+    flops_per_s: float
+    dtype: str
+    source: str
+    kind: Literal["datasheet", "ceiling", "override"] = "datasheet"

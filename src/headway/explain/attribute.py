@@ -7,18 +7,29 @@ Source: torch/csrc/profiler and torch/csrc/autograd (Sequence number, Fwd thread
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
-from headway.explain.classes import Work, work_of_kernel, work_of_operator
+from headway.explain.classes import Work, is_compiled, work_of_kernel, work_of_operator
 from headway.explain.trace import NONE, Column, Kind, Trace
 
 _ROUNDING_NS = 1000  # older profilers wrote whole microseconds, so an event may seem to begin within the one before
+COMPILING = " (dynamo_timed)"  # how the names of what torch.compile does end
 _MODULE, _PHASE, _LAYER = "module:", "phase:", "nn.Module: "
-_COMPILING = " (dynamo_timed)"
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+# Source: record_function in torch/distributed/fsdp/_fully_shard, torch/csrc/distributed/c10d/reducer.cpp (torch 2.13).
+_DATA_PARALLEL = ("FSDP::", "torch.distributed.ddp.reducer::")
+
+
+class Chore(StrEnum):
+    """What is done around the modules, and for none of them."""
+
+    NONE = ""
+    DATA_PARALLEL = "data parallelism"  # gathers weights and sends gradients: the copies beside the collectives
+    ACCUMULATION = "accumulation"  # adds a gradient to what its parameter has
 
 
 class Phase(StrEnum):
@@ -51,6 +62,9 @@ class Surroundings:
         backward: the innermost operator of backward.
         is_recomputed: a forward runs again within backward.
         depth: events around it.
+        forward: the annotation `phase:forward`, one for each pass of the whole model.
+        chore: what is done around the modules.
+        is_compiled: it is in what torch.compile made.
     """
 
     operator: int = NONE
@@ -59,6 +73,9 @@ class Surroundings:
     backward: int = NONE
     is_recomputed: bool = False
     depth: int = 0
+    forward: int = NONE
+    chore: Chore = Chore.NONE
+    is_compiled: bool = False
 
 
 _NOWHERE = Surroundings()
@@ -74,6 +91,10 @@ class Attribution:
         phase: phase of each of these events.
         module: module's path of each of these events; "" where none is known.
         operator: name of the innermost operator of each of these events; "" where none is known.
+        passes: for each of these events the annotation `phase:forward` of the pass that it belongs to, backward and
+            recomputation to that of their forward; an index of host events, NONE where none is known.
+        chore: what is done around the modules by each of these events.
+        is_compiled: whether each of these events is in what torch.compile made, forward or backward.
         contexts: what lies around each event of the host.
     """
 
@@ -82,18 +103,22 @@ class Attribution:
     phase: list[Phase]
     module: list[str]
     operator: list[str]
+    passes: list[int]
+    chore: list[Chore]
+    is_compiled: list[bool]
     contexts: list[Surroundings]
 
 
 def attribute(trace: Trace) -> Attribution:
     """Find operator, phase and module of each kernel, or of each event of the host where there is no device."""
     contexts = _contexts(trace)
-    forward_modules = _modules_of_backward(trace, contexts)
+    forwards = _forwards_of_backward(trace)
     names = trace.names
     if trace.is_cpu_only:
         launch = np.arange(len(trace.host))
+        functions = _python_functions(names)
         work = [
-            Work.HOST if kind in (Kind.PYTHON, Kind.LAUNCH) else _work_of_host(kind, names[name])
+            Work.HOST if kind in (Kind.PYTHON, Kind.LAUNCH) or name in functions else _work_of_host(kind, names[name])
             for kind, name in zip(trace.host.kind.tolist(), trace.host.name.tolist(), strict=True)
         ]
     else:
@@ -104,15 +129,32 @@ def attribute(trace: Trace) -> Attribution:
                 trace.device.kind.tolist(), trace.device.name.tolist(), launch.tolist(), strict=True
             )
         ]
-    around = [contexts[at] if at != NONE else None for at in launch.tolist()]
+    around = [contexts[at] if at != NONE else _NOWHERE for at in launch.tolist()]
+    made = [_made_by(one, contexts, forwards) for one in around]
     return Attribution(
         launch=launch,
         work=work,
-        phase=[Phase.UNKNOWN if one is None else _phase(one) for one in around],
-        module=["" if one is None else one.module or forward_modules.get(one.backward, "") for one in around],
+        phase=[Phase.UNKNOWN if one is _NOWHERE else _phase(one) for one in around],
+        module=[one.module or forward.module for one, forward in zip(around, made, strict=True)],
         operator=[_operator_name(trace, contexts, at) or "" for at in launch.tolist()],
+        passes=[_pass(one, contexts, forwards) for one in around],
+        chore=[one.chore for one in around],
+        is_compiled=[one.is_compiled or forward.is_compiled for one, forward in zip(around, made, strict=True)],
         contexts=contexts,
     )
+
+
+def _made_by(one: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]) -> Surroundings:
+    """What lies around the forward operator that an event of backward differentiates."""
+    forward = forwards.get(one.backward, NONE)
+    return contexts[forward] if forward != NONE else _NOWHERE
+
+
+def _pass(one: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]) -> int:
+    """The pass of the whole model that an event belongs to: its own, or that of what backward differentiates."""
+    while one.backward != NONE:  # a checkpoint of the reentrant kind differentiates what backward has run again
+        one = _made_by(one, contexts, forwards)  # which began earlier
+    return one.forward
 
 
 def _contexts(trace: Trace) -> list[Surroundings]:
@@ -132,12 +174,15 @@ def _contexts(trace: Trace) -> list[Surroundings]:
             stack.pop()
         outer = stack[-1][2] if stack else _NOWHERE
         context = Surroundings(
-            outer.operator, outer.module, outer.phase, outer.backward, outer.is_recomputed, len(stack)
-        )
+            outer.operator, outer.module, outer.phase, outer.backward, outer.is_recomputed, len(stack), outer.forward,
+            outer.chore, outer.is_compiled,
+        )  # fmt: skip
         if kind == Kind.OPERATOR:
-            _enter_operator(context, i, sequence, forward_thread)
+            _enter_operator(context, i, names[name], sequence, forward_thread)
+            if names[name].endswith(COMPILING):  # torch 2.13 writes what compiles as operators
+                context.phase = Phase.COMPILE
         elif kind != Kind.LAUNCH:
-            _enter_annotation(context, names[name], is_python=kind == Kind.PYTHON)
+            _enter_annotation(context, i, names[name], is_python=kind == Kind.PYTHON)
         contexts.append(context)
         # An annotation that an exception left open ends with what lies around it.
         stack.append((min(end, stack[-1][0]) if stack else end, kind, context))
@@ -153,15 +198,20 @@ def _is_over(outer: tuple[int, int, Surroundings], start: int, end: int, kind: i
     return outer_end <= start + _ROUNDING_NS or is_its_beginning
 
 
-def _enter_operator(context: Surroundings, index: int, sequence: int, forward_thread: int) -> None:
+def _enter_operator(context: Surroundings, index: int, name: str, sequence: int, forward_thread: int) -> None:
     context.operator = index
+    context.is_compiled = context.is_compiled or is_compiled(name)
+    if name.endswith(_ACCUMULATES):
+        context.chore = Chore.ACCUMULATION
+    elif name.startswith(_DATA_PARALLEL):
+        context.chore = Chore.DATA_PARALLEL
     if forward_thread > 0:
         context.backward, context.is_recomputed, context.module = index, False, ""
     elif NONE not in (sequence, context.backward):
         context.is_recomputed = True  # within backward, only what runs forward again records for autograd
 
 
-def _enter_annotation(context: Surroundings, name: str, *, is_python: bool) -> None:
+def _enter_annotation(context: Surroundings, index: int, name: str, *, is_python: bool) -> None:
     if is_python:
         if name.startswith(_LAYER):
             layer = name.removeprefix(_LAYER)
@@ -171,13 +221,19 @@ def _enter_annotation(context: Surroundings, name: str, *, is_python: bool) -> N
         context.module = name.removeprefix(_MODULE)
         context.is_recomputed = context.backward != NONE
     elif name.startswith(_PHASE):
-        context.phase = _NAMED.get(name.removeprefix(_PHASE), context.phase)
+        phase = _NAMED.get(name.removeprefix(_PHASE))
+        if phase is not None:
+            context.phase, context.forward = phase, index if phase is Phase.FORWARD else NONE
+    elif name.startswith(_DATA_PARALLEL):
+        context.chore = Chore.DATA_PARALLEL
     elif name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
         context.phase = Phase.OPTIMIZER
     elif name.startswith("enumerate(DataLoader)#"):
         context.phase = Phase.DATA_WAIT
-    elif name.endswith(_COMPILING):
+    elif name.endswith(COMPILING):
         context.phase = Phase.COMPILE
+    elif is_compiled(name):
+        context.is_compiled = True
 
 
 def _phase(context: Surroundings) -> Phase:
@@ -188,8 +244,8 @@ def _phase(context: Surroundings) -> Phase:
     return context.phase or Phase.FORWARD
 
 
-def _modules_of_backward(trace: Trace, contexts: list[Surroundings]) -> Mapping[int, str]:
-    """The module of each operator of backward: that of the forward operator with its number.
+def _forwards_of_backward(trace: Trace) -> Mapping[int, int]:
+    """The forward operator that each operator of backward differentiates: the one with its number.
 
     Numbers count per thread, and backward names the forward's thread by a number of the profiler's own: it is the
     thread that holds most of the numbers.
@@ -206,12 +262,12 @@ def _modules_of_backward(trace: Trace, contexts: list[Surroundings]) -> Mapping[
     for i in backward:
         votes.setdefault(int(host.forward_thread[i]), Counter()).update(tracks_of.get(int(host.sequence[i]), ()))
     thread_of = {thread: max(sorted(held), key=held.__getitem__) for thread, held in votes.items() if held}
-    modules = {}
-    for i in backward:
-        made = forward.get((thread_of.get(int(host.forward_thread[i]), NONE), int(host.sequence[i])))
-        if made is not None and contexts[made].module:
-            modules[i] = contexts[made].module
-    return modules
+    made = {
+        i: forward.get((thread_of.get(int(host.forward_thread[i]), NONE), int(host.sequence[i])), NONE)
+        for i in backward
+    }
+    start_ns = host.start_ns  # what began later is of another count, and might lead in a circle
+    return {i: by for i, by in made.items() if by != NONE and start_ns[by] < start_ns[i]}
 
 
 def _launches(trace: Trace) -> Column:
@@ -227,6 +283,12 @@ def _operator_name(trace: Trace, contexts: list[Surroundings], at: int) -> str |
 
 def _work_of_device(kind: int, name: str, operator: str | None) -> Work:
     return work_of_kernel(name, operator) if kind == Kind.KERNEL else Work.COPY
+
+
+def _python_functions(names: Sequence[str]) -> set[int]:
+    """The names of autograd functions in Python, which have a backward of their name: what they run are operators."""
+    known = set(names)
+    return {i for i, name in enumerate(names) if "::" not in name and f"{name}Backward" in known}
 
 
 def _work_of_host(kind: int, name: str) -> Work:

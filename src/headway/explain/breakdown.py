@@ -1,71 +1,142 @@
-"""The time of a step by component, module or kernel, and in which part of the step it was spent."""
+"""The time of a step by component, module, kernel or pass of attention, and in which part of the step it was spent."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headway.errors import ConfigError
+from headway.explain.attention import StepAttention
 from headway.explain.attribute import Phase
-from headway.explain.budget import NeededWork
+from headway.explain.budget import NO_COMPONENT, NeededWork
+from headway.explain.classes import Work
+from headway.explain.measure import MeasuredStep, MeasuredTrace
+from headway.explain.owners import Owners
 from headway.explain.waterfall import StepWaterfall
 
-By = Literal["component", "module", "kernel"]
+By = Literal["component", "module", "kernel", "attention"]
 OUTSIDE = "(outside of modules)"
 NO_KERNEL = "(no kernel runs)"
+NO_ATTENTION = "(no attention)"
 
 
 @dataclass(frozen=True, slots=True)
 class BreakdownRow:
-    """What one component, module or kernel took of a step.
+    """What one component, module, kernel, or attention of one pack in one layer took of a step.
 
     Attributes:
         name: which.
         ns: time in which its kernels ran and nothing more important did [ns].
         by_phase: the same by part of the step [ns]; they add up to `ns`.
+        matmul_ns: the part of it that matmul-class kernels took [ns].
+        flops: FLOPs that it ran by the cost model, what was run again included; by part of the step where it is
+            attention. None where they are not known, or not of rows of this kind.
     """
 
     name: str
     ns: int
     by_phase: dict[Phase, int]
+    matmul_ns: int = 0
+    flops: int | None = None
+    flops_by_phase: dict[Phase, int] = field(default_factory=dict)
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Rate at which its matmul-class kernels ran; None where there were none, or their FLOPs are not known."""
+        return self.flops / self.matmul_ns * 1e9 if self.flops and self.matmul_ns else None
 
     def as_record(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"name": self.name, "ns": self.ns, "by_phase": {phase.value: ns for phase, ns in self.by_phase.items()}}
+        return {
+            "name": self.name,
+            "ns": self.ns,
+            "by_phase": {phase.value: ns for phase, ns in self.by_phase.items()},
+            "matmul_ns": self.matmul_ns,
+            "flops": self.flops,
+            "flops_by_phase": {phase.value: flops for phase, flops in self.flops_by_phase.items()},
+            "flops_per_s": self.flops_per_s,
+        }
 
 
 def break_down(waterfall: StepWaterfall, by: By) -> list[BreakdownRow]:
-    """Divide a step among components, modules or kernels; they and the time without a kernel add up to it exactly.
+    """Divide a step; the rows and the time without a kernel add up to it exactly.
 
     Args:
         waterfall: the step.
-        by: component (of the cost model), module (its path), or kernel (its name; on a CPU the operator's).
+        by: component (of the cost model, or an activity around it), module (its path), kernel (its name; on a CPU the
+            operator's), or attention (matmul-class kernels of each pack in each layer that attends).
 
     Returns:
-        The dearest first; last the time in which no kernel ran.
+        The dearest first; last the time in which no kernel ran, before it that of other kernels than attention's.
 
     Raises:
-        ConfigError: components are asked for, and the trace does not say to which one a module belongs.
+        ConfigError: there is no trace, or it does not say what is needed: to which component a module belongs, or what
+            each pack attends to.
     """
+    if waterfall.measured is None:
+        raise ConfigError(f"--by {by}: records tell nothing of {by}s; a profile does (run.profile).")
     measured, step = waterfall.measured
-    trace, attribution = measured.trace, measured.attribution
-    budget = None
-    if by == "component":
-        if trace.headway is None:
-            raise ConfigError(
-                f"--by component: {trace.path} does not say which component a module belongs to. Traces that Headway "
-                "writes do; --by module shows the modules themselves."
-            )
-        budget = NeededWork(trace.headway, str(trace.path))
-    spent: dict[str, Counter[Phase]] = defaultdict(Counter)
-    for owned in step.owned:
-        if budget is not None:
-            name = budget.component_of(attribution.module[owned.event])
-        elif by == "module":
-            name = attribution.module[owned.event] or OUTSIDE
+    attribution = measured.attribution
+    if by == "module":
+        rows = _rows(measured, step, lambda event: attribution.module[event] or OUTSIDE)
+    elif by == "kernel":
+        rows = _rows(measured, step, lambda event: measured.trace.names[measured.events.name[event]])
+    else:
+        budget = _budget(measured, by)
+        if by == "component":
+            owners = Owners(attribution, budget)
+            flops = owners.flops_run(step.window.step)
+            rows = [replace(row, flops=flops.get(row.name)) for row in _rows(measured, step, owners.of)]
         else:
-            name = trace.names[measured.events.name[owned.event]]
+            rows = _attention(measured, step, StepAttention(measured, step.window.step, budget))
+    rows.sort(key=lambda row: (row.name == NO_ATTENTION, -row.ns, row.name))
+    idle_ns = waterfall.duration_ns - sum(row.ns for row in rows)
+    return [*rows, BreakdownRow(NO_KERNEL, idle_ns, {})]
+
+
+def attributed_share(rows: Sequence[BreakdownRow]) -> float:
+    """Share of the time in which something ran that goes to a component or a named activity; 1.0 where nothing ran.
+
+    Args:
+        rows: of `break_down` by component.
+    """
+    ran_ns = sum(row.ns for row in rows if row.name != NO_KERNEL)
+    unknown_ns = sum(row.ns for row in rows if row.name == NO_COMPONENT)
+    return 1.0 - unknown_ns / ran_ns if ran_ns else 1.0
+
+
+def breakdown_record(waterfall: StepWaterfall, by: By) -> dict[str, Any]:
+    """A step's breakdown, JSON-ready; see `break_down`."""
+    rows = break_down(waterfall, by)
+    attributed = {"attributed": attributed_share(rows)} if by == "component" else {}
+    return {"key": by, **attributed, "rows": [row.as_record() for row in rows]}
+
+
+def _budget(measured: MeasuredTrace, by: By) -> NeededWork:
+    trace = measured.trace
+    if trace.headway is None:
+        raise ConfigError(
+            f"--by {by}: {trace.path} does not say which component a module belongs to. Traces that Headway writes "
+            "do; --by module shows the modules themselves."
+        )
+    return NeededWork(trace.headway, str(trace.path))
+
+
+def _rows(measured: MeasuredTrace, step: MeasuredStep, name_of: Callable[[int], str]) -> list[BreakdownRow]:
+    attribution = measured.attribution
+    spent: dict[str, Counter[Phase]] = defaultdict(Counter)
+    matmul_ns: Counter[str] = Counter()
+    for owned in step.owned:
+        name = name_of(owned.event)
         spent[name][attribution.phase[owned.event]] += owned.ns
-    shares = [BreakdownRow(name, sum(phases.values()), dict(phases)) for name, phases in spent.items()]
-    shares.sort(key=lambda share: (-share.ns, share.name))
-    idle_ns = waterfall.duration_ns - sum(share.ns for share in shares)
-    return [*shares, BreakdownRow(NO_KERNEL, idle_ns, {})]
+        matmul_ns[name] += owned.ns if attribution.work[owned.event] is Work.MATMUL else 0
+    return [BreakdownRow(name, sum(phases.values()), dict(phases), matmul_ns[name]) for name, phases in spent.items()]
+
+
+def _attention(measured: MeasuredTrace, step: MeasuredStep, attention: StepAttention) -> list[BreakdownRow]:
+    """A row for each pack and layer that attends, also where no kernel of it was found, and one for all else."""
+    rows = {row.name: row for row in _rows(measured, step, lambda event: str(attention.of(event) or NO_ATTENTION))}
+    for layer, by_phase in attention.flops.items():
+        row = rows.get(str(layer), BreakdownRow(str(layer), 0, {}))
+        rows[row.name] = replace(row, flops=sum(by_phase.values()), flops_by_phase=dict(by_phase))
+    return [*rows.values()]

@@ -1,6 +1,6 @@
 """What a step needed, by component, in time at the device's peak and at its ceiling: the head of the waterfall."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from headway.errors import ConfigError
 
 SCHEMA_VERSION = 1
 NO_COMPONENT = "other modules"
+OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class NeededWork:
             peak, ceiling = written["peak_flops_per_s"], written["ceiling_flops_per_s"]
             self.peak_flops_per_s = None if peak is None else float(peak)
             self.ceiling_flops_per_s = None if ceiling is None else float(ceiling)
+            bandwidth = written.get("memory_bytes_per_s")  # which the first profiles did not have
+            self.bytes_per_s = None if bandwidth is None else float(bandwidth)
             self.profiler_overhead_s = float(written["profiler_overhead_s"] or 0.0)
             self._components = {str(path): str(name) for path, name in written["components"].items()}
             self._within = _components_within(self._components)
@@ -63,17 +66,53 @@ class NeededWork:
         if not all(rate is None or rate > 0 for rate in (self.peak_flops_per_s, self.ceiling_flops_per_s)):
             raise self._wrong(ValueError(f"peak {self.peak_flops_per_s}, ceiling {self.ceiling_flops_per_s}"))
 
+    @property
+    def is_undivided(self) -> bool:
+        """Whether the whole model is one component, as where the trace's modules have no paths."""
+        return self._components.keys() == {""}
+
     def component_of(self, module: str) -> str:
-        """The component of a module, or of the nearest module around it that has one, itself or in all it holds."""
+        """The component of a module, or of the nearest module around it that has one, itself or in what it holds.
+
+        Where that holds several, as a block does around its norms, it is `TOWER.other`, as the cost model names the
+        parameters of norms; `model.other` where they are of several towers.
+        """
         path = module
         while path not in self._components:
             within = self._within.get(path, ())
-            if len(within) == 1:
-                return next(iter(within))
+            if within:
+                return next(iter(within)) if len(within) == 1 else f"{tower_of(within)}.{OTHER}"
             if not path:
                 return NO_COMPONENT
             path = path.rpartition(".")[0]
         return self._components[path]
+
+    def components_in(self, module: str) -> frozenset[str]:
+        """The components of a module and of all that it holds."""
+        own = {self._components[module]} if module in self._components else set()
+        return frozenset(own | self._within.get(module, set()))
+
+    def flops_run(self, step: int) -> dict[str, int]:
+        """FLOPs that each component ran in a step: useful ones, and those run again; {} without the step's workload."""
+        if str(step) not in self._steps:
+            return {}
+        ran = self._useful(step)
+        for name, flops in self._recomputed(step).items():
+            ran[name] = ran.get(name, 0) + flops
+        return ran
+
+    def packs(self, step: int) -> "list[Mapping[str, Sequence[int]]] | None":
+        """Of each pass of a step, in order, FLOPs of each module that attends: forward, backward, and run again.
+
+        None where the trace does not say, as those of earlier versions.
+        """
+        try:
+            said = self._steps.get(str(step), {}).get("packs")
+            if said is None:
+                return None
+            return [{str(path): [int(n) for n in flops] for path, flops in one["attention"].items()} for one in said]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._wrong(error) from error
 
     def useful_flops(self, step: int) -> int | None:
         """Useful FLOPs of a step; None if the trace has none of this step."""
@@ -90,11 +129,9 @@ class NeededWork:
         if peak is None or str(step) not in self._steps:
             return None
         ceiling = self.ceiling_flops_per_s or peak
-        useful = self._useful(step)
+        useful, recomputed = self._useful(step), self._recomputed(step)
         try:
-            said = self._steps[str(step)]
-            recomputed = {str(name): int(flops) for name, flops in said["recomputed_flops"].items()}
-            padding = int(said["padding_flops"] or 0)
+            padding = int(self._steps[str(step)]["padding_flops"] or 0)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._wrong(error) from error
         total = sum(useful.values())
@@ -120,11 +157,27 @@ class NeededWork:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._wrong(error) from error
 
+    def _recomputed(self, step: int) -> dict[str, int]:
+        try:
+            return {str(name): int(flops) for name, flops in self._steps[str(step)]["recomputed_flops"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._wrong(error) from error
+
     def _wrong(self, error: Exception) -> ConfigError:
         return ConfigError(
             f"{self._source}: its object `headway` cannot be read ({type(error).__name__}: {error}). Write the "
             "trace again with this Headway."
         )
+
+
+def tower_of(components: Collection[str]) -> str:
+    """The first part that all names of components have; `model` where they have several.
+
+    >>> tower_of(["language.mlp", "language.attention"]), tower_of(["language.mlp", "vision.mlp"])
+    ('language', 'model')
+    """
+    towers = {name.partition(".")[0] for name in components}
+    return next(iter(towers)) if len(towers) == 1 else "model"
 
 
 def _components_within(components: Mapping[str, str]) -> dict[str, set[str]]:

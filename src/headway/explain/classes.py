@@ -44,8 +44,12 @@ _MEMORY_KERNELS = re.compile(
     r"subtensorop|permute|adam|sgd",
     flags=re.IGNORECASE,
 )
+_ATTENTION = re.compile(r"attention|attn|flash|fmha", flags=re.IGNORECASE)
 _COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph|graph_\d+_\w*fused")
-_ENGINE = re.compile(r"autograd::engine::|\w*Backward\d*$|torch::autograd::|TorchDynamo|profiler::|ProfilerStep")
+_ENGINE = re.compile(
+    r"autograd::engine::|\w*Backward\d*$|torch::autograd::|TorchDynamo|Pregraph bytecode|AOTDispatcher|profiler::|"
+    r"ProfilerStep|headway::"  # Headway's operators are Python that runs others
+)
 _COMMUNICATION_OPERATORS = re.compile(r"(c10d|_c10d_functional\w*|record_param_comms|nccl|gloo|mpi|ucc|xccl)(::?.*)?$")
 
 
@@ -75,9 +79,21 @@ def work_of_operator(name: str) -> Work:
     known = _by_operator(name)
     if known is not None:
         return known
-    if _COMPILED.match(name):
+    if is_compiled(name):
         return Work.MEMORY  # its matrix products stand inside as operators, its fused loops are its own time
     return Work.HOST if _ENGINE.match(name) else Work.UNKNOWN
+
+
+@cache
+def is_attention(name: str) -> bool:
+    """Whether an operator, or a kernel without one, is a fused one of attention."""
+    return _ATTENTION.search(name) is not None
+
+
+@cache
+def is_compiled(name: str) -> bool:
+    """Whether an operator or an annotation is what torch.compile made of a function, or its backward."""
+    return _COMPILED.match(name) is not None
 
 
 @cache
@@ -93,7 +109,7 @@ def _by_operator(name: str) -> Work | None:
     namespace, _, operator = name.rpartition("::")
     if _MATMUL_OPERATORS.fullmatch(operator.removesuffix("_backward").removesuffix("_")):
         return Work.MATMUL
-    is_of_torch = namespace in ("aten", "fbgemm", "prims", "torchvision") or name == "detach"  # which has two entries
+    is_of_torch = namespace in ("aten", "fbgemm", "prims", "torchvision", "fsdp") or name in ("detach", "detach_")
     return Work.MEMORY if is_of_torch else None
 
 

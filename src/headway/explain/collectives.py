@@ -4,53 +4,75 @@ A collective ends on all ranks at about the same time, and on the last rank that
 So the shortest of the ranks' durations is the transfer, and what a rank's own takes beyond it is waiting.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from headway.explain.classes import Work
 from headway.explain.measure import MeasuredStep, MeasuredTrace
 from headway.explain.trace import NONE
 
 
-def waiting_in(measured: MeasuredTrace, step: MeasuredStep, others: Sequence[MeasuredTrace]) -> int | None:
-    """Time of a step's exposed communication that is waiting [ns]; None where no collective is found on another rank.
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """The collectives of one rank.
+
+    Attributes:
+        measured: the rank's trace.
+        by_step: by number of the step in which they begin, and by what they say of themselves, in order.
+    """
+
+    measured: MeasuredTrace
+    by_step: dict[int, dict[str, list[int]]]
+
+    def duration_of(self, event: int) -> int:
+        """How long a collective took [ns]."""
+        return int(self.measured.events.end_ns[event] - self.measured.events.start_ns[event])
+
+
+def find_collectives(measured: MeasuredTrace) -> Collectives:
+    """Find the collectives of each step of a trace."""
+    events, names = measured.events, measured.trace.names
+    found = np.array([i for i, work in enumerate(measured.attribution.work) if work is Work.COMMUNICATION], dtype=int)
+    starts = events.start_ns[found]
+    by_step: dict[int, dict[str, list[int]]] = {}
+    for step in measured.steps:
+        there = by_step.setdefault(step.window.step, {})
+        for i in found[(starts >= step.window.start_ns) & (starts < step.window.end_ns)].tolist():
+            group = int(events.group[i])
+            there.setdefault(names[group if group != NONE else int(events.name[i])], []).append(i)
+    return Collectives(measured, by_step)
+
+
+def waiting_in(own: Collectives, step: MeasuredStep, others: Sequence[Collectives]) -> list[int] | None:
+    """Time of a step's exposed communication that is waiting for each of the others [ns].
+
+    None where no collective is found on another rank.
+
+    Each collective is waited for on the rank that came last, on which it took the shortest time.
 
     Args:
-        measured: the rank's trace.
+        own: collectives of the rank.
         step: one of its steps.
-        others: traces of other ranks of the job.
+        others: collectives of other ranks of the job.
     """
-    own = _collectives(measured, step.window.step)
+    number = step.window.step
     transfer: dict[int, int] = {}
-    for other in others:
-        there = _collectives(other, step.window.step)
-        for said, events in own.items():
+    last: dict[int, int] = {}  # which of the others came last
+    for place, other in enumerate(others):
+        there = other.by_step.get(number, {})
+        for said, events in own.by_step[number].items():
             if len(there.get(said, ())) == len(events):  # else one trace lacks some, and which is not known
                 for event, event_there in zip(events, there[said], strict=True):
-                    shortest = min(_duration(measured, event), _duration(other, event_there))
-                    transfer[event] = min(shortest, transfer.get(event, shortest))
+                    took = other.duration_of(event_there)
+                    shortest = transfer.setdefault(event, own.duration_of(event))
+                    if took < shortest:
+                        transfer[event], last[event] = took, place
     if not transfer:
         return None
-    return sum(
-        min(owned.ns, _duration(measured, owned.event) - transfer[owned.event])
-        for owned in step.owned
-        if owned.line == "communication" and owned.event in transfer
-    )
-
-
-def _collectives(measured: MeasuredTrace, number: int) -> dict[str, list[int]]:
-    """Collectives that begin in a step, by what they are, in order."""
-    events, names = measured.events, measured.trace.names
-    found: dict[str, list[int]] = defaultdict(list)
-    for step in measured.steps:
-        if step.window.step == number:
-            within = (events.start_ns >= step.window.start_ns) & (events.start_ns < step.window.end_ns)
-            for i in within.nonzero()[0].tolist():
-                if measured.attribution.work[i] is Work.COMMUNICATION:
-                    group = int(events.group[i])
-                    found[names[group if group != NONE else int(events.name[i])]].append(i)
-    return found
-
-
-def _duration(measured: MeasuredTrace, event: int) -> int:
-    return int(measured.events.end_ns[event] - measured.events.start_ns[event])
+    waits = [0] * len(others)
+    for owned in step.owned:
+        if owned.line == "communication" and owned.event in last:
+            waits[last[owned.event]] += min(owned.ns, own.duration_of(owned.event) - transfer[owned.event])
+    return waits

@@ -6,11 +6,11 @@ before, the device waited for itself: for another stream, or between two kernels
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.explain.attribute import Attribution, Phase
+from headway.explain.attribute import COMPILING, Attribution, Phase
 from headway.explain.timeline import Segments, divide
 from headway.explain.trace import NONE, Column, Kind, Trace
 
@@ -26,14 +26,20 @@ class IdleTime:
     Attributes:
         by_phase: while the host waited for data, logged, evaluated, wrote a checkpoint or compiled.
         by_wait: after the host had waited for the device, by the operator that waited.
-        host_late_ns: the host had not launched anything, for none of these reasons.
+        late_before: the host had not launched anything, for none of these reasons, by the event that it launched late;
+            NONE where nothing followed.
         other_ns: the next event had been launched before.
     """
 
-    by_phase: Counter[Phase]
-    by_wait: Counter[str]
-    host_late_ns: int = 0
+    by_phase: Counter[Phase] = field(default_factory=Counter)
+    by_wait: Counter[str] = field(default_factory=Counter)
+    late_before: Counter[int] = field(default_factory=Counter)
     other_ns: int = 0
+
+    @property
+    def host_late_ns(self) -> int:
+        """All that the host was late, for no other reason [ns]."""
+        return sum(self.late_before.values())
 
 
 class IdleCauses:
@@ -42,18 +48,19 @@ class IdleCauses:
     Args:
         trace: the whole trace.
         attribution: what its events were for.
-        on_device: indices of the device's events that count, by start.
+        which: indices of the events that count, those of the device; of the host where there is no device.
     """
 
-    def __init__(self, trace: Trace, attribution: Attribution, on_device: Column) -> None:
+    def __init__(self, trace: Trace, attribution: Attribution, which: Column) -> None:
         self._trace = trace
         self._attribution = attribution
-        if trace.is_cpu_only:
-            on_device = on_device[:0]
-        self._starts = trace.device.start_ns[on_device]
-        self._launches = attribution.launch[on_device]
+        starts = (trace.host if trace.is_cpu_only else trace.device).start_ns[which]
+        order = np.argsort(starts, kind="stable")
+        self._events, self._starts = which[order], starts[order]
         host, contexts = trace.host, attribution.contexts
-        told = [i for i in np.flatnonzero(host.kind == Kind.ANNOTATION).tolist() if contexts[i].phase in _TOLD]
+        compiling = [i for i, name in enumerate(trace.names) if name.endswith(COMPILING)]
+        tells = (host.kind == Kind.ANNOTATION) | np.isin(host.name, compiling)
+        told = [i for i in np.flatnonzero(tells).tolist() if contexts[i].phase in _TOLD]
         self._told = np.array(told, dtype=np.int64)
         self._depth = np.array([-contexts[i].depth for i in told], dtype=np.int64)
         waiting = {i for i, name in enumerate(trace.names) if _WAITS.fullmatch(name)}
@@ -63,10 +70,11 @@ class IdleCauses:
 
     def split(self, segments: Segments, window: tuple[int, int]) -> IdleTime:
         """Split the pieces of a window in which nothing ran; the causes add up to them exactly."""
-        idle = IdleTime(Counter(), Counter())
+        idle = IdleTime()
         phases = self._phases(window)
         for start, end in segments.of_none():
-            if not self._is_late(start, end):
+            ends_it = self._event_at(end)
+            if not self._is_late(start, ends_it):
                 idle.other_ns += end - start
                 continue
             left = end - start
@@ -81,7 +89,7 @@ class IdleCauses:
                     left -= spent
             waited = self._wait_at(start)
             if waited is None:
-                idle.host_late_ns += left
+                idle.late_before[ends_it] += left
             else:
                 idle.by_wait[waited] += left
         return idle
@@ -93,13 +101,15 @@ class IdleCauses:
         owner = np.where(pieces.owner == NONE, NONE, self._told[pieces.owner] if len(self._told) else NONE)
         return Segments(pieces.start_ns, pieces.end_ns, owner)
 
-    def _is_late(self, start: int, end: int) -> bool:
-        if self._trace.is_cpu_only:
+    def _event_at(self, moment: int) -> int:
+        """The first event that begins then or later."""
+        place = int(np.searchsorted(self._starts, moment, side="left"))
+        return int(self._events[place]) if place < len(self._events) else NONE
+
+    def _is_late(self, start: int, ends_it: int) -> bool:
+        if self._trace.is_cpu_only or ends_it == NONE:
             return True
-        ends_it = int(np.searchsorted(self._starts, end, side="left"))
-        if ends_it == len(self._starts):
-            return True  # nothing more was launched
-        launch = int(self._launches[ends_it])
+        launch = int(self._attribution.launch[ends_it])
         return launch != NONE and int(self._trace.host.start_ns[launch]) >= start
 
     def _wait_at(self, moment: int) -> str | None:

@@ -7,6 +7,7 @@ import numpy as np
 from headway.explain.attribute import Attribution, Phase, attribute
 from headway.explain.classes import Work
 from headway.explain.idle import IdleCauses, IdleTime
+from headway.explain.operands import Operands
 from headway.explain.steps import StepWindow, step_windows
 from headway.explain.timeline import Segments, divide
 from headway.explain.trace import NONE, Column, Events, Kind, Trace
@@ -74,6 +75,17 @@ class MeasuredTrace:
     def events(self) -> Events:
         """The events that `Owned.event` counts: those of the device, of the host where there is no device."""
         return self.trace.host if self.trace.is_cpu_only else self.trace.device
+
+    def operator_of(self, event: int) -> int:
+        """Index of the host event of the operator that launched an event, or that it is; NONE where none is known."""
+        launch = int(self.attribution.launch[event])
+        return NONE if launch == NONE else self.attribution.contexts[launch].operator
+
+    def operands_of(self, event: int) -> Operands | None:
+        """What that operator was called with; None where that was not recorded."""
+        operator = self.operator_of(event)
+        index = NONE if operator == NONE else int(self.trace.host.operands[operator])
+        return None if index == NONE else self.trace.operands[index]
 
 
 def measure(trace: Trace, *, whole: bool = False) -> MeasuredTrace:

@@ -2,31 +2,39 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from headway.explain.attribute import Phase
-from headway.explain.breakdown import BreakdownRow, By, break_down
+from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, BreakdownRow, By, attributed_share, break_down
+from headway.explain.findings.finding import Finding
+from headway.explain.gemms import GemmRow, gemms_of
+from headway.explain.text_series import overview_steps
+from headway.explain.traffic import OperandTraffic
 from headway.explain.waterfall import JobExplanation, StepWaterfall, WaterfallLine
-from headway.report import Column, format_share, printable, render_lines, render_table
+from headway.report import Column, format_flops, format_rate, format_share, printable, render_lines, render_table
 from headway.report.terminal import coloured, width_of
 
 _BAR = 20  # columns
 _MOST_ROWS = 20
-_BESIDE_NAMES = 54  # columns that the numbers of a breakdown take
+_BESIDE_NAMES = {"attention": 46}  # columns that the numbers of a breakdown take
+_BESIDE_OTHERS = 54
 _LONGEST_NAME = 100  # where there is no terminal
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)
 _WITH_PARTS = {"matmul", "memory", "idle.sync", "aside"}
+_NEARLY_ALL = 0.98
+_LEAST_WAIT = 0.01  # of a step
 _NOT_A_LOSS = {"useful", "matmul"}
 
 
-def as_text(explanation: JobExplanation, by: By | None = None, *, markdown: bool = False) -> str:
+def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None, *, markdown: bool = False) -> str:
     """Render an explanation: all steps in a line each, and the step of median duration in full.
 
     Args:
         explanation: at least one step.
-        by: add the time by component, module or kernel.
+        by: add the time by component, module or kernel, or matrix products by size.
         markdown: tables as Markdown has them, without colour.
     """
-    table = _markdown_table if markdown else _plain_table
+    table = markdown_table if markdown else plain_table
     waterfalls = explanation.steps
     shown = sorted(waterfalls, key=lambda one: one.duration_ns)[(len(waterfalls) - 1) // 2]
     parts = []
@@ -35,21 +43,30 @@ def as_text(explanation: JobExplanation, by: By | None = None, *, markdown: bool
     parts.append(_title(shown, len(waterfalls), markdown=markdown))
     drawn = table(*_waterfall(shown))
     parts.append(drawn if markdown else _with_colour(drawn, _dearest(shown)))
-    details = _details(shown)
+    details = [*_details(shown), *_of_ranks(explanation, shown)]
     if details:
         parts.append(_sentences(details, markdown=markdown))
-    if by is not None:
-        parts.append(table(*_breakdown(break_down(shown, by), by, shown)))
+    if explanation.findings:
+        parts.append(_findings(explanation.findings, markdown=markdown))
+    if by == "gemm":
+        parts.append(table(*_gemms(gemms_of(shown), shown)))
+    elif by is not None:
+        rows = break_down(shown, by)
+        parts.append(table(*_breakdown(rows, by, shown)))
+        if said := _about(rows, by):
+            parts.append(_sentences([said], markdown=markdown))
     if explanation.notes:
         parts.append(_sentences([f"Note: {note}" for note in explanation.notes], markdown=markdown))
     return "\n\n".join(parts)
 
 
-def _plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
+def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
+    """Render a table for a terminal, a pipe or a log."""
     return render_table(columns, rows, footer=footer)
 
 
-def _markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
+def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
+    """Render a table as Markdown has it."""
     lines = [[column.heading for column in columns], ["---" if c.align == "left" else "---:" for c in columns]]
     lines += [[_markdown_cell(cell) for cell in row] for row in [*rows, *([footer] if footer else [])]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -67,9 +84,9 @@ def _sentences(lines: Sequence[str], *, markdown: bool) -> str:
 
 
 def _title(shown: StepWaterfall, count: int, *, markdown: bool) -> str:
-    trace = shown.measured[0].trace
-    said = f"step {shown.step}" if trace.steps else "the whole trace"
-    said += f" of rank {shown.rank} on {trace.device_name}: {_ms(shown.duration_ns)} ms"
+    is_whole = shown.measured is not None and not shown.measured[0].trace.steps
+    said = "the whole trace" if is_whole else f"step {shown.step}"
+    said += f" of rank {shown.rank} on {shown.device_name}: {_ms(shown.duration_ns)} ms"
     if shown.mfu is not None:
         said += f", MFU {format_share(shown.mfu)}"
     if count > 1:
@@ -80,14 +97,22 @@ def _title(shown: StepWaterfall, count: int, *, markdown: bool) -> str:
 
 def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[list[str]], None]:
     has_mfu = any(one.mfu is not None for one in waterfalls)
-    columns = [Column("step"), Column("rank"), Column("ms"), *([Column("MFU")] if has_mfu else [])]
+    chosen = overview_steps(waterfalls)
+    has_places = any(place for place, _ in chosen)
+    columns = [
+        *([Column(f"of {len(waterfalls):,} steps", "left")] if has_places else []),
+        Column("step"),
+        Column("rank"),
+    ]
+    columns += [Column("ms"), *([Column("MFU")] if has_mfu else [])]
     columns += [Column("largest loss", "left"), Column("share")]
     rows = []
-    for one in waterfalls:
+    for place, one in chosen:
         dearest = _dearest(one)
         mfu = [] if not has_mfu else ["-" if one.mfu is None else format_share(one.mfu)]
         loss = ["-", "-"] if dearest is None else [dearest.name, format_share(dearest.share)]
-        rows.append([str(one.step), str(one.rank), _ms(one.duration_ns), *mfu, *loss])
+        placed = [place] if has_places else []
+        rows.append([*placed, str(one.step), str(one.rank), _ms(one.duration_ns), *mfu, *loss])
     return columns, rows, None
 
 
@@ -127,33 +152,123 @@ def _details(shown: StepWaterfall) -> list[str]:
     for line in shown.lines:
         if line.key in _WITH_PARTS and line.ns and line.parts:
             parts = ", ".join(f"{name} {_ms(ns)} ms" for name, ns in [*line.parts.items()][:4])
-            said.append(f"{line.name}: {parts}.")
+            more = f"; {_of_traffic(shown.traffic)}" if line.key == "memory" and shown.traffic is not None else ""
+            said.append(f"{line.name}: {parts}{more}.")
     return said
 
 
+def _of_traffic(traffic: OperandTraffic) -> str:
+    """Bytes beside the time that they take: "their operands are 3.1 GB, 0.58 ms at 5.3 TB/s"."""
+    size, unit = (traffic.num_bytes / 1e9, "GB") if traffic.num_bytes >= 1e8 else (traffic.num_bytes / 1e6, "MB")
+    said = f"their operands are {size:,.3g} {unit}"
+    if traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
+        said += f", {_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
+    if traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
+        said += f" (known of {_ms(traffic.known_ns)} ms of them)"
+    return said
+
+
+def _of_ranks(explanation: JobExplanation, shown: StepWaterfall) -> list[str]:
+    """Whom the others waited for in the step, if it was worth a word."""
+    return [
+        f"{one.sentence()}."
+        for one in explanation.waited_for
+        if one.step == shown.step and one.wait_ns >= _LEAST_WAIT * shown.duration_ns
+    ]
+
+
+def _findings(findings: Sequence[Finding], *, markdown: bool) -> str:
+    """What to do first, the dearest first: what each costs, what was seen, the likely cause, what to try."""
+    said = ["**What to do first**", ""] if markdown else ["What to do first"]
+    for number, finding in enumerate(findings, start=1):
+        title = f"{finding.id}: up to {format_share(finding.share)} of the time"
+        if finding.mfu_from is not None and finding.mfu_to is not None:
+            title += f", MFU {format_share(finding.mfu_from)} -> {format_share(finding.mfu_to)}"
+        texts = [_sentence(finding.seen), f"Likely cause: {finding.cause}", f"Try: {finding.next}"]
+        if markdown:
+            said.append(printable(f"{number}. **{title}.** {' '.join(texts)}"))
+        else:
+            said += ["", f"{number}. {title}", *map(printable, texts)]
+    return "\n".join(said) if markdown else render_lines(said)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
 def _breakdown(
-    shares: Sequence[BreakdownRow], by: By, shown: StepWaterfall
+    rows: Sequence[BreakdownRow], by: By, shown: StepWaterfall
 ) -> tuple[list[Column], list[list[str]], list[str]]:
-    *running, idle = shares
+    *running, idle = rows
     columns = [Column(by, "left"), Column("ms"), Column("share")]
-    columns += [*(Column(phase.value) for phase in _PHASES), Column("other")]
-    rows = [_row(_shortened(share.name, by), [share], shown) for share in running[:_MOST_ROWS]]
+    if by == "attention":
+        columns += [Column("FLOPs"), Column("GFLOP/s")]
+    else:
+        columns += [*(Column(phase.value) for phase in _PHASES), Column("GFLOP/s" if by == "component" else "other")]
+    cells = [_row(_shortened(row.name, by), [row], by, shown) for row in running[:_MOST_ROWS]]
     if running[_MOST_ROWS:]:
-        rows.append(_row(f"{len(running) - _MOST_ROWS} more (--json has all)", running[_MOST_ROWS:], shown))
-    rows.append([idle.name, _ms(idle.ns), format_share(idle.ns / shown.duration_ns), "", "", "", ""])
-    return columns, rows, ["the step", _ms(shown.duration_ns), format_share(1.0), "", "", "", ""]
+        more = running[_MOST_ROWS:]
+        cells.append(_row(f"{len(more)} more (--json has all)", more, by, shown))
+    nothing = [""] * (len(columns) - 3)
+    cells.append([idle.name, _ms(idle.ns), format_share(idle.ns / shown.duration_ns), *nothing])
+    return columns, cells, ["the step", _ms(shown.duration_ns), format_share(1.0), *nothing]
 
 
-def _row(name: str, shares: Sequence[BreakdownRow], shown: StepWaterfall) -> list[str]:
-    ns = sum(share.ns for share in shares)
-    phases = [sum(share.by_phase.get(phase, 0) for share in shares) for phase in _PHASES]
-    return [name, _ms(ns), format_share(ns / shown.duration_ns), *map(_ms, phases), _ms(ns - sum(phases))]
+def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
+    headings = ("calls", "ms", "share", "work", "rate", "of ceiling")
+    columns = [Column("product, MxNxK", "left"), Column("dtype", "left"), *map(Column, headings)]
+    cells = []
+    for row in rows[:_MOST_ROWS]:
+        time = [_ms(row.ns), format_share(row.ns / shown.duration_ns)]
+        if row.product is None or row.flops_per_s is None:
+            cells.append([row.name, "", "", *time, "", "", ""])
+            continue
+        work = [format_flops(row.product.flops * row.calls), format_rate(row.flops_per_s)]
+        share = "-" if row.of_ceiling is None else format_share(row.of_ceiling)
+        cells.append([row.name, row.product.dtype, f"{row.calls:,}", *time, *work, share])
+    ns = sum(row.ns for row in rows)
+    left_out = sum(row.ns for row in rows[_MOST_ROWS:])
+    if left_out:
+        name = f"{len(rows) - _MOST_ROWS} more (--json has all)"
+        cells.append([name, "", "", _ms(left_out), format_share(left_out / shown.duration_ns), "", "", ""])
+    return columns, cells, ["all products", "", "", _ms(ns), format_share(ns / shown.duration_ns), "", "", ""]
+
+
+def _row(name: str, rows: Sequence[BreakdownRow], by: By, shown: StepWaterfall) -> list[str]:
+    ns = sum(row.ns for row in rows)
+    cells = [name, _ms(ns), format_share(ns / shown.duration_ns)]
+    if by == "attention":
+        return [*cells, *_flops(rows)]
+    phases = [sum(row.by_phase.get(phase, 0) for row in rows) for phase in _PHASES]
+    return [*cells, *map(_ms, phases), _flops(rows)[1] if by == "component" else _ms(ns - sum(phases))]
+
+
+def _flops(rows: Sequence[BreakdownRow]) -> tuple[str, str]:
+    """FLOPs of rows, and their rate while matmul-class kernels ran; "" where they are not known of all."""
+    flops, matmul_ns = sum(row.flops or 0 for row in rows), sum(row.matmul_ns for row in rows)
+    if not flops or any(row.matmul_ns and row.flops is None for row in rows):
+        return "", ""
+    return format_flops(flops), f"{flops / matmul_ns:,.1f}" if matmul_ns else ""
+
+
+def _about(rows: Sequence[BreakdownRow], by: By) -> str:
+    if by == "component":
+        return (
+            f"attributed: {100 * attributed_share(rows):.2f} % of the time in which something ran, to components and "
+            "to named activities, which stand in brackets."
+        )
+    if by == "attention":
+        layers = [row for row in rows if row.name not in (NO_ATTENTION, NO_KERNEL)]
+        flops, rate = _flops(layers)
+        said = f" for {flops} by the cost model ({rate} GFLOP/s)" if rate else ""
+        return f"attention of packs in layers: {len(layers)} took {_ms(sum(row.ns for row in layers))} ms{said}."
+    return ""
 
 
 def _shortened(name: str, by: By) -> str:
     """A name that leaves room for the numbers: the end of a module's path, the beginning of a kernel's name."""
     screen = width_of(sys.stdout)
-    longest = _LONGEST_NAME if screen is None else max(screen - _BESIDE_NAMES, 18)
+    longest = _LONGEST_NAME if screen is None else max(screen - _BESIDE_NAMES.get(by, _BESIDE_OTHERS), 18)
     name = name.removeprefix("void ")
     if len(name) <= longest:
         return name

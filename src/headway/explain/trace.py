@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from headway.errors import ConfigError
 from headway.explain.json_stream import read_trace_json
+from headway.explain.operands import Operands
 
 Column = npt.NDArray[np.int64]
 
@@ -62,6 +63,7 @@ class Events:
         sequence: number that an operator of the forward pass and its backward share.
         forward_thread: 0 in forward, above 0 in backward: the profiler's number of the forward's thread.
         group: index into the trace's names of what a collective says of itself (kind, group, elements).
+        operands: index into the trace's operands, of an operator whose shapes were recorded.
     """
 
     kind: Column
@@ -74,6 +76,7 @@ class Events:
     sequence: Column
     forward_thread: Column
     group: Column
+    operands: Column
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -90,6 +93,7 @@ class Trace:
     Attributes:
         path: the file.
         names: every name that occurs, once.
+        operands: all that operators were called with, each once; empty where no shapes were recorded.
         device: kernels, copies and fills, by start.
         host: operators, annotations, Python functions and launches, by track, then start, the outer one first.
         steps: number, start and end [ns] of each `ProfilerStep#`, by start.
@@ -98,10 +102,12 @@ class Trace:
         world_size: processes of the job, as the file says; None if it does not.
         device_name: as the file says; "CPU" where nothing ran on a device.
         headway: what Headway wrote beside the events; None in other people's traces.
+        capability: compute capability of an NVIDIA device, such as (9, 0); None where the file does not say.
     """
 
     path: Path
     names: Sequence[str]
+    operands: Sequence[Operands]
     device: Events
     host: Events
     steps: tuple[tuple[int, int, int], ...]
@@ -110,6 +116,7 @@ class Trace:
     world_size: int | None
     device_name: str
     headway: Mapping[str, Any] | None
+    capability: tuple[int, int] | None = None
 
     @property
     def is_cpu_only(self) -> bool:
@@ -145,6 +152,7 @@ def read_trace(path: Path) -> Trace:
     return Trace(
         path=path,
         names=builder.names,
+        operands=builder.operands,
         device=device,
         host=host,
         steps=steps,
@@ -153,6 +161,7 @@ def read_trace(path: Path) -> Trace:
         world_size=world_size,
         device_name=_device_name(beside, is_cpu=len(device) == 0),
         headway=headway if isinstance(headway, Mapping) else None,
+        capability=_capability(beside),
     )
 
 
@@ -184,8 +193,10 @@ class _Builder:
 
     def __init__(self, path: Path) -> None:
         self.names: list[str] = []
+        self.operands: list[Operands] = []
         self._path = path
         self._indices: dict[str, int] = {}
+        self._indices_of_operands: dict[str, int] = {}
         self._tracks: dict[tuple[Any, Any], int] = {}
         self._rows = array("q")  # of all events, one behind the other
 
@@ -236,7 +247,15 @@ class _Builder:
             sequence if isinstance(sequence, int) and sequence < 2**63 else NONE,  # -1 is written without its sign
             int(arguments.get("Fwd thread id", NONE)),
             group,
+            self._index_of_operands(arguments) if "Input Dims" in arguments else NONE,
         )
+
+    def _index_of_operands(self, arguments: dict[str, Any]) -> int:
+        told = [arguments.get(key) for key in ("Input Dims", "Input type", "Input Strides")]
+        index = self._indices_of_operands.setdefault(str(told), len(self.operands))
+        if index == len(self.operands):
+            self.operands.append(Operands.read(*told))
+        return index
 
     def _index(self, name: str) -> int:
         if not isinstance(name, str):
@@ -285,3 +304,12 @@ def _device_name(beside: Mapping[str, Any], *, is_cpu: bool) -> str:
     told = beside.get("deviceProperties")
     found = {str(one["name"]) for one in told or () if isinstance(one, Mapping) and one.get("name")}
     return ", ".join(sorted(found)) or "unknown device"
+
+
+def _capability(beside: Mapping[str, Any]) -> tuple[int, int] | None:
+    for one in beside.get("deviceProperties") or ():
+        if isinstance(one, Mapping) and "NVIDIA" in str(one.get("name")):
+            major, minor = one.get("computeMajor"), one.get("computeMinor")
+            if isinstance(major, int) and isinstance(minor, int):
+                return major, minor
+    return None

@@ -6,16 +6,22 @@ these kernels lose. Nothing is clipped: a component that beats the ceiling has a
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.explain.budget import NeededWork
-from headway.explain.collectives import waiting_in
-from headway.explain.measure import ASIDE, MATMUL, MeasuredStep, MeasuredTrace, measure
+from headway.explain.collectives import Collectives, waiting_in
+from headway.explain.findings.finding import Finding
+from headway.explain.findings.rules import find
+from headway.explain.given import GivenWork, check_rates, note_on_products
+from headway.explain.measure import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
+from headway.explain.owners import Owners
+from headway.explain.ranks import RankStep, WaitedFor, waited_for
+from headway.explain.rates import DeviceRates
+from headway.explain.told import ToldTrace, tell
 from headway.explain.trace import Trace
-from headway.report import format_duration
+from headway.explain.traffic import OperandTraffic, operand_traffic
 
 SCHEMA_VERSION = 1
 
@@ -84,7 +90,10 @@ class StepWaterfall:
         mfu: of the step; None without its workload and a peak.
         lines: they add up to `duration_ns`.
         is_edge: first or last of its trace, so that its window is less sure.
-        measured: what each event owned, and the trace.
+        device_name: what it ran on.
+        measured: what each event owned, and the trace; None where there was no trace.
+        rates: of the device; None where there was no trace.
+        traffic: what memory-bound kernels had to move; None where no shapes were recorded.
     """
 
     step: int
@@ -93,7 +102,10 @@ class StepWaterfall:
     mfu: float | None
     lines: tuple[WaterfallLine, ...]
     is_edge: bool
-    measured: tuple[MeasuredTrace, MeasuredStep] = field(repr=False)
+    device_name: str
+    measured: tuple[MeasuredTrace, MeasuredStep] | None = field(default=None, repr=False)
+    rates: DeviceRates | None = None
+    traffic: OperandTraffic | None = None
 
     def as_record(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -109,6 +121,7 @@ class StepWaterfall:
             "mfu": self.mfu,
             "is_edge": self.is_edge,
             "lines": lines,
+            "memory_bound": None if self.traffic is None else self.traffic.as_record(),
         }
 
 
@@ -119,23 +132,34 @@ class JobExplanation:
     Attributes:
         steps: by step, then rank.
         notes: what a reader must know of the traces, as sentences.
+        findings: what to do first, the dearest first.
+        waited_for: of each step of several ranks, the one that the others waited for.
     """
 
     steps: tuple[StepWaterfall, ...]
     notes: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    waited_for: tuple[WaitedFor, ...] = ()
 
     def as_record(self) -> dict[str, Any]:
-        """The object that `headway explain --json` prints; `findings` is empty: no rules for them are written yet."""
+        """The object that `headway explain --json` prints."""
         return {
             "schema_version": SCHEMA_VERSION,
             "steps": [step.as_record() for step in self.steps],
-            "findings": [],
+            "findings": [finding.as_record() for finding in self.findings],
             "notes": list(self.notes),
+            "waited_for": [one.as_record() for one in self.waited_for],
         }
 
 
 def explain(
-    traces: Sequence[Trace], *, step: int | None = None, rank: int | None = None, whole: bool = False
+    traces: Sequence[Trace],
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    whole: bool = False,
+    given: GivenWork | None = None,
+    device: str | None = None,
 ) -> JobExplanation:
     """Explain the steps of one job.
 
@@ -144,9 +168,13 @@ def explain(
         step: only this one; it may be the first or the last of a trace.
         rank: only this one; the others still tell how long collectives take.
         whole: take each trace as one step.
+        given: model and workload of each step of each rank, in place of what the traces say.
+        device: name or dense peak [FLOP/s] of the device, in place of what the traces say.
 
     Raises:
-        ConfigError: two traces are of one rank, a trace has no steps, or there is no such step or rank.
+        ConfigError: two traces are of one rank, a trace has no steps, there is no such step or rank, or a trace is not
+            of the model given.
+        UsageError: the device is not known.
 
     The first and the last step of a device's trace are left out where there are others.
     """
@@ -159,52 +187,51 @@ def explain(
             )
     if rank is not None and rank not in by_rank:
         raise ConfigError(f"--rank {rank}: the traces are of ranks {', '.join(map(str, sorted(by_rank)))}.")
-    measured = {number: measure(by_rank[number], whole=whole) for number in sorted(by_rank)}
-    budgets = {number: _budget(one.trace) for number, one in measured.items()}
+    shown = [number for number in sorted(by_rank) if rank is None or rank == number]
+    told = {number: tell(by_rank[number], given, device, whole=whole) for number in sorted(by_rank)}
     waterfalls = []
     ranks_of_note: dict[str, list[int]] = {}
-    shown = [number for number in measured if rank is None or rank == number]
     for number in shown:
-        one, budget = measured[number], budgets[number]
-        chosen, about_edges = _chosen(one, step)
-        for note in (*one.notes, *_notes_of_budget(budget), *about_edges):
+        one = told[number]
+        chosen, about_edges = _chosen(one.measured, step)
+        about_products = None
+        if given is not None:
+            check_rates(one.measured, chosen, given, one.rates)
+            about_products = note_on_products(one.measured, chosen, given)
+        for note in filter(None, (*one.notes, about_products, *about_edges)):
             ranks_of_note.setdefault(note, []).append(number)
-        others = [other for other_rank, other in measured.items() if other_rank != number]
-        waterfalls += [_waterfall(one, which, budget, others) for which in chosen]
+        others = [other.collectives for other_rank, other in told.items() if other_rank != number]
+        waterfalls += [_waterfall(one, which, others) for which in chosen]
     waterfalls.sort(key=lambda waterfall: (waterfall.step, waterfall.rank))
     notes = [
         note if said_by == shown else f"rank {', '.join(map(str, said_by))}: {note}"
         for note, said_by in ranks_of_note.items()
     ]
-    return JobExplanation(tuple(waterfalls), tuple(notes))
-
-
-def _budget(trace: Trace) -> NeededWork | None:
-    return None if trace.headway is None else NeededWork(trace.headway, str(trace.path))
-
-
-def _notes_of_budget(budget: NeededWork | None) -> list[str]:
-    if budget is None:
-        return [
-            "the matmul-class line is not split into needed work at peak, ceiling loss, recomputation, padding and "
-            "losses by component: that needs the steps' workloads and the device's peak, which Headway writes into its "
-            "own traces."
-        ]
-    notes = []
-    if budget.profiler_overhead_s > 0:
+    num_ranks = max(trace.world_size or 1 for trace in traces)
+    if num_ranks > len(by_rank):
         notes.append(
-            f"{format_duration(budget.profiler_overhead_s)} of each step is the profiler's, as Headway measured."
+            f"traces of {len(by_rank)} of the job's {num_ranks} processes: how long collectives waited for the others "
+            "is not known, and another one may have been the slowest."
         )
-    if budget.peak_flops_per_s is None:
-        notes.append(
-            "the matmul-class line is not split: the trace does not tell the device's peak. Set HEADWAY_PEAK_FLOPS "
-            "[FLOP/s] and profile again."
-        )
-    elif budget.ceiling_flops_per_s is None:
-        notes.append(
-            "the device's ceiling was not measured, so it is taken as the peak (`headway ceiling` measures it)."
-        )
-    return notes
+    found = [_waited_for(number, told) for number in dict.fromkeys(waterfall.step for waterfall in waterfalls)]
+    waits = tuple(filter(None, found))
+    return JobExplanation(tuple(waterfalls), tuple(notes), find(waterfalls, waits=waits), waits)
+
+
+def _waited_for(step: int, told: Mapping[int, ToldTrace]) -> WaitedFor | None:
+    """Of all ranks that have a step: the one that the others waited for."""
+    found = {
+        rank: (one, which) for rank, one in told.items() for which in one.measured.steps if which.window.step == step
+    }
+    if len(found) < 2:
+        return None
+    ranks = []
+    for rank, (one, which) in found.items():
+        others = {other: there.collectives for other, (there, _) in found.items() if other != rank}
+        waits = waiting_in(one.collectives, which, list(others.values())) or [0] * len(others)
+        flops = one.budget.useful_flops(step) if one.budget is not None else None
+        ranks.append(RankStep(rank, _spent(one.measured, which)[0], flops, dict(zip(others, waits, strict=True))))
+    return waited_for(step, ranks)
 
 
 def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredStep], list[str]]:
@@ -227,9 +254,8 @@ def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredSte
     return found, [told] if edges else []
 
 
-def _waterfall(
-    measured: MeasuredTrace, step: MeasuredStep, budget: NeededWork | None, others: Sequence[MeasuredTrace]
-) -> StepWaterfall:
+def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives]) -> StepWaterfall:
+    measured, budget = told.measured, told.budget
     duration_ns, number = step.window.ns, step.window.step
     needs = budget.needs(number) if budget else None
     amounts: list[tuple[str, str, int, dict[str, int]]] = []  # key, name, ns, parts
@@ -238,7 +264,8 @@ def _waterfall(
     if needs is None or budget is None:
         amounts.append((MATMUL, names[MATMUL], spent[MATMUL], parts[MATMUL]))
     else:
-        took = _matmul_by_component(measured, step, budget)
+        owners = Owners(measured.attribution, budget)
+        took = _matmul_by_owner(step, owners)
         for key, name, attribute_of in (
             ("useful", "needed work at peak", "useful"),
             ("ceiling", "ceiling loss", "ceiling_loss"),
@@ -247,17 +274,18 @@ def _waterfall(
         ):
             by_component = {one: getattr(need, attribute_of) for one, need in needs.items()}
             amounts.append((key, name, sum(by_component.values()), by_component))
-        for component in [*needs, *(one for one in took if one not in needs)]:
-            needed = needs[component].total if component in needs else 0
-            lost = took.get(component, 0) - needed
-            amounts.append((f"slow.{component}", f"{_SLOW}: {component}", lost, {}))
-    waits = waiting_in(measured, step, others)
+        needed: Counter[str] = Counter()
+        for component, need in needs.items():
+            needed[owners.of_component(component)] += need.total
+        for owner in [*needed, *(one for one in took if one not in needed)]:
+            amounts.append((f"slow.{owner}", f"{_SLOW}: {owner}", took[owner] - needed[owner], {}))
+    waits = waiting_in(told.collectives, step, others)
     for key in ("memory", "optimizer"):
         amounts.append((key, names[key], spent[key], parts[key]))
     if waits is None:
         amounts.append(("communication", names["communication"], spent["communication"], parts["communication"]))
     else:
-        for key, ns in (("transfer", spent["communication"] - waits), ("waiting", waits)):
+        for key, ns in (("transfer", spent["communication"] - sum(waits)), ("waiting", sum(waits))):
             amounts.append((f"communication.{key}", names[f"communication.{key}"], ns, {}))
     for key in ("copies", "idle.data", "idle.launch", "idle.sync", "idle.other", "aside", "unexplained"):
         amounts.append((key, names[key], spent[key], parts[key]))
@@ -269,7 +297,18 @@ def _waterfall(
         WaterfallLine(key, name, ns, ns / duration_ns, mfu, _without(at_peak_ns, duration_ns, key, ns), of_it)
         for key, name, ns, of_it in amounts
     )
-    return StepWaterfall(number, measured.trace.rank, duration_ns, mfu, lines, step.window.is_edge, (measured, step))
+    return StepWaterfall(
+        step=number,
+        rank=measured.trace.rank,
+        duration_ns=duration_ns,
+        mfu=mfu,
+        lines=lines,
+        is_edge=step.window.is_edge,
+        device_name=measured.trace.device_name,
+        measured=(measured, step),
+        rates=told.rates,
+        traffic=operand_traffic(measured, step, told.rates.bytes_per_s),
+    )
 
 
 def _without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> float | None:
@@ -298,9 +337,9 @@ def _spent(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[str], d
     return spent, {key: dict(counted.most_common()) for key, counted in of_line.items()}
 
 
-def _matmul_by_component(measured: MeasuredTrace, step: MeasuredStep, budget: NeededWork) -> Counter[str]:
+def _matmul_by_owner(step: MeasuredStep, owners: Owners) -> Counter[str]:
     took: Counter[str] = Counter()
     for owned in step.owned:
         if owned.line == MATMUL:
-            took[budget.component_of(measured.attribution.module[owned.event])] += owned.ns
+            took[owners.of(owned.event)] += owned.ns
     return took

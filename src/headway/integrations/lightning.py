@@ -163,7 +163,6 @@ class HeadwayMonitor(Callback):
 
 
 def _only_module(pl_module: "LightningModule") -> str:
-    """Name the one module with parameters that a LightningModule holds."""
     held = [name for name, child in pl_module.named_children() if next(child.parameters(), None) is not None]
     if len(held) != 1:
         raise UsageError(

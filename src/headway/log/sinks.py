@@ -34,11 +34,6 @@ class Sinks(Sink):
     def open(cls, specs: Sequence[str | Path | Sink], *, rank: int = 0, run: Path | None = None) -> Self:
         """Open all of some sinks, or none.
 
-        Args:
-            specs: as for `open_sink`.
-            rank: as for `open_sink`.
-            run: as for `open_sink`.
-
         Raises:
             ConfigError: one of them cannot be opened.
         """

@@ -12,11 +12,11 @@ from headway.log.trackers import PREFIX, Tracker, opening
 
 _GROUPS = {
     "speed": (
-        "wall_s", "step_s", "left_out_s", "num_left_out", "num_steps", "tokens_per_s", "slots_per_s", "images_per_s",
-        "patches_per_s", "flops_per_s", "tokens_per_s_per_device", "slots_per_s_per_device", "flops_per_s_per_device",
-        "mfu", "hfu", "mbu", "mfu_of_ceiling", "bytes_moved", "peak_flops_per_s", "peak_dtype", "peak_source",
-        "convention", "world_size", "energy_j", "joules_per_token", "peak_memory_bytes", "compiled", "recompiles",
-        "recompile_guards", "is_warmup",
+        "wall_s", "step_s", "away_s", "left_out_s", "num_left_out", "num_steps", "tokens_per_s", "slots_per_s",
+        "images_per_s", "patches_per_s", "flops_per_s", "tokens_per_s_per_device", "slots_per_s_per_device",
+        "flops_per_s_per_device", "mfu", "hfu", "mbu", "mfu_of_ceiling", "bytes_moved", "peak_flops_per_s",
+        "peak_dtype", "peak_source", "convention", "world_size", "energy_j", "joules_per_token", "peak_memory_bytes",
+        "compiled", "recompiles", "recompile_guards", "is_warmup",
     ),
     "data": (
         "tokens", "slots", "segments", "images", "videos", "patches", "audio_frames", "packs", "fill", "padding_share",
@@ -103,12 +103,7 @@ def _wait_for_a_second_of_its_own(folder: Path) -> None:
 
 
 def _folder_of_run(folder: Path, run: Path) -> Path:
-    """A run's own folder among those that log to one folder, found again when the run goes on.
-
-    Args:
-        folder: of all of them; one inside the run's folder is the run's own.
-        run: the run's folder.
-    """
+    """A run's own folder among those that log to one folder, found again when the run goes on."""
     place = str(run.resolve())
     if folder.resolve().is_relative_to(run.resolve()):
         return folder

@@ -66,6 +66,23 @@ class EnergyMeter:
         return float(total_mj - self._start_mj) / 1000
 
 
+def clocks_of(device: Any) -> dict[str, int] | None:
+    """Read the clock of a GPU's multiprocessors now, and the highest it may have [MHz]; None where NVML tells neither.
+
+    Source: NVML API reference, nvmlDeviceGetClockInfo and nvmlDeviceGetMaxClockInfo.
+    """
+    meter = EnergyMeter(device.index or 0) if device is not None and device.type == "cuda" else None
+    if meter is None or meter._handle is None:
+        return None
+    nvml = meter._nvml
+    try:
+        now = nvml.nvmlDeviceGetClockInfo(meter._handle, nvml.NVML_CLOCK_SM)
+        most = nvml.nvmlDeviceGetMaxClockInfo(meter._handle, nvml.NVML_CLOCK_SM)
+    except nvml.NVMLError:
+        return None
+    return {"sm_mhz": int(now), "most_sm_mhz": int(most)}
+
+
 class WindowEnergy:
     """Energy of the steps that a meter counts, read when a window ends and around what is not training.
 

@@ -114,8 +114,6 @@ def account(lines: Iterable[Mapping[str, Any]], source: str) -> GoodputReport:
 
 
 class _Books:
-    """Sums over the lines so far."""
-
     def __init__(self, source: str) -> None:
         self.source = source
         self.ns: dict[Bucket, int] = dict.fromkeys(BUCKETS, 0)

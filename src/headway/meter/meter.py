@@ -130,11 +130,12 @@ class Meter(StepClock):
         self._sinks: Sinks | None = None
         self.models = (self.cost_model, *others)
         self.ceiling, self.batch_ranks = ceiling, batch_ranks
+        self.memory_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
         self._tally = Tally(
             Yardstick(
                 self.peak,
                 math.nan if ceiling is None else ceiling.flops_per_s,
-                memory_bytes_per_s or bandwidth_of(self.device),
+                self.memory_bytes_per_s,
                 packing_length,
                 batch_ranks,
             ),
@@ -176,6 +177,7 @@ class Meter(StepClock):
         forward_only: bool = False,
         cost_model: CostModel | None = None,
         input_gradients: Sequence[str] | None = None,
+        elsewhere: bool = False,
     ) -> None:
         """Add what one forward of a step computes, and its backward.
 
@@ -185,6 +187,8 @@ class Meter(StepClock):
             cost_model: one of `others` where it is not the trained model's; its tokens are not counted again either.
             input_gradients: names of the arguments that require a gradient, since something in front of the model is
                 trained (see `CostModel.with_input_gradients`); those of the batch's tensors that do when None.
+            elsewhere: another rank, which works on this batch too, counts it (`batch_ranks`); here it is known to
+                profiles alone.
 
         Raises:
             UsageError: the cost model is not one of `others`.
@@ -194,7 +198,7 @@ class Meter(StepClock):
         which = 0 if cost_model is None else self._place_of(cost_model)
         if input_gradients is None:
             input_gradients = () if isinstance(batch, Workload) else input_gradients_of(batch)
-        billed = Billing(which, forward_only, () if forward_only else tuple(input_gradients))
+        billed = Billing(which, forward_only, () if forward_only else tuple(input_gradients), elsewhere)
         if billed.input_gradients:
             self.models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
         self._batches.append((read_or_copy(batch, self.models[which]), billed))

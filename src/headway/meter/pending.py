@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.count import CostModel, FlopCount, Workload
+from headway.count.cost_model import By
 from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
@@ -23,17 +24,20 @@ class Billing:
     model: int = 0  # which of the models computed it; 0 is the one that is trained
     forward_only: bool = False  # it has no backward
     input_gradients: tuple[str, ...] = ()  # names of its arguments that require a gradient
+    elsewhere: bool = False  # another rank, which works on the batch too, counts it
 
     @property
     def trains(self) -> bool:
         """Whether the batch trains the model: its own forward, with a backward."""
         return not self.model and not self.forward_only
 
-    def count(self, workload: Workload, cost_models: Sequence[CostModel], recompute: str) -> FlopCount:
+    def count(
+        self, workload: Workload, cost_models: Sequence[CostModel], recompute: str, by: By = "component"
+    ) -> FlopCount:
         """Count the FLOPs of a workload that is billed so, with what the loop recomputes of the model it trains."""
         cost_model = cost_models[self.model].with_input_gradients(self.input_gradients)
         again = recompute if self.trains else "none"
-        return cost_model.count(workload, recompute=again, forward_only=self.forward_only)
+        return cost_model.count(workload, recompute=again, forward_only=self.forward_only, by=by)
 
 
 @dataclass(slots=True)
@@ -162,10 +166,12 @@ class PendingSteps:
             totals["left_out_ns"] += wall_ns
             return
         for batch, billed in step.batches:
-            self._workloads[billed].append(workload_of(batch, self._cost_models[billed.model]))
+            workload = Workload() if billed.elsewhere else workload_of(batch, self._cost_models[billed.model])
+            self._workloads[billed].append(workload)
             totals["num_batches"] += billed.trains
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
+        totals["away_ns"] += round(time.away_s * NS)
         busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
         totals["busy_ns"] += round(busy_s * NS)
         totals["num_steps"] += 1

@@ -177,7 +177,6 @@ class StepClock:
                 self.back()
 
     def _end_step(self) -> StepTime:
-        """End a step, and begin the next one."""
         self.got_data()
         self.back()
         end = self._mark()

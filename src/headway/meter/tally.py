@@ -20,6 +20,7 @@ _TOTALS = (
     "wall_ns",
     "left_out_ns",  # time of steps that are left out
     "data_wait_ns",
+    "away_ns",  # what came within counted steps and was not training, in none of their times
     "busy_ns",  # forwards of the model, without waiting for other ranks
     "busy_flops",  # useful FLOPs of these forwards
     "energy_mj",
@@ -167,6 +168,7 @@ class Tally:
             flops=whole.count(),
             wall_s=first["wall_ns"] / NS,
             data_wait_s=first["data_wait_ns"] / NS,
+            away_s=first["away_ns"] / NS,
             peak=yardstick.peak,
             world_size=len(ranks),
             step=step,

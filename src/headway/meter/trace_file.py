@@ -4,20 +4,24 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from headway.cache import write_whole
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.flop_count import USEFUL
+from headway.count.step_facts import as_dict, components_of, flops_on_padding
+from headway.count.step_facts import step_facts as what_it_computed
 from headway.count.storage import to_dict
-from headway.errors import WorkloadError
 from headway.meter.batches import workload_of
+from headway.meter.energy import clocks_of
+from headway.meter.environment import largest_memory
 from headway.meter.meter import Meter
 from headway.meter.pending import PendingStep
 from headway.version import __version__
@@ -38,9 +42,6 @@ def facts_of(meter: Meter, *, rank: int, world_size: int, overhead_s: float | No
     # Where the peak was measured on this device, as on a CPU, it is the ceiling.
     measured = meter.peak if meter.ceiling is None and meter.peak.kind == "ceiling" else meter.ceiling
     ceiling = math.nan if measured is None else measured.flops_per_s
-    components: dict[str, str] = {}
-    for row in (row for model in meter.models for row in model.rows):
-        components.setdefault(row.module, row.component)
     return {
         "schema_version": SCHEMA_VERSION,
         "rank": rank,
@@ -50,11 +51,14 @@ def facts_of(meter: Meter, *, rank: int, world_size: int, overhead_s: float | No
         "peak_flops_per_s": _known(meter.peak.flops_per_s),
         "peak_source": meter.peak.source,
         "ceiling_flops_per_s": _known(ceiling),
+        "memory_bytes_per_s": _known(meter.memory_bytes_per_s),
         "convention": USEFUL,
         "recompute": meter.recompute,
-        "components": components,
+        "components": components_of(*meter.models),
         "cost_model": {"name": meter.cost_model.name, "digest": digest_of(meter.cost_model)},
         "profiler_overhead_s": overhead_s,
+        "memory": _memory(meter.device),
+        "clocks": clocks_of(meter.device),
     }
 
 
@@ -79,43 +83,31 @@ def step_facts(meter: Meter, step: PendingStep) -> dict[str, Any]:
         trained += [workload] if billed.trains else []
         count += billed.count(workload, meter.models, meter.recompute)
     workload = Workload.total(trained)
-    useful: dict[str, dict[str, int]] = {}
-    again: dict[str, int] = {}
-    for row in count.split(meter.batch_ranks)[0].rows:
-        phases = useful.setdefault(row.name, {"forward": 0, "backward": 0})
-        phases["forward"] += row.forward
-        phases["backward"] += row.dgrad + row.wgrad
-        if row.recompute:
-            again[row.name] = again.get(row.name, 0) + row.recompute
-    return {
-        "workload": as_dict(workload),
-        "tokens": workload.tokens,
-        "slots": workload.slots,
-        "useful_flops": useful,
-        "recomputed_flops": again,
-        "padding_flops": _padding_flops(meter, workload),
-    }
+    shares = count.split(meter.batch_ranks)
+    padding = flops_on_padding(meter.cost_model, workload, meter.recompute, meter.batch_ranks)
+    return {**what_it_computed(shares[0], workload, padding), "packs": _packs(meter, step)}
 
 
-def as_dict(workload: Workload) -> dict[str, Any]:
-    """Write a workload as plain lists, by the names of `Workload`'s arguments."""
-    lists = {
-        name: getattr(workload, name).tolist() for name in ("segments", "images", "videos", "sources", "audio", "past")
-    }
-    return {**lists, "slots": workload.slots, "packs": workload.num_packs}
+def _packs(meter: Meter, step: PendingStep) -> list[dict[str, Any]]:
+    """Say of each pass of the meter's model, in order, what it computed, and the FLOPs of each module that attends.
 
-
-def _padding_flops(meter: Meter, workload: Workload) -> int | None:
-    """Count what layers that run on every slot spend on padding, attention left out; None where it is not known."""
-    padding = workload.slots - workload.tokens
-    if not padding:
-        return 0
-    try:
-        count = meter.cost_model.count(Workload([padding]), recompute=meter.recompute)
-    except WorkloadError:  # a model that reads an encoder: its padding is the decoder's or the encoder's
-        return None
-    rows = [row for row in count.split(meter.batch_ranks)[0].rows if row.driver == "tokens"]
-    return sum(row.total + row.recompute for row in rows)
+    The FLOPs of a module are a list: forward, backward, and what checkpointing runs again.
+    """
+    attends = {(row.module, row.driver) for row in meter.cost_model.rows if row.component.endswith(".attention")}
+    packs = []
+    for batch, billed in step.batches:
+        if billed.model:
+            continue
+        workload = workload_of(batch, meter.cost_model)
+        count = billed.count(workload, meter.models, meter.recompute, by="layer").split(meter.batch_ranks)[0]
+        attention: dict[str, list[int]] = {}
+        for row in count.rows:
+            if (row.name, row.driver) in attends:
+                before = attention.get(row.name, [0, 0, 0])
+                own = (row.forward, row.dgrad + row.wgrad, row.recompute)
+                attention[row.name] = [a + b for a, b in zip(before, own, strict=True)]
+        packs.append({"workload": as_dict(workload), "attention": attention})
+    return packs
 
 
 def write_trace(profiler: Any, path: Path, facts: Mapping[str, Any]) -> None:
@@ -143,12 +135,26 @@ def write_trace(profiler: Any, path: Path, facts: Mapping[str, Any]) -> None:
         write_whole(path, join)
 
 
+def _memory(device: Any) -> dict[str, int] | None:
+    """Say how much memory the device has, or the host of a CPU, and the most that this process held so far [bytes]."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        try:
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):  # Windows and others have no such names
+            return None
+    return {"peak_bytes": largest_memory(device), "total_bytes": total}
+
+
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
 def _versions() -> dict[str, str]:
     """Versions of what computes; of packages, those that are loaded."""
-    packages: Sequence[Any] = [sys.modules.get(name) for name in ("torch", "transformers", "triton")]
-    loaded = {package.__name__: str(package.__version__) for package in packages if package is not None}
+    packages = {name: sys.modules.get(name) for name in ("torch", "transformers", "triton")}
+    loaded = {name: str(getattr(package, "__version__", "unknown")) for name, package in packages.items() if package}
     return {"headway": __version__, "python": platform.python_version(), **loaded}

@@ -136,6 +136,8 @@ class Window(Utilisation):
         num_steps: steps counted in it.
         num_left_out: steps of it that were warm-up or compiled something, and are not counted.
         left_out_s: their time [s].
+        away_s: time within the counted steps that was not training and is not in `wall_s`: evaluations, checkpoints,
+            compiling, each in the step that ends after it [s].
         num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
             same.
         segments: segments.
@@ -170,6 +172,7 @@ class Window(Utilisation):
     rank_flops: tuple[int, ...]
     rank_busy_s: tuple[float, ...]
     rank_busy_flops: tuple[int, ...]
+    away_s: float = 0.0
     peak_memory_bytes: int = 0
     ceiling_flops_per_s: float = math.nan
     num_batches: int = 0
@@ -258,6 +261,7 @@ class Window(Utilisation):
             "num_steps": self.num_steps,
             "num_left_out": self.num_left_out,
             "left_out_s": self.left_out_s,
+            "away_s": self.away_s,
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,
             "flops_per_s": self.flops_per_s,

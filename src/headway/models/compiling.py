@@ -235,11 +235,6 @@ def _alike(
 
     That is masks that only say that positions restart, as the boundaries say it better, and what transformers hands
     down to blocks of text though it is the vision tower's: `image_cu_seqlens` and the like.
-
-    Args:
-        args: a block's arguments.
-        kwargs: those that were given by name.
-        names: of the block's own parameters.
     """
     if kwargs.get("pack_cu_seqlens") is None:
         return args, kwargs
@@ -253,11 +248,7 @@ def _alike(
 
 
 def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Mark the sizes that differ from pack to pack: slots, next to last in the hidden states, and segments.
-
-    Returns:
-        The hidden states: of slots, or of a tower's patches.
-    """
+    """Mark the sizes that differ from pack to pack: slots, next to last in the hidden states, and segments."""
     hidden, *others = _tensors((*args, *kwargs.values()))
     slots = hidden.shape[-2]
     torch._dynamo.maybe_mark_dynamic(hidden, hidden.dim() - 2)

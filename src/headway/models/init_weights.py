@@ -91,11 +91,7 @@ def _fill(module: nn.Module, owner: Any, device: torch.device, path: str, fresh:
 
 
 def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None:
-    """Draw a matrix that transformers forgets (the routers of Qwen3-Next) as it draws those of linear layers.
-
-    Raises:
-        ConfigError: it is no matrix, so what it should be is anyone's guess.
-    """
+    """Draw a matrix that transformers forgets (the routers of Qwen3-Next) as it draws those of linear layers."""
     if parameter is None or not parameter.is_floating_point() or not bool(parameter.isnan().any()):
         return
     if not name.endswith("weight") or parameter.ndim < 2:

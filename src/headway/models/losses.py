@@ -238,8 +238,6 @@ def module_losses(
 
 
 class _Results:
-    """Losses of a pack's chunks, slot by slot."""
-
     def __init__(self, hidden_TH: torch.Tensor, task: Task) -> None:
         self._after = task.after
         self.loss_T = hidden_TH.new_empty(len(hidden_TH), dtype=torch.promote_types(hidden_TH.dtype, torch.float32))

@@ -53,7 +53,8 @@ def read_weights(
     model.to_empty(device=place)
     model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
     with weights_of(str(name)) as missing, ExitStack() as opened:
-        folder = Path(name) if Path(name).is_dir() else _fetched(str(name))
+        here = Path(name).is_dir()
+        folder = Path(name if here else snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json"]))
         stored: dict[str, Any] = {}
         for file in check_weights(folder):
             reader = opened.enter_context(safe_open(str(file), framework="pt"))
@@ -151,11 +152,7 @@ def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
 
 @torch.no_grad()
 def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: LoadStateDictConfig) -> set[str]:
-    """Make parameters whole, one group after the other, and keep this process's slices.
-
-    Returns:
-        The parameters' names.
-    """
+    """Make parameters whole, one group after the other, and keep this process's slices."""
     if not whole:
         return set()
     twin = load_model(copy.deepcopy(model.config), dtype=model.dtype, device="meta", random_init=True)
@@ -172,8 +169,3 @@ def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: 
             twin.get_submodule(home)._parameters[own] = nn.Parameter(value.to("meta"), requires_grad=False)
         names |= made.keys()
     return names
-
-
-def _fetched(name: str) -> Path:
-    """Download a Hub model into this machine's cache if it is not there, and give its folder."""
-    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))

@@ -55,10 +55,11 @@ class MeshShape:
                 f"{_HOW_MANY}, or set parallel.shard=auto to take as many as there are."
             )
         if shard * sequence % expert:
+            divisors = [number for number in range(1, shard * sequence + 1) if shard * sequence % number == 0]
             raise ConfigError(
                 f"parallel.expert {expert} does not divide the {_processes(shard * sequence)} that share the weights "
                 f"(parallel.shard {shard} x parallel.sequence {sequence}). Set it to one of "
-                f"{', '.join(map(str, _divisors(shard * sequence)))}, or start a multiple of {replicate * expert} "
+                f"{', '.join(map(str, divisors))}, or start a multiple of {replicate * expert} "
                 f"processes {_HOW_MANY}."
             )
         return cls(replicate, shard, sequence, expert)
@@ -76,7 +77,3 @@ class MeshShape:
 
 def _processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

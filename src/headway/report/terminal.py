@@ -10,11 +10,7 @@ _COLOURS = {"red": "31", "yellow": "33"}
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Columns of the terminal behind a stream, 40 to 200; None where there is none. $COLUMNS goes before.
-
-    Args:
-        stream: stdout or stderr.
-    """
+    """Columns of the terminal behind a stream, 40 to 200; None where there is none. $COLUMNS goes before."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given):
         columns = int(given)
@@ -40,12 +36,6 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
     return f"\x1b[1;{_COLOURS[colour]}m{text}\x1b[0m"
 
 
-def wrapped(text: str, width: int, *, hanging: str = "") -> list[str]:
-    """Lines of at most so many columns, cut between words; a longer word keeps a line of its own.
-
-    Args:
-        text: words.
-        width: columns.
-        hanging: what stands before all lines but the first.
-    """
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent=hanging) or [""]
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most so many columns, cut between words; a longer word keeps a line of its own."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from headway.data.samples import Chat
 from headway.data.sources import Source
+from headway.data.sources.opening import samples_of
 from headway.errors import ConfigError, DataError
 from headway.models.load import load_model
 from headway.synthetic.small_model import Shape, processor_class, small_config, write_small_model
@@ -120,7 +121,7 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
     count, has_media = 0, False
     for source in sources:
         characters = 0
-        for sample in islice(_samples(source), _MOST_SAMPLES // len(sources)):
+        for sample in islice(samples_of(source), _MOST_SAMPLES // len(sources)):
             count += 1
             if isinstance(sample, Chat):
                 found = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
@@ -134,14 +135,6 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
     if not any(text.strip() for text in texts):
         raise DataError("The data hold no words that a tokenizer could learn from. Give chats or documents of text.")
     return texts, count, has_media
-
-
-def _samples(source: Source) -> Iterator[Any]:
-    for shard in source.shards:
-        for _, sample in shard.rows():
-            if isinstance(sample, DataError):
-                raise sample
-            yield sample
 
 
 def _config_like(like: str) -> PreTrainedConfig:

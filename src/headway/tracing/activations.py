@@ -98,7 +98,7 @@ def saved_activations(
 def explain(
     runs: Sequence[Mapping[str, int]], known: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, dict[str, Fraction]], tuple[str, ...]]:
-    """Find the drivers of each module's bytes, with bytes per unit of each, and name the modules where there are none.
+    """Find the drivers of each module's bytes, with bytes per unit of each, and name the modules that have none.
 
     Args:
         runs: bytes by module in each run.

@@ -138,9 +138,6 @@ def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> 
 
     Returns:
         Booleans [batch, 1, queries, keys]; None where nothing is picked.
-
-    Raises:
-        TraceError: picks come in a form that is not known here; taking no notice of them would count too much.
     """
     given = {
         name: value

@@ -28,14 +28,13 @@ from headway.tracing.stand_ins import recording
 _PICKS = {aten.index, aten.index_select, aten.gather, aten.embedding}
 
 
-def saved_by_block(model: nn.Module, *, inputs: Any = None, autocast: torch.dtype | None = None) -> SavedActivations:
+def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> SavedActivations:
     """Count the bytes of activations that autograd saves for backward, by the block that saves them first.
 
     Not among them are what `saved_activations` leaves out and, of fused operations, the statistics of normalisations.
 
     Args:
         model: as it trains: its dtypes and `requires_grad` count.
-        inputs: as for `trace`.
         autocast: dtype of `torch.autocast` around the forward.
 
     Raises:
@@ -43,7 +42,7 @@ def saved_by_block(model: nn.Module, *, inputs: Any = None, autocast: torch.dtyp
     """
     twin = build.twin_of_model(model, lambda tensor: tensor.dtype)
     build.prepare(twin)
-    model_inputs = inputs_for(twin, inputs)
+    model_inputs = inputs_for(twin, None)
     workloads = model_inputs.workloads()
     floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
     blocks = checkpointable_blocks(twin)

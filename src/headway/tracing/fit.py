@@ -158,7 +158,6 @@ def sum_of_drivers(
 
 
 def _triples(known: Mapping[str, Sequence[int]], *, squares: bool) -> Iterator[tuple[str, ...]]:
-    """List pairs, lengths and numbers that go together."""
     families = [((pairs,), *((name,) for name in _TEXT)) for pairs in ("pairs:full", "pairs:causal")]
     for family in [*families, *([_FULL] if squares else [])]:
         for names in itertools.product(*family):

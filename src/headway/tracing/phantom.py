@@ -99,15 +99,14 @@ class Phantom(torch.Tensor):
         return _run(func, args, kwargs or {})
 
 
-def phantom(tensor: torch.Tensor, *, sources: int = 0, fed: bool = False) -> Phantom:
+def phantom(tensor: torch.Tensor, *, fed: bool = False) -> Phantom:
     """Make a phantom with the shape and dtype of a tensor.
 
     Args:
         tensor: any tensor; its data is not read.
-        sources: parameters upstream, bit i for parameter i.
         fed: whether it depends on the batch.
     """
-    return Phantom(tensor.detach().to("meta"), sources, fed)
+    return Phantom(tensor.detach().to("meta"), fed=fed)
 
 
 def phantom_floats(shape: Sequence[int]) -> Phantom:
@@ -158,7 +157,6 @@ def root(tensor: Phantom) -> Phantom:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to the leaves of an operation's arguments: tuples, lists and what they hold."""
     if isinstance(value, tuple | list):
         return type(value)(_map(function, v) for v in value)
     return function(value)
@@ -175,7 +173,6 @@ def _meta_device(value: Any) -> Any:
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """List the tensors among an operation's arguments or results."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -107,7 +107,6 @@ def _experts(running: Running, args: tuple[Any, ...], _out: Any) -> Operation:
 
 
 def _of(left: int, right: int) -> Callable[[Running, tuple[Any, ...], Any], Operation | None]:
-    """Read the product of two arguments, given by position."""
     return lambda running, args, _out: _matmul(running, args[left], args[right])
 
 

@@ -222,7 +222,6 @@ class Recorder:
         operation.count_picked(choice.picks)
 
     def _note(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Note what an operation of forward reads, multiplies and chooses."""
         for arg in args:
             for tensor in arg if isinstance(arg, list | tuple) else (arg,):
                 if isinstance(tensor, Phantom):

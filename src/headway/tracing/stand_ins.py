@@ -129,7 +129,6 @@ def _globals_that_hold() -> list[dict[str, Any]]:
 
 @contextmanager
 def _changed(changes: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Make changes to dictionaries of names, and undo them at the end."""
     missing = object()
     before = [(held, name, held.get(name, missing)) for held, name, _ in changes]
     try:

@@ -53,13 +53,7 @@ class _Length:
 
 
 def shortened(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload], names: Sequence[str]) -> list[str]:
-    """List drivers that count what convolutions make of the frames, likeliest first.
-
-    Args:
-        runs: the operations of each run, alike in all of them.
-        workloads: what was run.
-        names: drivers of sources or audio, up to the slash.
-    """
+    """List drivers that count what convolutions make of the frames, likeliest first."""
     blocks = sorted({op.longest for operations in runs for op in operations if op.longest})
     pairs = [
         name.replace(":full", f":block:{block}") for name in names if name.endswith("_pairs:full") for block in blocks

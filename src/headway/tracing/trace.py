@@ -146,7 +146,6 @@ def _longest_that_runs(model: nn.Module, model_inputs: Any, longest: int) -> int
 def _explain(
     runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str], strided: Sequence[str]
 ) -> list[tuple[Operation, Fitted]]:
-    """Find the driver of each operation, or the drivers whose sum it is."""
     check_loops(runs, [workload.tokens for workload in workloads])
     operations = [run.operations for run in runs] if alike(runs) else merged(runs)
     known = candidates(workloads, [*names, *(shortened(operations, workloads, strided) if strided else ())])
@@ -154,7 +153,6 @@ def _explain(
 
 
 def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
-    """Run a model once and return what it ran."""
     modules = list(model.modules())
     beyond = 1 << sum(1 for _ in model.parameters())
     for _, tensor in asking(model, arguments):

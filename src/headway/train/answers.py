@@ -175,6 +175,7 @@ class GenerationEval:
         texts = {i: self._prompts[i] for i in indices}
         new: dict[int, list[int]] = {i: [] for i in indices}
         going = list(indices)
+        end, most = self._tokenizer.eos_token_id, self._max_new_tokens
         while any(self._ranks.gather_all(bool(going))):
             batch = self._collator([texts[i] for i in indices]).to(device)
             with autocast():
@@ -183,7 +184,7 @@ class GenerationEval:
                 if i in going:
                     new[i].append(token)
                     texts[i] = _longer(texts[i], token)
-            going = [i for i in going if new[i][-1] not in self._closing(i) and len(new[i]) < self._max_new_tokens]
+            going = [i for i in going if new[i][-1] not in (self._gold[i][-1], end) and len(new[i]) < most]
         return new
 
     def _next(self, model: torch.nn.Module, batch: Batch, num_texts: int) -> list[int]:
@@ -202,17 +203,12 @@ class GenerationEval:
         tokens: list[int] = tokens_N.tolist()
         return tokens
 
-    def _closing(self, index: int) -> set[int]:
-        """Tokens that end an answer: the last one of the gold answer, and the tokenizer's own."""
-        return {self._gold[index][-1], self._tokenizer.eos_token_id}
-
     def _words(self, ids: list[int]) -> str:
         words: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return words.strip()
 
 
 def _last_answer(sample: EncodedSample) -> list[int]:
-    """Tokens of the last assistant turn."""
     is_target_S = sample.labels_S != IGNORED
     ends = is_target_S.nonzero()[-1].item() + 1
     before = (~is_target_S[: int(ends)]).nonzero()

@@ -66,11 +66,7 @@ class Check:
 
 
 class _Steps:
-    """The digests and packs of steps 1, 2, 3 ... of a run.
-
-    Raises:
-        LogError: the file cannot be read, or a step's record is missing, doubled or without a digest.
-    """
+    """The digests and packs of steps 1, 2, 3 ... of a run."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "metrics.jsonl"
@@ -92,10 +88,6 @@ class _Steps:
 
     def __len__(self) -> int:
         return len(self.digests)
-
-    def sum_until(self, step: int) -> int:
-        """Digest of all samples up to a step."""
-        return sum(self.digests[:step]) % 2**64
 
 
 def check_run(folder: Path, other: Path | None = None) -> Check:
@@ -138,7 +130,7 @@ def _compare(folder: Path, other: Path | None) -> Check:
         checkpoints += 1
         if step > len(steps):
             faults.append(f"there is a checkpoint of step {step}, and the records end at step {len(steps)}")
-        elif int(saved, 16) != steps.sum_until(step):
+        elif int(saved, 16) != sum(steps.digests[:step]) % 2**64:
             faults.append(f"the checkpoint of step {step} had other samples behind it than the records")
     others = None
     if other is not None:

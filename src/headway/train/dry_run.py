@@ -6,7 +6,7 @@ whose ledger ships, torch is not needed either.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -62,12 +62,8 @@ class Packs:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        one = {
-            "lengths": self.lengths,
-            "samples_per_pack": self.samples_per_pack,
-            "most_tokens": self.most_tokens,
-            "most_patches": self.most_patches,
-        }
+        names = ("lengths", "samples_per_pack", "most_tokens", "most_patches")
+        one = {name: getattr(self, name) for name in names}
         return {**one, **self.report.to_dict(), "overlong": self.counts.to_dict()}
 
 
@@ -108,12 +104,7 @@ class DryRun:
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
             "devices": shape.world_size,
-            "mesh": {
-                "replicate": shape.replicate,
-                "shard": shape.shard,
-                "sequence": shape.sequence,
-                "expert": shape.expert,
-            },
+            "mesh": asdict(shape),
             "device": None if device is None else {"name": device.title, "memory_bytes": device.memory_bytes},
             "params": {"total": params.total, "trainable": params.trainable, "active": params.active},
             "memory": self.memory.as_json(),
@@ -147,7 +138,7 @@ def dry_run(
         ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
         UsageError: a pattern that matches nothing.
     """
-    shape = MeshShape.of(devices, **_mesh_settings(config))
+    shape = config.parallel.mesh_shape(devices)
     learning = cost_model.freeze(config.model.freeze)
     if config.model.lora is not None:
         learning = learning.lora(config.model.lora.rank, config.model.lora.targets)
@@ -200,10 +191,12 @@ def memory_plan(
     Raises:
         ConfigError: a mesh that the devices do not fit, or a setting that has no effect on one device.
     """
-    shape = MeshShape.of(devices, **_mesh_settings(config))
+    shape = config.parallel.mesh_shape(devices)
     if devices == 1 and config.parallel.offload:
         raise ConfigError("parallel.offload has no effect on one process, which keeps its model whole.")
-    pack = Workload([tokens], images=_one_picture(patches, cost_model), slots=_slots(tokens, config))
+    bucket = config.data.bucket_tokens or 1
+    slots = -(-tokens // bucket) * bucket
+    pack = Workload([tokens], images=_one_picture(patches, cost_model), slots=slots)
     precision = precision_of(config, devices)
     state = _state(config, precision, _recompute(config, cost_model, saved, shape))
     return plan_memory(cost_model, saved[precision], pack, state, _sharing(config, shape))
@@ -222,16 +215,6 @@ def precision_of(config: TrainConfig, devices: int) -> Precision:
     return "bfloat16" if devices > 1 or dtype == "bfloat16-params" else "bfloat16-autocast"
 
 
-def _mesh_settings(config: TrainConfig) -> dict[str, Any]:
-    parallel = config.parallel
-    return {
-        "replicate": parallel.replicate,
-        "shard": parallel.shard,
-        "sequence": parallel.sequence,
-        "expert": parallel.expert,
-    }
-
-
 def _recompute(
     config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], shape: MeshShape
 ) -> str:
@@ -239,13 +222,17 @@ def _recompute(
     size = config.speed.recompute_bytes
     if size is None:
         return config.speed.recompute
-    patches = _most_patches(config, cost_model)
-    pack = Workload([config.data.tokens_per_pack], images=_one_picture(patches, cost_model))
-    of_forward = saved[precision_of(config, shape.world_size)]
+    pack, of_forward = fullest_pack(config, cost_model), saved[precision_of(config, shape.world_size)]
     fused = config.speed.is_fused(config.run.device)
     return as_choice(
         least_recomputed(block_bytes(cost_model, of_forward, pack, fused=fused, sequence=shape.sequence), size)
     )
+
+
+def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:
+    """The largest pack that fits the budget: one segment, with a picture of as many patches as there may be."""
+    images = _one_picture(_most_patches(config, cost_model), cost_model)
+    return Workload([config.data.tokens_per_pack], images=images)
 
 
 def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
@@ -256,7 +243,6 @@ def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
 
 
 def _state(config: TrainConfig, precision: Precision, recompute: str) -> State:
-    """Bytes kept per parameter, and the precision of forward."""
     weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
     moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
     return State(
@@ -287,7 +273,6 @@ def _sharing(config: TrainConfig, shape: MeshShape) -> Sharing:
 
 
 def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, recompute: str) -> Packs | None:
-    """Plan a few steps over typical lengths."""
     data, accumulation = config.data, config.optim.accumulation
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
     ranks = shape.world_size // shape.sequence
@@ -349,11 +334,6 @@ def _without_media(table: LengthTable) -> LengthTable:
 def _one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
     """Grid of one picture with so many patches; saved activations depend on their number alone."""
     return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []
-
-
-def _slots(tokens: int, config: TrainConfig) -> int:
-    bucket = config.data.bucket_tokens or 1
-    return -(-tokens // bucket) * bucket
 
 
 def _flops_json(count: FlopCount) -> dict[str, Any]:

@@ -134,13 +134,7 @@ class EvalSet:
 
 
 def eval_collator(encoder: Encoder, geometry: VisionGeometry | None, ranks: Ranks) -> Collator:
-    """Lay held-out samples into packs that are padded no more than the processes that share them need.
-
-    Args:
-        encoder: of the samples.
-        geometry: the model's vision geometry.
-        ranks: the processes.
-    """
+    """Lay held-out samples into packs that are padded no more than the processes that share them need."""
     rows = 1 if encoder.rope_index is None else 3
     return Collator(
         geometry=geometry,

@@ -139,7 +139,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
                 phase.at("backward", batch=batch)
                 torch.autograd.backward(pack.total)
                 loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
-                meter.count(ranks.billed(batch.workload))
+                meter.count(batch.workload, elsewhere=not ranks.bills)
 
             # Update.
             phase.at("update")
@@ -181,9 +181,8 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
         for warning in utilisation.warnings:
             out.progress.note(f"warning: {warning}")
 
-    losses = ranks.gather_all(out.metrics.losses)[
-        0
-    ]  # of all steps, those before a resume included: the first process has them
+    # Of all steps, those before a resume included: the first process has them.
+    losses = ranks.gather_all(out.metrics.losses)[0]
     summary = RunSummary(
         folder=config.run.folder,
         checkpoint=last.folder,
@@ -207,15 +206,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
 
 
 class _Outputs(NamedTuple):
-    """Where a run writes down what it does; ranks other than the first write no files and no lines.
-
-    Attributes:
-        progress: lines and a bar on the screen.
-        metrics: a record for each step and evaluation.
-        samples: answers in words.
-        goodput: what the run's time went to.
-        recorder: turns finished steps into records.
-    """
+    """Where a run writes down what it does; ranks other than the first write no files and no lines."""
 
     progress: Progress
     metrics: MetricsLog
@@ -270,11 +261,16 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
 
 
 def _profile(config: TrainConfig, run: Run, phase: LoopPhase, out: _Outputs) -> AbstractContextManager[Any]:
-    """Profile the steps that the configuration names, if any."""
     if config.run.profile is None:
         return nullcontext()
     window = ProfileWindow(
-        config.run.profile, config.run.folder, run.meter, size=run.ranks.size, tell=out.progress.note
+        config.run.profile,
+        config.run.folder,
+        run.meter,
+        size=run.ranks.size,
+        feed=run.feed,
+        recorder=out.recorder,
+        tell=out.progress.note,
     )
     phase.on_enter = window.enter
     return window
@@ -288,11 +284,7 @@ def _workers_started(run: Run, phase: LoopPhase, *, needed: bool) -> Iterator[It
 
 
 def _leave(run: Run, out: _Outputs, phase: LoopPhase, bucket: Bucket) -> None:
-    """Stop training for a while: the device is waited for, and the steps that it has taken are recorded.
-
-    Raises:
-        TrainingError: one of them had a loss or gradient that is not finite.
-    """
+    """Stop training for a while: the device is waited for, and the steps that it has taken are recorded."""
     phase.at(bucket)
     run.meter.leave(bucket)
     out.recorder.write(run.meter.merge(run.ranks.gather_all(run.meter.finished())))
@@ -321,11 +313,7 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _data_ended(run: Run, step: int) -> str:
-    """What is told of a stream that ends before the steps do.
-
-    Raises:
-        TrainingError: it held nothing more, not even for one step.
-    """
+    """What is told of a stream that ends before the steps do."""
     if step == (run.checkpoint.step if run.checkpoint else 0):
         raise TrainingError(
             f"the data ended after step {step} of {run.steps}, so there is nothing to train on. Leave 'epochs' out of "

@@ -81,13 +81,6 @@ class Explanation:
 def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_bytes: int) -> str | None:
     """Say with which settings a pack fits a device, by the memory plan.
 
-    Args:
-        run: its ledger and number of processes.
-        config: its settings.
-        slots: of the pack.
-        patches: of the pack.
-        total_bytes: memory of the device.
-
     Returns:
         A sentence; None where what the model saves cannot be traced.
     """

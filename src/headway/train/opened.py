@@ -94,11 +94,6 @@ def _newest_of(run: Path) -> Path:
 
 
 def _base_of(folder: Path) -> str:
-    """The model that adapters belong to, as their folder says.
-
-    Raises:
-        CheckpointError: the folder does not say, or what it names is gone.
-    """
     path = folder / ADAPTER_CONFIG
     try:
         base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")

@@ -221,7 +221,7 @@ def _held_out(
     """The held-out samples whose loss is measured, and those of them that are answered; None where not asked for."""
     if config.data.eval is None or not config.eval.evaluates:
         return None, None
-    samples = samples_of(open_dataset(config.data.eval))[: config.eval.max_samples]
+    samples = list(samples_of(open_dataset(config.data.eval)))[: config.eval.max_samples]
     budget, group = budget_of(config.data), _sequence_group(mesh)
     eval_set = EvalSet(samples, encoder, budget, ranks, vision_geometry(model), group)
     if config.eval.generate is None:
@@ -234,11 +234,7 @@ def _held_out(
 
 
 def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> tuple[int, tuple[str, ...]]:
-    """Steps of the whole run, those before a resume included, and what is to be told of settings that they outdo.
-
-    Raises:
-        ConfigError: none are left.
-    """
+    """Steps of the whole run, those before a resume included, and what is to be told of settings that they outdo."""
     asked, done = config.optim.steps, checkpoint.step if checkpoint is not None else 0
     left, notes = feed.steps_left(None if asked is None else asked - done), list[str]()
     if left is None:
@@ -275,13 +271,7 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     Raises:
         ConfigError: the processes do not fit the mesh, or a setting has no effect with as many as there are.
     """
-    shape = MeshShape.of(
-        ranks.size,
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        sequence=parallel.sequence,
-        expert=parallel.expert,
-    )
+    shape = parallel.mesh_shape(ranks.size)
     idle = sorted(changed(parallel) & {"reshard", "reduce", "reduce_dtype", "offload"})
     if ranks.size == 1 and idle:
         raise ConfigError(
@@ -311,7 +301,6 @@ def save(run: Run, step: int, behind: Mapping[str, Any]) -> None:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """Content of run.json."""
     params, peak = run.meter.cost_model.params, run.meter.peak
     return {
         "software": describe_software(),

@@ -2,14 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headway.data.feed import Feed
 from headway.errors import ConfigError
 from headway.meter import Meter
+from headway.meter.pending import PendingStep
 from headway.meter.profile import ProfiledSteps
 from headway.train.config.run import ProfileConfig
+from headway.train.recorder import StepRecorder
+
+if TYPE_CHECKING:
+    from headway.models.router import RouterSummary
 
 # Phases of the loop by the names that a trace has for them; others, such as exchanges between ranks, have none.
 _PHASES = {
@@ -34,6 +40,8 @@ class ProfileWindow(ProfiledSteps):
         folder: of the run.
         meter: of the run.
         size: number of processes.
+        feed: of the run; what its workers spent on the packs of each step goes into the trace.
+        recorder: of the run; how evenly experts were used goes there too.
         tell: is given the line about the profile.
 
     Raises:
@@ -41,7 +49,15 @@ class ProfileWindow(ProfiledSteps):
     """
 
     def __init__(
-        self, settings: ProfileConfig, folder: Path, meter: Meter, *, size: int, tell: Callable[[str], None]
+        self,
+        settings: ProfileConfig,
+        folder: Path,
+        meter: Meter,
+        *,
+        size: int,
+        feed: Feed,
+        recorder: StepRecorder,
+        tell: Callable[[str], None],
     ) -> None:
         if max(settings.ranks) >= size:
             raise ConfigError(
@@ -56,11 +72,22 @@ class ProfileWindow(ProfiledSteps):
         steps = range(settings.start, settings.last + 1)
         super().__init__(meter, folder / "profile", steps=steps, ranks=settings.ranks, tell=tell)
         self._memory = settings.memory
+        self._feed, self._recorder = feed, recorder
+        # By the step's number; of experts a function, since the device is not to be waited for within the window.
+        self._told: dict[int, tuple[dict[str, float], Callable[[], RouterSummary | None]]] = {}
 
     def enter(self, phase: str) -> None:
         """Name the phase that the loop enters."""
         if self._profiler is not None:
             self._annotations.switch(_PHASES.get(phase))
+
+    def took(self, step: PendingStep) -> None:
+        """Note what making the step's packs took, and how evenly experts were used, too."""
+        assert self._meter is not None
+        if self._profiler is not None:
+            told = dict(self._feed.making_s), self._recorder.router_of_last()
+            self._told[self._meter.steps_before + step.number] = told
+        super().took(step)
 
     def _start_profiler(self, meter: Meter) -> None:
         if self._memory:
@@ -68,6 +95,10 @@ class ProfileWindow(ProfiledSteps):
         super()._start_profiler(meter)
 
     def _write(self, profiler: Any, path: Path, facts: dict[str, Any]) -> None:
+        for number, (making_s, router) in self._told.items():
+            balance = router()
+            facts["steps"][str(number)]["making_s"] = making_s
+            facts["steps"][str(number)]["router"] = None if balance is None else balance._asdict()
         super()._write(profiler, path, facts)
         if self._memory:
             snapshot = path.with_name(path.name.replace(".json.gz", ".pickle"))

@@ -1,7 +1,6 @@
 """What a run shows while it goes: a line per logged step, and on a terminal a bar below them. All of it on stderr."""
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -72,9 +71,7 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._bar.disable:  # rich 13 ends a bar off a terminal with an empty line
             self._bar.stop()
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from headway.count import Workload
 from headway.errors import HeadwayError, RankLostError
 
 T = TypeVar("T")
@@ -50,9 +49,10 @@ class Ranks:
         """Number of groups with packs of their own."""
         return self.size // self.sequence
 
-    def billed(self, workload: Workload) -> Workload:
-        """Workload to count for a pack: all of it on the first process that shares the pack, nothing on others."""
-        return Workload() if self.rank % self.sequence else workload
+    @property
+    def bills(self) -> bool:
+        """Whether this process counts its packs: the first of those that share them does."""
+        return self.rank % self.sequence == 0
 
     def gather(self, value: T) -> list[T]:
         """Gather one value from each group that shares packs, in order.

@@ -6,6 +6,7 @@ metrics.jsonl   one record per step and per evaluation
 resumes.jsonl   one line per continuation, with what the steps that were lost had trained on
 samples.jsonl   answers in words, if `eval.generate` asks for them
 profile/        traces of the steps that `run.profile` names
+explain.json    what `headway explain` says of the run, once it was asked
 summary.json    the run in one object, written at the end
 checkpoints/    see `checkpoint/`
 export/         model folders made of checkpoints, one for each exported step
@@ -22,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -184,9 +184,7 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._trackers.close()
         if self._file is not None:
             self._file.close()

@@ -84,6 +84,11 @@ class StepRecorder:
         """
         self._pending.append((pending, HostCopy(numbers_K)))
 
+    def router_of_last(self) -> Callable[[], RouterSummary | None]:
+        """How evenly the last step used experts, None without any; to be called once the device has passed it."""
+        _, copy = self._pending[-1]
+        return lambda: _router(copy.read()[len(self._sources) + 2 :])
+
     def behind(self) -> dict[str, Any]:
         """State for a checkpoint: skipped updates in a row, and the digest of all samples so far."""
         return {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}"}
@@ -125,8 +130,9 @@ class StepRecorder:
             record["recompile_guards"] = list(pending.compilations.guards)
         if len(self._sources) > 1:
             record["sources"] = self._by_source(losses, pending.share)
-        if router:
-            record["router"] = RouterSummary(router[0], router[1], int(router[2]))._asdict()
+        balance = _router(router)
+        if balance is not None:
+            record["router"] = balance._asdict()
         self._log.write(record)
         self._show(record)
 
@@ -159,3 +165,7 @@ class StepRecorder:
             }
             for name, loss, tokens, supervised, lost in parts
         }
+
+
+def _router(numbers: Sequence[float]) -> RouterSummary | None:
+    return RouterSummary(numbers[0], numbers[1], int(numbers[2])) if numbers else None

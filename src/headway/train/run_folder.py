@@ -6,7 +6,6 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
@@ -122,9 +121,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self, config: TrainConfig, resume: bool | None) -> bool:
@@ -179,11 +176,7 @@ class RunFolder:
 
 
 def _check_unchanged(config: TrainConfig, folder: Path) -> None:
-    """Check that a run goes on with the settings that it began with, as far as they decide its losses.
-
-    Raises:
-        ConfigError: they have changed, or it is not known any more what they were.
-    """
+    """Check that a run goes on with the settings that it began with, as far as they decide its losses."""
     path = folder / CONFIG
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -206,11 +199,7 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
 
 
 def _check_goes_further(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that the data play at least as long as planned: packs under way hold samples of all of them.
-
-    Raises:
-        ConfigError: there are fewer epochs now.
-    """
+    """Check that the data play at least as long as planned: packs under way hold samples of all of them."""
     planned, wanted = before.get("optim.epochs"), now.get("optim.epochs")
     if wanted is not None and (planned is None or wanted < planned):
         instead = f"{planned:g} epochs or more" if planned is not None else f"optim.steps {before.get('optim.steps')}"

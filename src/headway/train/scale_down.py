@@ -75,6 +75,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, config.data.tokens_per_pack // _SHARE))
     tokens = min(tokens, config.data.tokens_per_pack)
     scale = tokens / config.data.tokens_per_pack
+    patches = config.data.patches_per_pack
     folder = config.run.folder / "small"
     raw = config.as_dict()
     raw["model"] |= {"path": str(folder / "model"), "random_init": True}
@@ -84,7 +85,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
         "epoch_of": None,
         "eval": None,
         "tokens_per_pack": tokens,
-        "patches_per_pack": _scaled(config.data.patches_per_pack, scale),
+        "patches_per_pack": None if patches is None else max(1, round(patches * scale)),
         "bucket_tokens": _bucket(config.data.bucket_tokens, tokens),
         "bucket_patches": _bucket(config.data.bucket_patches, 4 * tokens),
         "workers": min(1, config.data.workers),
@@ -157,10 +158,6 @@ def _mesh(config: TrainConfig, world_size: int) -> dict[str, Any]:
     replicate = math.gcd(parallel.replicate, world_size // sequence)
     expert = math.gcd(math.gcd(parallel.expert, world_size // replicate), EXPERTS)
     return {"shard": "auto", "sequence": sequence, "replicate": replicate, "expert": expert}
-
-
-def _scaled(number: int | None, scale: float) -> int | None:
-    return None if number is None else max(1, round(number * scale))
 
 
 def _bucket(bucket: int | None, budget: int) -> int | None:

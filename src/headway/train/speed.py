@@ -1,12 +1,11 @@
 """Apply the settings of `speed` to a model on this device: compilation, kernels, and blocks to recompute."""
 
-import math
 from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
 
-from headway.count import CostModel, Workload
+from headway.count import CostModel
 from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import shipped_name
 from headway.count.recompute import as_choice
@@ -14,22 +13,17 @@ from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.models.kernels import use_kernels
 from headway.models.load import load_config
-from headway.packing.budget import square_grid
 from headway.plan.recompute import block_bytes, least_recomputed
 from headway.tracing.block_activations import saved_by_block, saved_of_config
 from headway.train.config import SpeedConfig, TrainConfig
 from headway.train.device import Precision
+from headway.train.dry_run import fullest_pack
 
 
 def compiles(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -> tuple[bool, tuple[str, ...]]:
     """Whether blocks are compiled.
 
     With auto they are on CUDA, if Triton is there to compile for it and the model has blocks.
-
-    Args:
-        speed: the settings.
-        model: that will be compiled.
-        device: where it will run.
 
     Returns:
         The answer, and what a user of CUDA should know of it, a line each.
@@ -52,11 +46,6 @@ def put_in_kernels(speed: SpeedConfig, model: PreTrainedModel, device: torch.dev
 
     With auto these are Liger's on CUDA, if they are installed and compute anything of the model. The loss stays
     Headway's own then, which never waits for the device, as Liger's does once a pack.
-
-    Args:
-        speed: the settings.
-        model: changed in place.
-        device: where it will run.
 
     Returns:
         What was put in, or what would be with a package more, a line each.
@@ -99,12 +88,8 @@ def chosen_recompute(
     size = config.speed.recompute_bytes
     if size is None:
         return config.speed.recompute
-    tokens, patches = config.data.tokens_per_pack, config.data.patches_per_pack
-    if patches is None:
-        patches = tokens * cost_model.merge_group if cost_model.has_vision else 0
-    images = [square_grid(patches, math.isqrt(cost_model.merge_group))] if patches else []
     saved = saved_by_block(model, autocast=None if precision.params == precision.compute else precision.compute)
-    pack = Workload([tokens], images=images)
+    pack = fullest_pack(config, cost_model)
     kept = block_bytes(cost_model, saved, pack, fused=fused, sequence=config.parallel.sequence)
     return as_choice(least_recomputed(kept, size))
 

@@ -20,7 +20,7 @@ from headway.devices import Device
 from headway.errors import ConfigError, DataError
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.report import format_bytes, format_count, format_share
-from headway.train.config import OptimConfig, TrainConfig, parse_config
+from headway.train.config import TrainConfig, parse_config
 from headway.train.dry_run import USABLE, DryRun, dry_run
 
 EPOCHS = 3
@@ -153,11 +153,8 @@ def suggest(
     if accumulation > 1:
         raw["optim"]["accumulation"] = accumulation
     total = EPOCHS * steps
-    if "epochs" in OptimConfig.model_fields:
-        del raw["optim"]["steps"]
-        raw["optim"] = {"epochs": EPOCHS} | raw["optim"]
-    else:
-        raw["optim"]["steps"] = total
+    del raw["optim"]["steps"]
+    raw["optim"] = {"epochs": EPOCHS} | raw["optim"]
     raw["optim"]["warmup_steps"] = min(total // 2, max(1, round(0.03 * total)))
     raw["checkpoint"] = {"every": max(1, min(steps, total // 2))}
     text = _commented(raw, _comments(raw, lengths, steps, planned, cost_model))
@@ -168,18 +165,12 @@ def pack_length(lengths: MeasuredLengths) -> int:
     """Suggest a token budget: a power of two that holds the longest sample and eight of the median's length.
 
     Less where the data would fill fewer than ten packs, or where the longest are rare and would make packs of 32,768.
-
-    Args:
-        lengths: of the data.
     """
     wanted = max(lengths.longest, _MEDIANS * lengths.median)
     ceiling = max(lengths.longest, int(lengths.tokens.sum()) // _LEAST_STEPS)
     least = lengths.longest if lengths.longest <= _MOST_PACK else min(_MOST_PACK, 2 * lengths.p95)
-    return max(_LEAST_PACK, _power_of_two(max(least, min(wanted, ceiling, _MOST_PACK))))
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
+    tokens = max(least, min(wanted, ceiling, _MOST_PACK))
+    return max(_LEAST_PACK, 1 << (tokens - 1).bit_length())
 
 
 def _train(data: Mapping[str, LengthIndex], columns: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -206,11 +197,7 @@ def _learning_rate(cost_model: CostModel, *, adapters: bool) -> float:
 def _fitted(
     raw: dict[str, Any], cost_model: CostModel, saved: Mapping[str, SavedActivations], device: Device
 ) -> tuple[dict[str, Any], DryRun]:
-    """Settings that fit a device: as it is, with the gentlest setting that is enough, with adapters, with both.
-
-    Raises:
-        ConfigError: nothing is enough.
-    """
+    """Settings that fit a device: as it is, with the gentlest setting that is enough, with adapters, with both."""
     planned = None
     for adapters in (False, True):
         if adapters:
@@ -264,7 +251,6 @@ def _steps(
 def _comments(
     raw: dict[str, Any], lengths: MeasuredLengths, steps: int, planned: DryRun | None, cost_model: CostModel
 ) -> dict[str, str]:
-    """What each line is for, by its key."""
     pack, optim = raw["data"]["tokens_per_pack"], raw["optim"]
     adapters = "lora" in raw["model"]
     rate = "adapters learn at higher rates (QLoRA)" if adapters else "the usual rate of full fine-tuning"
@@ -283,7 +269,6 @@ def _comments(
         "data.overlong": f"{format_count(over)} samples are longer ({format_share(over / len(lengths.tokens))})",
         "optim": f"One epoch is {format_count(steps)} steps on one device, and fewer on several.",
         "optim.epochs": "passes over all samples",
-        "optim.steps": f"{EPOCHS} epochs on one device [steps]",
         "optim.lr": f"{rate}; the first thing to try others of",
         "optim.accumulation": f"packs per step, for {_SAMPLES_PER_STEP} samples a step or more",
         "optim.warmup_steps": "3 % of the steps, in which the rate rises [steps]",
@@ -320,6 +305,5 @@ def _commented(raw: Mapping[str, Any], comments: Mapping[str, str]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value in one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True).strip()
     return text.removesuffix("\n...").strip()

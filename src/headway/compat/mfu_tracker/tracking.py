@@ -174,7 +174,6 @@ class _Source:
 
 
 def _source(tracked: Any, recompute: str | None, given: Sequence[str]) -> _Source:
-    """Find where the FLOPs come from."""
     if isinstance(tracked, nn.Module):
         tracked = ProfiledFlops(0, (ledger_of(tracked),))
     if isinstance(tracked, ProfiledFlops):

@@ -15,6 +15,7 @@ from headway.count import CostModel, Workload
 from headway.data.bad_rows import sample_error
 from headway.data.feed.lane_source import LaneSource, ReadPosition
 from headway.data.feed.make import Dropped, FinishedPack, PackMaker, Piece, Skipped
+from headway.data.making import charged_to
 from headway.data.samples import Sample, SampleError, SampleLengths
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget
@@ -210,7 +211,6 @@ class Lane:
         return samples
 
     def _next_members(self) -> list[BufferedSample] | None:
-        """The samples of the next pack; None once there are no more."""
         while not self._ready:
             drawn = self._draw()
             if drawn is not None:
@@ -245,7 +245,8 @@ class Lane:
                 self._begin_stage(self._stage + 1)
                 continue
             number = min(alive, key=lambda at: ((self._drawn[at] + 1) / self._lane_sources[at].weight, at))
-            here, self._positions[number], sample = next(self._rows[number], (None, None, None))
+            with charged_to("read"):
+                here, self._positions[number], sample = next(self._rows[number], (None, None, None))
             if here is None or sample is None:
                 continue
             self._drawn[number] += 1

@@ -10,6 +10,7 @@ import torch
 from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
 from headway.data.encode import EncodedSample, Encoder
+from headway.data.making import charged_to, take_charges
 from headway.data.samples import Origin, Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import DataError
@@ -64,6 +65,7 @@ class FinishedPack(NamedTuple):
         whole_tokens: length of each of its samples before cutting [tokens].
         skipped: samples planned for it that could not be used.
         dropped: samples read for it that exceed a pack.
+        making_s: what making it took by part, as `headway.data.making` has them [s]; None where nobody took it down.
     """
 
     batch: Batch
@@ -71,6 +73,7 @@ class FinishedPack(NamedTuple):
     whole_tokens: tuple[int, ...]
     skipped: tuple[Skipped, ...]
     dropped: tuple[Dropped, ...] = ()
+    making_s: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,13 @@ class PackMaker:
         encoded, whole_tokens, used, skipped = [], [], [], []
         for piece, read in pieces:
             try:
-                whole = self._encode(read())
-                part = _planned_part(whole, piece)
+                with charged_to("read"):
+                    sample = read()
+                try:
+                    whole = self.encoder.encode(sample)
+                    part = part_of(whole, piece.start, piece.stop)
+                except DataError as error:
+                    raise sample_error(error, sample.origin) from error
             except SampleError as error:
                 if not self.skips:
                     raise
@@ -116,7 +124,8 @@ class PackMaker:
             encoded.append(part)
             whole_tokens.append(whole.tokens)
             used.append(piece)
-        return FinishedPack(self.collator(encoded), tuple(used), tuple(whole_tokens), tuple(skipped))
+        batch = self.collator(encoded)
+        return FinishedPack(batch, tuple(used), tuple(whole_tokens), tuple(skipped), making_s=take_charges())
 
     def _load(self, piece: Piece) -> Sample:
         source = self.sources[piece.source]
@@ -124,19 +133,6 @@ class PackMaker:
             return source[piece.row]
         except DataError as error:
             raise sample_error(error, Origin(source.name, source.name, piece.row, f"row {piece.row}")) from error
-
-    def _encode(self, sample: Sample) -> EncodedSample:
-        try:
-            return self.encoder.encode(sample)
-        except DataError as error:
-            raise sample_error(error, sample.origin) from error
-
-
-def _planned_part(whole: EncodedSample, piece: Piece) -> EncodedSample:
-    try:
-        return part_of(whole, piece.start, piece.stop)
-    except DataError as error:
-        raise sample_error(error, whole.origin) from error
 
 
 def part_of(whole: EncodedSample, start: int, stop: int) -> EncodedSample:

@@ -217,10 +217,6 @@ def units_of(rows: int) -> Sequence[range]:
 def measure_unit(job: IndexJob, unit: range) -> None:
     """Measure the rows of a unit and write its part, unless another process has done so meanwhile.
 
-    Args:
-        job: the source and its encoder.
-        unit: rows of the source.
-
     Raises:
         OSError: the part cannot be written.
         DataError: a file of the source is gone or was changed, or this process does not see it.

@@ -137,9 +137,6 @@ class LengthIndex:
 
         Costs add up over segments, images, videos and clips, so each distinct length and grid is counted once.
 
-        Args:
-            cost_model: the trained model's costs.
-
         Returns:
             FLOPs of each row, float64, shape (N,); 0 in rows that cannot be used.
 

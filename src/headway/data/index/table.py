@@ -37,11 +37,7 @@ SCHEMA = pa.schema(
 
 
 def table_of(rows: Sequence[SampleLengths | SampleError]) -> pa.Table:
-    """Lay measured rows out in columns.
-
-    Args:
-        rows: the lengths of each row, or why the row cannot be used.
-    """
+    """Lay measured rows out in columns."""
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for row in rows:
         fault = _fault(row) if isinstance(row, SampleError) else None
@@ -59,12 +55,7 @@ def _fault(error: SampleError) -> dict[str, Any]:
 
 
 def bad_rows(column: pa.ChunkedArray, source: str) -> dict[int, SampleError]:
-    """Take why rows cannot be used from the column `bad`, by row.
-
-    Args:
-        column: the table's column `bad`.
-        source: name of the source in the run.
-    """
+    """Take why rows cannot be used from the column `bad`, by row."""
     if column.null_count == len(column):
         return {}
     rows = np.flatnonzero(column.is_valid().to_numpy()).tolist()

@@ -4,7 +4,6 @@ import struct
 import warnings
 import zlib
 from collections.abc import Sequence
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import numpy as np
@@ -91,7 +90,7 @@ class Picture:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -153,12 +152,12 @@ def decode_all(pictures: Sequence[Picture]) -> list[Pillow.Image]:
 def _opened(file: BinaryIO) -> Pillow.Image:
     Pillow.init()
     formats = [name for name in FORMATS if name in Pillow.OPEN]  # AVIF is in some builds of Pillow only
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # sizes are held against our own limit
-        try:
-            return Pillow.open(file, formats=formats)
-        except UnidentifiedImageError as error:  # its text only shows the file object's repr
-            raise OSError("it is no picture in a format that is read") from error
+    # Sizes are held against our own limit. For good: a filter that is taken back takes those of other threads along.
+    warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
+    try:
+        return Pillow.open(file, formats=formats)
+    except UnidentifiedImageError as error:  # its text only shows the file object's repr
+        raise OSError("it is no picture in a format that is read") from error
 
 
 def _as_rgb(image: Pillow.Image) -> Pillow.Image:

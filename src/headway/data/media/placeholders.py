@@ -142,11 +142,7 @@ class Tokeniser:
         return tokens
 
     def _known(self, ids: Sequence[int], where: str) -> NDArray[np.int64]:
-        """Ids as an array, each of which the model has an embedding for.
-
-        Raises:
-            DataError: one has none.
-        """
+        """Ids as an array, each of which the model has an embedding for."""
         for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self._num_ids:
                 shown = token if abs(token) < 2**63 else "of more than 64 bits"

@@ -183,8 +183,6 @@ def read_span(file: File, start: int, stop: int) -> bytes:
 
 
 class _Handle:
-    """An open file that is closed once nobody reads it."""
-
     def __init__(self, file: File) -> None:
         self._file = file
         self.number = os.open(file.url, os.O_RDONLY)

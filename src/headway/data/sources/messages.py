@@ -202,7 +202,6 @@ def _parts_of(content: Any) -> Sequence[Any]:
 
 
 def _kind(part: Any) -> str | None:
-    """Kind of a part: "text", a kind of media, or None."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         return None

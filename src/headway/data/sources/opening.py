@@ -1,7 +1,7 @@
 """Datasets by their paths: which files, in which format."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,6 @@ def _short_name(path: str) -> str:
 
 
 def _with_formats(files: list[File], folder: str | None, format: str) -> list[tuple[File, str]]:  # noqa: A002
-    """Choose what belongs to the dataset of all files found, each with its format."""
     if folder is not None and (saved := _saved_by_datasets(files, folder)):
         return [(file, "arrow") for file in saved]
     if format != "auto":
@@ -166,9 +165,6 @@ def _format_of(file: File) -> str:
 
 def _saved_by_datasets(files: list[File], folder: str) -> list[File]:
     """The files of a dataset that `datasets` saved, in its order; none of any other folder.
-
-    Raises:
-        DataError: the folder holds several splits, or its files do not belong together.
 
     Source: datasets 5.2, Dataset.save_to_disk and DatasetDict.save_to_disk.
     """
@@ -212,19 +208,17 @@ def read_samples(path: str | Path) -> list[Sample]:
     >>> read_samples(file)[0].messages
     (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None),)
     """
-    return samples_of(open_source(path))
+    return list(samples_of(open_source(path)))
 
 
-def samples_of(source: Source) -> list[Sample]:
-    """Read all samples of an open dataset into memory, in order.
+def samples_of(source: Source) -> Iterator[Sample]:
+    """Yield all samples of an open dataset, in order.
 
     Raises:
         DataError: a row cannot be used; the message names file and row.
     """
-    samples: list[Sample] = []
     for shard in source.shards:
         for _, sample in shard.rows():
             if isinstance(sample, DataError):
                 raise sample
-            samples.append(sample)
-    return samples
+            yield sample

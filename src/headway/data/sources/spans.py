@@ -92,7 +92,6 @@ class SpanReader(Reader):
 
     @cached_property
     def _plain_file(self) -> File:
-        """The file that spans point into."""
         return self.file if self._is_plain else File(str(self._table_file().with_suffix(".bytes")), None, stamp="")
 
     def _spans(self) -> NDArray[np.int64]:

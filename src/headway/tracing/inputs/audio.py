@@ -103,7 +103,6 @@ class AudioFeatures(InputForm):
         return [name for name in _MASKS if name in self._accepted and name in heard]
 
     def _heard(self, speech: SpeechLayout, clips: int, frames: int, floats: Floats) -> dict[str, Any]:
-        """Make the arguments that carry clips of one length."""
         real = (torch.arange(speech.padded(frames)) < frames).expand(clips, -1)
         masks = dict.fromkeys(self._masks(), real)
         if _SAMPLES in self._accepted:

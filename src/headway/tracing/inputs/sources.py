@@ -19,7 +19,6 @@ _PAIRS = ("source_pairs:full", "pairs:cross", "source_pairs:relative", "source_o
 
 
 def _source_of(workload: Workload) -> int:
-    """Return the length that a segment's encoder reads."""
     if not workload.sources.sum():
         raise TraceError(
             "the model reads a source for each segment, and the workload holds none: give Workload(sources=[...])."

@@ -198,13 +198,7 @@ def _write_described(
 
 
 class _WeightFiles:
-    """Safetensors files of bounded size, and their index where there are several.
-
-    Args:
-        folder: to write to.
-        max_bytes: of a file [bytes].
-        stem: of their names.
-    """
+    """Safetensors files of bounded size, and their index where there are several."""
 
     def __init__(self, folder: Path, max_bytes: int, stem: str) -> None:
         self._folder, self._max_bytes, self._stem = folder, max_bytes, stem

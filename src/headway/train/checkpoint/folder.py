@@ -218,7 +218,6 @@ def _is_count(value: Any, least: int) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a file name of a manifest stays inside the checkpoint's folder."""
     return bool(name) and not {"", ".", ".."} & set(name.split("/")) and "\\" not in name and "\0" not in name
 
 

@@ -170,7 +170,8 @@ class CheckpointSaver:
         temporary = folder.with_name(f".{folder.name}.writing")
         try:
             self._agree(lambda: begin(self._root, step) if self._ranks.is_first else None)
-            self._write_tensors(temporary, contents.tensors)
+            writer = FileSystemWriter(temporary, sync_files=False)  # they are flushed when they are hashed
+            save(contents.tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
             described = self._agree(lambda: self._write_the_rest(temporary, contents))
             facts = {"step": step, "world_size": self._ranks.size, "mesh": contents.mesh}
             files = {name: entry for part in described for name, entry in part.items()}
@@ -187,10 +188,6 @@ class CheckpointSaver:
         if export is not None and not contents.position.get(SKIPPED):  # else the weights are those of one before
             self._agree(lambda: export(checkpoint) if self._ranks.is_first else None)
         return checkpoint
-
-    def _write_tensors(self, temporary: Path, tensors: dict[str, torch.Tensor]) -> None:
-        writer = FileSystemWriter(temporary, sync_files=False)  # they are flushed when they are hashed
-        save(tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
     def _write_the_rest(self, temporary: Path, contents: Contents) -> dict[str, Entry]:
         """Write the files other than tensors, and describe every file that this process wrote."""
@@ -212,11 +209,7 @@ class CheckpointSaver:
             publish(temporary, folder, self._keep)
 
     def _agree(self, stage: Callable[[], T]) -> list[T]:
-        """Do a stage on every process, and go on only if all have done it: what each gave, in order.
-
-        Raises:
-            CheckpointError: it failed on a process; the same error on all of them.
-        """
+        """Do a stage on every process, and go on only if all have done it: what each gave, in order."""
         if self._group is None:
             return [stage()]
         outcome: tuple[T | None, str | None]

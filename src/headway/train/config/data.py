@@ -59,7 +59,6 @@ class SourceConfig(DatasetConfig):
 
 
 def _listed(value: Any) -> Any:
-    """A path, a source, or a list of either, as a list of sources."""
     return [_dataset(each) for each in value] if isinstance(value, list | tuple) else [_dataset(value)]
 
 

@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headway.count.recompute import is_for_training
+from headway.plan.mesh import MeshShape
 from headway.train.config.sections import Fraction, Positive, Section, Share, changed
 
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -69,6 +70,14 @@ class ParallelConfig(Section):
     offload: bool = Field(
         default=False, description="Keep weights, gradients and optimizer state in the host's memory; CUDA only"
     )
+
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        """How so many processes are laid out.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        return MeshShape.of(world_size, **self.model_dump(include={"replicate", "shard", "sequence", "expert"}))
 
 
 class SpeedConfig(Section):

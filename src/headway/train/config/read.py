@@ -12,7 +12,7 @@ from headway.train.config.data import DataConfig
 from headway.train.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.train.config.optim import OptimConfig
 from headway.train.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
-from headway.train.config.sections import Section, as_written
+from headway.train.config.sections import Section
 from headway.train.config.tree import walk
 
 EXTENDS = "extends"
@@ -62,7 +62,7 @@ class TrainConfig(Section):
 
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML and JSON types."""
-        return as_written(self)
+        return self.model_dump(mode="json", by_alias=True)
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
@@ -84,7 +84,6 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
 
 
 def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
-    """Read a file and, below it, the one that it extends."""
     if path.resolve() in extending:
         raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
     try:
@@ -134,10 +133,6 @@ def with_overrides(
 
 def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> TrainConfig:
     """Check a configuration given as plain types.
-
-    Args:
-        raw: sections as nested dictionaries.
-        source: where it came from, for the message.
 
     Raises:
         ConfigError: an unknown key or a value that is not allowed; every mistake in one paragraph.
@@ -252,13 +247,11 @@ def _field(location: tuple[int | str, ...]) -> Any:
 
 
 def _section(annotation: Any) -> Any:
-    """Section class that an annotation names, itself or as one of several choices."""
     choices = (annotation, *getattr(annotation, "__args__", ()))
     return next((kind for kind in choices if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
-    """Settings of a section by their names in the file."""
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 

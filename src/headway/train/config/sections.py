@@ -58,8 +58,3 @@ def _takes_null(annotation: Any) -> bool:
 def changed(section: Section) -> set[str]:
     """The settings that are not at their defaults; a resolved configuration, which is read again, holds them all."""
     return {name for name, info in type(section).model_fields.items() if getattr(section, name) != info.default}
-
-
-def as_written(section: Section) -> dict[str, Any]:
-    """A section as plain YAML and JSON types, under the names of the file."""
-    return section.model_dump(mode="json", by_alias=True)

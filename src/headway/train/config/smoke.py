@@ -1,7 +1,5 @@
 """A recipe cut to a few steps, to see that all of it works before it runs for days."""
 
-from typing import Any
-
 from headway.train.config.read import TrainConfig, parse_config
 
 _MOST_SAMPLES = 32  # held-out ones that are judged
@@ -27,11 +25,6 @@ def smoke_of(config: TrainConfig, steps: int) -> TrainConfig:
         judged["max_samples"] = min(judged["max_samples"] or _MOST_SAMPLES, _MOST_SAMPLES)
     run |= {"folder": f"{config.run.folder}-smoke", "log_every": 1, "trackers": []}
     if config.run.profile is not None:
-        run["profile"] = _earlier(run["profile"], steps)
+        length = min(run["profile"]["steps"], steps)
+        run["profile"] |= {"start": min(run["profile"]["start"], steps - length + 1), "steps": length}
     return parse_config(raw, source="the smoke run's configuration")
-
-
-def _earlier(profile: dict[str, Any], steps: int) -> dict[str, Any]:
-    """A window of steps to profile, moved to where it is reached."""
-    length = min(profile["steps"], steps)
-    return profile | {"start": min(profile["start"], steps - length + 1), "steps": length}

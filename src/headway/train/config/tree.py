@@ -93,7 +93,6 @@ def _is_list(annotation: Any) -> bool:
 
 
 def _bounds(metadata: Any) -> str:
-    """The limits of a number, such as "at least 1"."""
     words = []
     for each in metadata:
         if isinstance(each, FieldInfo):
@@ -106,7 +105,6 @@ def _bounds(metadata: Any) -> str:
 
 
 def _words(annotation: Any, bounds: str = "") -> str:  # noqa: PLR0911 - a line for each kind of annotation
-    """An annotation as people read it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = ", ".join(word for word in (_bounds(arguments[1:]), bounds) if word)
@@ -131,5 +129,4 @@ def _words(annotation: Any, bounds: str = "") -> str:  # noqa: PLR0911 - a line 
 
 
 def _plain(value: Any) -> str:
-    """A value as YAML would have it."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

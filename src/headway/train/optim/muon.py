@@ -140,7 +140,6 @@ class _Layout:
 
     @staticmethod
     def stack(parameter: torch.Tensor) -> int:
-        """Matrices of a parameter."""
         return math.prod(parameter.shape[:-2])
 
     def lengths(self, total: int) -> list[int]:
@@ -178,13 +177,7 @@ def _device(parameter: torch.Tensor) -> torch.device:
 
 
 class _Swap:
-    """Parameters of one shape on their way to the processes that orthogonalise them, and back.
-
-    Args:
-        layout: how they are cut.
-        alike: parameters of one shape, each with this process's part of its update.
-        turn: which process takes the first matrix.
-    """
+    """Parameters of one shape on their way to the processes that orthogonalise them, and back."""
 
     def __init__(self, layout: _Layout, alike: _Alike, turn: int) -> None:
         self._layout = layout

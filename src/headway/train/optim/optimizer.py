@@ -207,12 +207,7 @@ class Optimizer(torch.optim.Optimizer):
         return width(shape) if self._held == "8bit" else 1
 
     def _noise_of(self, first: torch.Tensor, *, stream: int) -> torch.Generator:
-        """Noise that depends on the update and on what it is for alone, so that a resumed run rounds as it would have.
-
-        Args:
-            first: of the parameters that it is for.
-            stream: one generator each, for those that are drawn from by turns.
-        """
+        """Noise that depends on the update and its purpose alone, so that a resumed run rounds as it would have."""
         noise = self._noise.setdefault((first.device, stream), torch.Generator(first.device))
         return noise.manual_seed((self.updates * len(self._places) + self._places[first]) * 2 + stream)
 

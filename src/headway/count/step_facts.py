@@ -1,0 +1,70 @@
+"""What a profile says of one step: its workload and its FLOPs, as plain numbers for JSON."""
+
+from typing import Any
+
+from headway.count.cost_model import CostModel
+from headway.count.flop_count import FlopCount
+from headway.count.workload import Workload
+from headway.errors import WorkloadError
+
+
+def step_facts(count: FlopCount, workload: Workload, padding_flops: int | None) -> dict[str, Any]:
+    """Say what a step computed.
+
+    Args:
+        count: its FLOPs by component.
+        workload: what it was asked to compute.
+        padding_flops: what it spent on padding; None where that is not known.
+    """
+    useful: dict[str, dict[str, int]] = {}
+    again: dict[str, int] = {}
+    for row in count.rows:
+        phases = useful.setdefault(row.name, {"forward": 0, "backward": 0})
+        phases["forward"] += row.forward
+        phases["backward"] += row.dgrad + row.wgrad
+        if row.recompute:
+            again[row.name] = again.get(row.name, 0) + row.recompute
+    return {
+        "workload": as_dict(workload),
+        "tokens": workload.tokens,
+        "slots": workload.slots,
+        "useful_flops": useful,
+        "recomputed_flops": again,
+        "padding_flops": padding_flops,
+    }
+
+
+def as_dict(workload: Workload) -> dict[str, Any]:
+    """Write a workload as plain lists, by the names of `Workload`'s arguments."""
+    lists = {
+        name: getattr(workload, name).tolist() for name in ("segments", "images", "videos", "sources", "audio", "past")
+    }
+    return {**lists, "slots": workload.slots, "packs": workload.num_packs}
+
+
+def components_of(*cost_models: CostModel) -> dict[str, str]:
+    """Name the component of each module that computes; the first model that has a module says which."""
+    components: dict[str, str] = {}
+    for row in (row for cost_model in cost_models for row in cost_model.rows):
+        components.setdefault(row.module, row.component)
+    return components
+
+
+def flops_on_padding(cost_model: CostModel, workload: Workload, recompute: str, ranks: int = 1) -> int | None:
+    """Count what layers that run on every slot spend on padding, attention left out; None where it is not known.
+
+    Args:
+        cost_model: of the model.
+        workload: of the step.
+        recompute: as for `CostModel.count`.
+        ranks: how many share the work; the first one's part is counted.
+    """
+    padding = workload.slots - workload.tokens
+    if not padding:
+        return 0
+    try:
+        count = cost_model.count(Workload([padding]), recompute=recompute)
+    except WorkloadError:  # a model that reads an encoder: its padding is the decoder's or the encoder's
+        return None
+    rows = [row for row in count.split(ranks)[0].rows if row.driver == "tokens"]
+    return sum(row.total + row.recompute for row in rows)

@@ -1,0 +1,177 @@
+"""Two explanations line by line: what got better and what worse, in seconds per step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.explain.findings.series import num_first_steps
+from headway.explain.logs import PER_SECOND
+from headway.explain.unprofiled import UNSEPARATED
+from headway.explain.waterfall import SCHEMA_VERSION, JobExplanation, StepWaterfall
+
+
+@dataclass(frozen=True, slots=True)
+class MeanStep:
+    """The mean of a job's steps: each line's time over all steps and ranks / their number, in whole nanoseconds.
+
+    Attributes:
+        name: what the user called the job.
+        num_steps: steps in the mean; one of several ranks counts for each.
+        left_out: numbers of slow first steps that are not in it.
+        duration_ns: of the mean step [ns].
+        mfu: total over total; None where it is not known.
+        lines: name and time of each line by its key, in the waterfall's order; they add up to `duration_ns`.
+        notes: what a reader must know of the job.
+    """
+
+    name: str
+    num_steps: int
+    left_out: tuple[int, ...]
+    duration_ns: int
+    mfu: float | None
+    lines: dict[str, tuple[str, int]]
+    notes: tuple[str, ...]
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "name": self.name,
+            "num_steps": self.num_steps,
+            "left_out": list(self.left_out),
+            "duration_ns": self.duration_ns,
+            "mfu": self.mfu,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LineDifference:
+    """A line of both waterfalls.
+
+    Attributes:
+        key: which one, for programs.
+        name: which one, for people.
+        a_ns: its time in a mean step of the first job [ns]; 0 where that has no such line.
+        b_ns: the same of the second one [ns].
+    """
+
+    key: str
+    name: str
+    a_ns: int
+    b_ns: int
+
+    @property
+    def ns(self) -> int:
+        """What the second job takes longer [ns]; below 0 where it is faster."""
+        return self.b_ns - self.a_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two jobs line by line.
+
+    Attributes:
+        a: the first one, which is compared against.
+        b: the second one.
+        lines: in the waterfall's order; their differences add up to that of the steps.
+        notes: what a reader must know.
+    """
+
+    a: MeanStep
+    b: MeanStep
+    lines: tuple[LineDifference, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ns(self) -> int:
+        """What a step of the second job takes longer [ns]."""
+        return self.b.duration_ns - self.a.duration_ns
+
+    def as_record(self) -> dict[str, Any]:
+        """The object that `headway explain A B --json` prints."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "a": self.a.as_record(),
+            "b": self.b.as_record(),
+            "difference_ns": self.ns,
+            "lines": [
+                {"name": line.name, "key": line.key, "a_ns": line.a_ns, "b_ns": line.b_ns, "difference_ns": line.ns}
+                for line in self.lines
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Comparison:
+    """Compare the mean steps of two jobs.
+
+    Args:
+        a: name and explanation of the job to compare against.
+        b: the same of the other one.
+
+    Raises:
+        ConfigError: the log of one does not tell how long a step takes, so that its "step" is a second.
+    """
+    if PER_SECOND in a[1].notes or PER_SECOND in b[1].notes:
+        which = a[0] if PER_SECOND in a[1].notes else b[0]
+        raise ConfigError(
+            f"{which} does not tell how long its steps took, so there is nothing to compare in seconds per step. Give "
+            "a log whose lines have a time or a stamp; `headway explain` shows each by itself."
+        )
+    means = [_mean_step(name, explanation) for name, explanation in (a, b)]
+    keys = _in_both_orders(*([*mean.lines] for mean in means))
+    lines = []
+    for key in keys:
+        (name, a_ns), (_, b_ns) = (mean.lines.get(key, (_name(key, means), 0)) for mean in means)
+        lines.append(LineDifference(key, name, a_ns, b_ns))
+    notes = []
+    if len({UNSEPARATED in mean.lines for mean in means}) > 1:
+        notes.append("one of the two has no profile: what it cannot separate stands in one line.")
+    for letter, mean in zip("AB", means, strict=True):
+        if mean.left_out:
+            slow = ", ".join(map(str, mean.left_out))
+            notes.append(f"{letter}: step {slow} at the beginning took over twice the median and is left out.")
+    both = [note for note in means[0].notes if note in means[1].notes]
+    notes += both
+    for letter, mean in zip("AB", means, strict=True):
+        notes += [f"{letter}: {note}" for note in mean.notes if note not in both]
+    return Comparison(means[0], means[1], tuple(lines), tuple(notes))
+
+
+def _mean_step(name: str, explanation: JobExplanation) -> MeanStep:
+    steps = explanation.steps
+    num_first = 0 if _has_several_ranks(steps) else num_first_steps([step.duration_ns for step in steps])
+    left_out, taken = steps[:num_first], steps[num_first:]
+    totals: dict[str, int] = {}
+    names: dict[str, str] = {}
+    for line in (line for step in taken for line in step.lines):
+        totals[line.key] = totals.get(line.key, 0) + line.ns
+        names[line.key] = line.name
+    total_ns = sum(step.duration_ns for step in taken)
+    count, before, lines = len(taken), 0, {}
+    for key, ns in totals.items():  # a share of the running sum, so that lines add up to the whole nanosecond
+        lines[key] = names[key], (before + ns) // count - before // count
+        before += ns
+    known = [(step.mfu, step.duration_ns) for step in taken if step.mfu is not None]
+    mfu = sum(mfu * ns for mfu, ns in known) / total_ns if len(known) == count else None
+    return MeanStep(
+        name, count, tuple(step.step for step in left_out), total_ns // count, mfu, lines, explanation.notes
+    )
+
+
+def _has_several_ranks(steps: Sequence[StepWaterfall]) -> bool:
+    return len({step.rank for step in steps}) > 1
+
+
+def _in_both_orders(first: list[str], second: list[str]) -> list[str]:
+    """Keys of both: those of the first in their order, each of the second's own behind the one before it there."""
+    keys = list(first)
+    for place, key in enumerate(second):
+        if key not in keys:
+            keys.insert(keys.index(second[place - 1]) + 1 if place else 0, key)
+    return keys
+
+
+def _name(key: str, means: Sequence[MeanStep]) -> str:
+    return next(mean.lines[key][0] for mean in means if key in mean.lines)

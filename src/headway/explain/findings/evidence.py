@@ -1,0 +1,213 @@
+"""What the rules read: the lines of all steps added up, what each event was for, and what the loop said of itself.
+
+A rule sees waterfalls of a trace and those made of a run's records alike: the latter have lines and no events, so what
+needs events gives nothing for them, and the rule stays silent.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from headway.explain.attribute import Phase
+from headway.explain.measure import MATMUL, MeasuredStep, MeasuredTrace
+from headway.explain.ranks import WaitedFor
+from headway.explain.trace import NONE
+from headway.report import format_share
+
+
+class AnyLine(Protocol):
+    """What a rule reads of a line; a `WaterfallLine` has it."""
+
+    @property
+    def key(self) -> str:
+        """Which one."""
+
+    @property
+    def ns(self) -> int:
+        """Its time [ns]."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What it consists of [ns]."""
+
+
+class AnyStep(Protocol):
+    """What a rule reads of a step; a `StepWaterfall` has it, and imports the rules, so they cannot name it."""
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+
+    @property
+    def rank(self) -> int:
+        """Of the process."""
+
+    @property
+    def duration_ns(self) -> int:
+        """Its time [ns]."""
+
+    @property
+    def mfu(self) -> float | None:
+        """Of the step, where it is known."""
+
+    @property
+    def lines(self) -> Sequence[AnyLine]:
+        """They add up to its time."""
+
+    @property
+    def device_name(self) -> str:
+        """What it ran on."""
+
+    @property
+    def measured(self) -> tuple[MeasuredTrace, MeasuredStep] | None:
+        """Its events; None where there was no trace."""
+
+
+class Seen(NamedTuple):
+    """What a rule has seen in all steps together.
+
+    Attributes:
+        ns: what it costs them, at most [ns].
+        seen: with its number, as a sentence.
+        cause: the likely cause, as a sentence.
+        next: what to try next, as a sentence.
+    """
+
+    ns: int
+    seen: str
+    cause: str
+    next: str
+
+
+class Spent(NamedTuple):
+    """What one event took of a step.
+
+    Attributes:
+        ns: time that it owned [ns].
+        late_ns: time before it in which nothing ran, since the host had not launched it yet [ns].
+        line: key of the line that its own time counts towards.
+        phase: of the step.
+        module: path; "" where it is not known.
+        operator: innermost operator around its launch, on a CPU itself; "" where there is none.
+        name: the kernel's; on a CPU the operator's.
+        group: what a collective says of itself; "" of others.
+        trace: where it stands.
+        event: its index there.
+    """
+
+    ns: int
+    late_ns: int
+    line: str
+    phase: Phase
+    module: str
+    operator: str
+    name: str
+    group: str
+    trace: MeasuredTrace
+    event: int
+
+
+def as_number(said: Any) -> float | None:
+    """A number of a loop's facts; the reader of traces leaves fractions as they are written, as text."""
+    try:
+        return None if said is None else float(said)
+    except (TypeError, ValueError):
+        return None
+
+
+class Evidence:
+    """Waterfalls of a job's steps, added up.
+
+    Args:
+        steps: at least one.
+        facts: of each rank, what the loop said of itself, as the key `headway` of a trace has it.
+        waits: of each step of several ranks, the one that the others waited for, and why.
+    """
+
+    def __init__(
+        self, steps: Sequence[AnyStep], facts: Mapping[int, Mapping[str, Any]], waits: Sequence[WaitedFor] = ()
+    ) -> None:
+        self.steps, self.waits = steps, waits
+        self._facts = facts
+        self.duration_ns = sum(step.duration_ns for step in steps)
+        self._lines: Counter[str] = Counter()
+        self._parts: dict[str, Counter[str]] = {}
+        for line in (line for step in steps for line in step.lines):
+            self._lines[line.key] += line.ns
+            self._parts.setdefault(line.key, Counter()).update(line.parts)
+
+    @property
+    def num_steps(self) -> int:
+        """Waterfalls: steps of all ranks."""
+        return len(self.steps)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that have waterfalls."""
+        return sorted({step.rank for step in self.steps})
+
+    @property
+    def is_cpu(self) -> bool:
+        """Nothing ran on a device, as far as is known."""
+        return all(step.measured is not None and step.measured[0].trace.is_cpu_only for step in self.steps)
+
+    def ns(self, key: str) -> int:
+        """Time of a line, or of all lines whose keys begin with it and a dot [ns]."""
+        return sum(ns for name, ns in self._lines.items() if name == key or name.startswith(f"{key}."))
+
+    def parts(self, key: str) -> Counter[str]:
+        """What a line consists of [ns]."""
+        return self._parts.get(key, Counter())
+
+    def share(self, ns: int) -> str:
+        """A time as a share of all steps, for people."""
+        return format_share(ns / self.duration_ns)
+
+    def fact(self, name: str, rank: int | None = None) -> Any:
+        """What a rank's loop said of itself; of the first rank if none is named. None where it is not known."""
+        facts = self._facts.get(self.ranks[0] if rank is None else rank)
+        return None if facts is None else facts.get(name)
+
+    def step_fact(self, step: AnyStep, name: str) -> Any:
+        """What the loop said of one step; None where it is not known."""
+        steps = self.fact("steps", step.rank)
+        said = steps.get(str(step.step)) if isinstance(steps, Mapping) else None
+        return said.get(name) if isinstance(said, Mapping) else None
+
+    def total(self, name: str) -> float | None:
+        """The sum over all steps of a number that the loop said of each; None where one of them lacks it."""
+        said = [self.step_fact(step, name) for step in self.steps]
+        known = [one for one in map(as_number, said) if one is not None]
+        return sum(known) if len(known) == len(said) else None
+
+    @cached_property
+    def spent(self) -> tuple[Spent, ...]:
+        """Every event that took time of a step; none where a step was made of records."""
+        return tuple(one for step in self.steps if step.measured is not None for one in _spent(*step.measured))
+
+    @cached_property
+    def matmul_ns(self) -> int:
+        """Time of matmul-class kernels, however their line is split [ns]."""
+        whole = self.ns(MATMUL)
+        keys = ("useful", "ceiling", "recomputation", "padding", "slow")
+        return whole or sum(self.ns(key) for key in keys)
+
+
+def _spent(measured: MeasuredTrace, step: MeasuredStep) -> Iterator[Spent]:
+    attribution, names, events = measured.attribution, measured.trace.names, measured.events
+    owned = {one.event: one for one in step.owned}
+    for event in sorted({*owned, *step.idle.late_before} - {NONE}):
+        one = owned.get(event)
+        yield Spent(
+            ns=one.ns if one else 0,
+            late_ns=step.idle.late_before[event],
+            line=one.line if one else "",
+            phase=attribution.phase[event],
+            module=attribution.module[event],
+            operator=attribution.operator[event],
+            name=names[events.name[event]],
+            group=names[group] if (group := int(events.group[event])) != NONE else "",
+            trace=measured,
+            event=event,
+        )

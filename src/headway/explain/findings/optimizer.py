@@ -1,0 +1,37 @@
+"""Rules about the optimizer's step."""
+
+import re
+
+from headway.explain.attribute import Phase
+from headway.explain.findings.evidence import Evidence, Seen, Spent
+
+_AT_ONCE = ("aten::_fused_", "aten::_foreach_")
+# Of these, what updates weights: gradients are clipped at once (_foreach_norm, _foreach_mul_) beside a loop too.
+_UPDATES = re.compile(r"aten::(_fused_|_foreach_(add|sub|lerp))")
+# A fused update is a few kernels for each group of parameters, with clipping some tens; a loop is about ten for each of
+# hundreds of tensors.
+_MANY = 100
+
+
+def optimizer_loop(evidence: Evidence) -> Seen | None:
+    """The optimizer updates one tensor after the other."""
+    found = loop_over_parameters(evidence)
+    if not found:
+        return None
+    ns = sum(one.ns + one.late_ns for one in found)
+    return Seen(
+        ns,
+        f"the optimizer ran {len(found) / evidence.num_steps:,.0f} operators a step, one tensor after the other, for "
+        f"{evidence.share(ns)} of the time.",
+        "the optimizer is not fused: each tensor's update is a dozen operators of its own.",
+        "AdamW(fused=True), or foreach=True; headway train's AdamW is fused (optim.name: adamw).",
+    )
+
+
+def loop_over_parameters(evidence: Evidence) -> list[Spent]:
+    """Events of an optimizer that updates one tensor after the other; none of one that takes all at once."""
+    all_of_it = [one for one in evidence.spent if one.phase is Phase.OPTIMIZER]
+    if any(_UPDATES.match(one.operator) for one in all_of_it):
+        return []
+    found = [one for one in all_of_it if not one.operator.startswith(_AT_ONCE)]
+    return found if len(found) > _MANY * evidence.num_steps else []

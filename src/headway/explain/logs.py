@@ -1,0 +1,110 @@
+"""Lines of other tools' logs as waterfalls: the work that they print, and the rest, which they cannot tell."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from headway.errors import ConfigError
+from headway.explain.findings.series import Series, SeriesStep, find_in_series
+from headway.explain.unprofiled import WAY_OUT, unprofiled
+from headway.explain.waterfall import JobExplanation
+
+PER_SECOND = "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
+_SECOND_NS = 1_000_000_000
+_SAME_TOKENS = 0.05  # steps whose tokens agree to this share are taken to have equally many
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """What one line of a log says of its step.
+
+    Attributes:
+        step: its number.
+        duration_s: time of the step, where the line has it [s].
+        stamp_s: when the line was written [s].
+        mfu: as printed, a fraction.
+        flops_per_s: as printed [FLOP/s], of one device or of all, but the same in all lines.
+        tokens_per_s: as printed, of one device or of all, but the same in all lines.
+        memory_share: peak memory / the device's, a fraction.
+    """
+
+    step: int
+    duration_s: float | None = None
+    stamp_s: float | None = None
+    mfu: float | None = None
+    flops_per_s: float | None = None
+    tokens_per_s: float | None = None
+    memory_share: float | None = None
+
+
+def explain_log(
+    lines: Sequence[LoggedStep], tool: str, source: str, *, step: int | None = None, rank: int | None = None
+) -> JobExplanation:
+    """Explain the steps of a log: needed work by the MFU that its tool printed, and the rest as one line.
+
+    Args:
+        lines: of steps in their order, at least one.
+        tool: who wrote them.
+        source: the log's name, for errors.
+        step: only this one.
+        rank: 0 or None: a line stands for the whole job.
+
+    Raises:
+        ConfigError: there is no such step or rank.
+    """
+    if rank:
+        raise ConfigError(f"--rank {rank}: a line of {source} stands for the whole job. Leave it out.")
+    notes = [WAY_OUT]
+    durations = _durations(lines, notes)
+    waterfalls, series = [], []
+    for line, duration_ns in zip(lines, durations, strict=True):
+        if duration_ns is None:
+            continue
+        told: list[tuple[str, str, int, dict[str, int]]] = []
+        if line.mfu is not None:
+            told.append(("useful", "needed work at peak", round(line.mfu * duration_ns), {}))
+        waterfalls.append(unprofiled(line.step, duration_ns, told, "unknown device"))
+        rate = line.mfu or line.flops_per_s or line.tokens_per_s
+        tokens = line.tokens_per_s * duration_ns / _SECOND_NS if line.tokens_per_s else None
+        series.append(SeriesStep(line.step, duration_ns, line.mfu, rate, tokens=tokens, memory_share=line.memory_share))
+    notes.append(
+        f"needed work is what {tool} counts by its own rule and peak; `headway audit` restates it."
+        if any(line.mfu is not None for line in lines)
+        else f"needed work is not known: the lines of {tool} have no MFU; `headway audit` finds it with --model and "
+        "--device."
+    )
+    if left_out := durations.count(None):
+        notes.append(f"{left_out} of {len(lines)} lines do not tell how long their step took, and are left out.")
+    found = tuple(find_in_series(Series(tuple(series))))
+    chosen = tuple(one for one in waterfalls if step is None or one.step == step)
+    if not chosen:
+        numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
+        raise ConfigError(f"--step {step}: {source} has no line of it that tells its time; its steps are {numbers}.")
+    return JobExplanation(chosen, tuple(notes), found)
+
+
+def _durations(lines: Sequence[LoggedStep], notes: list[str]) -> list[int | None]:
+    """Time of each line's step [ns]: as printed, or from one line's stamp to the next one's."""
+    if any(line.duration_s for line in lines):
+        return [round(line.duration_s * 1e9) or None if line.duration_s else None for line in lines]
+    found: list[int | None] = [None]
+    for before, line in pairwise(lines):
+        took_s, steps = (line.stamp_s or 0) - (before.stamp_s or 0), line.step - before.step
+        known = line.stamp_s is not None and before.stamp_s is not None and took_s > 0 and steps > 0
+        found.append(round(took_s * 1e9 / steps) if known else None)
+    if found.count(None) == len(lines):
+        notes.append(PER_SECOND)
+        return [_SECOND_NS] * len(lines)
+    notes.append("a step is the time from one line's stamp to the next one's, per step where lines were left out.")
+    first = lines[0]
+    tokens = [ns * line.tokens_per_s for ns, line in zip(found, lines, strict=True) if ns and line.tokens_per_s]
+    if first.tokens_per_s and tokens:
+        usual = median(tokens)
+        alike = sum(abs(one / usual - 1) < _SAME_TOKENS for one in tokens)
+        if 4 * alike >= 3 * len(tokens):
+            found[0] = round(usual / first.tokens_per_s)
+            notes.append(
+                f"step {first.step} is the first line: its time is that of the other steps' tokens at its rate."
+            )
+    return found

@@ -1,0 +1,148 @@
+"""What operators were called with, where a trace has shapes: the bytes that they must move, and the sizes of products.
+
+Source: `Input Dims`, `Input type` and `Input Strides` of torch.profiler with record_shapes=True (torch 2.0 to 2.13).
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+# Size [byte] and short name of the types of elements, as the profiler calls them.
+_TYPES = {
+    "double": (8, "fp64"),
+    "float": (4, "fp32"),
+    "c10::BFloat16": (2, "bf16"),
+    "c10::Half": (2, "fp16"),
+    "c10::Float8_e4m3fn": (1, "fp8"),
+    "c10::Float8_e5m2": (1, "fp8"),
+    "c10::Float8_e4m3fnuz": (1, "fp8"),
+    "c10::Float8_e5m2fnuz": (1, "fp8"),
+    "signed char": (1, "int8"),
+    "unsigned char": (1, "uint8"),
+    "bool": (1, "bool"),
+    "short": (2, "int16"),
+    "short int": (2, "int16"),
+    "int": (4, "int32"),
+    "long": (8, "int64"),
+    "long int": (8, "int64"),
+    "c10::complex<float>": (8, "complex64"),
+    "c10::complex<double>": (16, "complex128"),
+}
+_LISTS = {"TensorList", "GenericList"}  # of tensors whose type is not told
+
+_WRITE_ONLY = {"fill_", "zero_"}
+# They touch a part of an operand, and which is not told.
+_PICKING = re.compile(r"embedding\w*|index\w*|gather\w*|scatter\w*|take\w*|masked_select|masked_scatter_?|nll_loss\w*")
+# What they give back is small beside what they read.
+_REDUCING = re.compile(
+    r"(nan)?(sum|mean|prod|median)|(linalg_)?(vector_)?norm|a?(max|min)|aminmax|arg(max|min)|(std|var)(_mean)?|logsumexp|all|"
+    r"any|count_nonzero|dot|(mse|l1|smooth_l1|huber|binary_cross_entropy)\w*_loss|equal|_local_scalar_dense"
+)
+
+
+class Product(NamedTuple):
+    """Sizes of a matrix product: `batch` products of M x K with K x N."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str  # short name of the first factor's type, such as "bf16"
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one call; a multiply-add is 2."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The tensors that an operator was called with.
+
+    Attributes:
+        sizes: of each argument; () of what is a number or no tensor at all.
+        types: name of each tensor's type, as the profiler writes it; "" of what is no tensor.
+        num_read: elements of each argument that memory holds; a tensor that is expanded has fewer than its sizes say.
+        has_list: an argument is a list of tensors, whose types are not told.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    types: tuple[str, ...]
+    num_read: tuple[int, ...]
+    has_list: bool
+
+    @classmethod
+    def read(cls, dims: Any, types: Any, strides: Any) -> Self:
+        """Take what the profiler wrote; an argument that is not written as expected counts as no tensor."""
+        dims, types, strides = (told if isinstance(told, list) else [] for told in (dims, types, strides))
+        sizes: list[tuple[int, ...]] = []
+        kinds: list[str] = []
+        num_read: list[int] = []
+        for i, (size, kind) in enumerate(zip(dims, types, strict=False)):
+            if str(kind) not in _TYPES or not _is_size(size):
+                sizes.append(())
+                kinds.append("")
+                num_read.append(0)
+                continue
+            steps = strides[i] if i < len(strides) and _is_size(strides[i]) else []
+            steps = steps if len(steps) == len(size) else [1] * len(size)
+            sizes.append(tuple(size))
+            kinds.append(kind)
+            num_read.append(math.prod(n for n, step in zip(size, steps, strict=True) if step))
+        return cls(tuple(sizes), tuple(kinds), tuple(num_read), not _LISTS.isdisjoint(map(str, types)))
+
+    def bytes_moved(self, operator: str) -> int | None:
+        """Bytes that an operator must read and write at least, nothing of it kept in a cache; None where not known.
+
+        All that it reads, once, and what it writes: as much as its largest operand, as of what works element by
+        element; nothing where it reduces; one of its operands where that is written in place of a result (`copy_`,
+        generated kernels of Triton).
+
+        >>> Operands.read([[8, 4], [4], []], ["float", "float", "Scalar"], None).bytes_moved("aten::add")
+        272
+        """
+        name = operator.rpartition("::")[2].removesuffix("_out")
+        read = [count * _TYPES[kind][0] for count, kind in zip(self.num_read, self.types, strict=True) if kind]
+        if self.has_list or not read or _PICKING.fullmatch(name):
+            return None
+        if name in _WRITE_ONLY:
+            return read[0]
+        writes_an_operand = name == "copy_" or name.startswith("triton_")
+        return sum(read) + (0 if writes_an_operand or _REDUCING.fullmatch(name) else max(read))
+
+    def product(self, operator: str) -> Product | None:
+        """Sizes of the matrix product that an operator computes; None if it is none, or its sizes were not recorded.
+
+        >>> Operands.read([[10], [8, 4], [4, 10]], ["float"] * 3, None).product("aten::addmm")
+        Product(batch=1, m=8, n=10, k=4, dtype='fp32')
+        """
+        form = _FORMS.get(operator.rpartition("::")[2].removesuffix("_"))
+        if form is None:
+            return None
+        first, is_linear = form
+        if len(self.sizes) < first + 2 or not self.types[first]:
+            return None
+        a, b = self.sizes[first : first + 2]
+        if is_linear:
+            a, b = (math.prod(a[:-1]), *a[-1:]), b[::-1]
+        if len(a) != len(b) or len(a) not in (2, 3) or a[-1] != b[-2] or a[:-2] != b[:-2]:
+            return None
+        return Product(math.prod(a[:-2]), a[-2], b[-1], a[-1], _TYPES[self.types[first]][1])
+
+    @property
+    def dtype(self) -> str | None:
+        """Short name of the first tensor's type, such as "bf16"; None without one."""
+        return next((_TYPES[kind][1] for kind in self.types if kind), None)
+
+
+def _is_size(told: Any) -> bool:
+    return isinstance(told, list) and all(isinstance(n, int) for n in told)
+
+
+# Of each product: which operand is the first factor, and whether the second is a weight of N x K.
+_FORMS = {
+    **dict.fromkeys(("mm", "bmm", "matmul", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), (0, False)),
+    **dict.fromkeys(("addmm", "_addmm_activation", "baddbmm"), (1, False)),
+    **dict.fromkeys(("linear", "_mkl_linear", "_linear_pointwise", "mkldnn_linear"), (0, True)),
+}

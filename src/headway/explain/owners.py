@@ -1,0 +1,85 @@
+"""Whose time an event's is: a component's of the model, or a named activity's around it.
+
+A component takes all events of its modules, forward, backward and recomputed, whatever their class. What a block
+computes between the modules that FLOPs are counted of, such as norms and residual sums, is `TOWER.other`. A compiled
+block has no modules within, so all components of a tower's compiled blocks are one: `TOWER (compiled)`.
+"""
+
+from headway.explain.attribute import Attribution, Chore, Phase
+from headway.explain.budget import NO_COMPONENT, NeededWork, tower_of
+from headway.explain.classes import Work
+from headway.explain.trace import NONE
+
+# In brackets, as they are no components.
+_OF_PHASE = {
+    Phase.DATA_WAIT: "(waiting for data)",
+    Phase.OPTIMIZER: "(optimizer)",
+    Phase.LOGGING: "(logging)",
+    Phase.CHECKPOINT: "(checkpoint)",
+    Phase.EVALUATION: "(evaluation)",
+    Phase.COMPILE: "(compiling)",
+}
+_OF_WORK = {Work.COMMUNICATION: "(communication)", Work.COPY: "(copies)"}
+
+
+class Owners:
+    """Names whose time each event's is.
+
+    Args:
+        attribution: of a trace.
+        budget: what Headway wrote into it.
+    """
+
+    def __init__(self, attribution: Attribution, budget: NeededWork) -> None:
+        self._attribution, self._budget = attribution, budget
+        self._compiled = _compiled_units(attribution, budget)
+        self._unit_of = {
+            component: f"{tower_of(components)} (compiled)"
+            for components in self._compiled.values()
+            for component in components
+        }
+        self._names: dict[tuple[str, bool], str] = {}
+
+    def of(self, event: int) -> str:
+        """Name the owner of an event; `NO_COMPONENT` where nothing tells it."""
+        attribution = self._attribution
+        named = _OF_PHASE.get(attribution.phase[event]) or _OF_WORK.get(attribution.work[event])
+        if named is not None:
+            return named
+        if attribution.chore[event] is not Chore.NONE:
+            return f"({attribution.chore[event].value})"
+        key = attribution.module[event], attribution.passes[event] != NONE
+        if key not in self._names:
+            self._names[key] = self._named(*key)
+        return self._names[key]
+
+    def of_component(self, component: str) -> str:
+        """Name the owner of a component's time: itself, or the compiled blocks that it is part of."""
+        return self._unit_of.get(component, component)
+
+    def flops_run(self, step: int) -> dict[str, int]:
+        """FLOPs that ran in a step by owner, those of activation checkpointing included."""
+        ran: dict[str, int] = {}
+        for component, flops in self._budget.flops_run(step).items():
+            owner = self.of_component(component)
+            ran[owner] = ran.get(owner, 0) + flops
+        return ran
+
+    def _named(self, module: str, is_in_a_pass: bool) -> str:
+        if module in self._compiled:
+            return self.of_component(next(iter(self._compiled[module])))
+        if not module and not is_in_a_pass and not self._budget.is_undivided:
+            return NO_COMPONENT  # of the whole model, or what backward makes of one
+        return self.of_component(self._budget.component_of(module))
+
+
+def _compiled_units(attribution: Attribution, budget: NeededWork) -> dict[str, frozenset[str]]:
+    """The components in each module that runs as one compiled unit, by its path, where they are several."""
+    named = {module for module in attribution.module if module}
+    holders = {""} if named else set()  # of modules that have names themselves, so that they are no units
+    for module in named:
+        parts = module.split(".")
+        holders.update(".".join(parts[:i]) for i in range(1, len(parts)))
+    compiled = {m for m, is_compiled in zip(attribution.module, attribution.is_compiled, strict=True) if is_compiled}
+    units = {module: budget.components_in(module) for module in compiled - holders}
+    return {module: components for module, components in units.items() if len(components) > 1}

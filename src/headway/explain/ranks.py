@@ -1,0 +1,158 @@
+"""Which rank the others waited for, and why: more work, a slower device, or time in which it did not compute."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headway.report import format_flops, format_rate
+
+_BUSY = ("matmul", "memory", "unexplained")
+# Lines in which a rank can be late, and what it did in them.
+_BESIDE = {
+    "idle.data": "it waited {} longer for data",
+    "idle.launch": "its host came {} later (launches, Python between operators)",
+    "idle.sync": "its host waited {} longer for its device (synchronisations)",
+    "idle.other": "its device did nothing for {} more, though work was launched",
+    "copies": "it copied for {} more",
+    "optimizer": "its optimizer took {} longer",
+    "aside": "it logged, evaluated, wrote a checkpoint or compiled for {} more",
+}
+_LEAST_PART = 0.25  # of the waiting; what explains less is not the reason
+_ALIKE = 0.05  # ratios as near to 1 as this are called the same
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One step of one rank.
+
+    Attributes:
+        rank: of the process.
+        spent: time of each line [ns].
+        useful_flops: that it had to compute; None where that is not known.
+        waits: how long it waited for each of the other ranks [ns].
+    """
+
+    rank: int
+    spent: Mapping[str, int]
+    useful_flops: int | None
+    waits: Mapping[int, int]
+
+    @property
+    def busy_ns(self) -> int:
+        """Time in which it computed forward and backward [ns]."""
+        return sum(self.spent.get(key, 0) for key in _BUSY)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitedFor:
+    """The rank that the others waited for longest in a step, and why.
+
+    Attributes:
+        step: number of the step.
+        rank: that was waited for.
+        wait_ns: time that another rank waited for it, on average [ns].
+        cause: "work", "speed", "busy" (longer at work, FLOPs not known), the key of the line in which it was longer
+            than the others, or "unknown".
+        cause_ns: time that this cost it more than the others' median [ns].
+        flops: useful FLOPs of the rank; None where those of some rank are not known.
+        flops_of_others: median of the others.
+        flops_per_s: useful FLOPs / time in which it computed [FLOP/s]; None likewise.
+        flops_per_s_of_others: median of the others [FLOP/s].
+    """
+
+    step: int
+    rank: int
+    wait_ns: int
+    cause: str
+    cause_ns: int
+    flops: int | None = None
+    flops_of_others: float | None = None
+    flops_per_s: float | None = None
+    flops_per_s_of_others: float | None = None
+
+    def sentence(self) -> str:
+        """Say it in a sentence, without a full stop."""
+        return f"rank {self.rank} made the others wait {_ms(self.wait_ns)}: {self.why()}"
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    def why(self) -> str:
+        """The reason alone."""
+        if self.cause in _BESIDE:
+            return _BESIDE[self.cause].format(_ms(self.cause_ns))
+        if self.cause == "busy":
+            return (
+                f"it computed {_ms(self.cause_ns)} longer; whether on more work or on a slower device is not known "
+                "without the FLOPs of each rank"
+            )
+        if self.flops is None or not self.flops_of_others or not self.flops_per_s or not self.flops_per_s_of_others:
+            return "nothing that its trace shows took that much longer than on the others"
+        more, faster = self.flops / self.flops_of_others, self.flops_per_s / self.flops_per_s_of_others
+        if self.cause == "work":
+            against = f"({format_flops(self.flops)} against {format_flops(self.flops_of_others)})"
+            return f"it had {more:.2g}x the work {against}"
+        if self.cause == "speed":
+            of_work = "the same work" if abs(more - 1) < _ALIKE else f"{more:.2g}x the work"
+            against = f"({format_rate(self.flops_per_s)} against {format_rate(self.flops_per_s_of_others)})"
+            return f"it computed {faster:.2g}x as fast {against} with {of_work}"
+        return "nothing that its trace shows took that much longer than on the others"
+
+
+def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
+    """Find the rank that the others waited for longest in a step, and why.
+
+    What it computed longer, by more work or at less speed, is set beside each line in which it did not compute: the
+    largest of these times is the cause, if it is a fair part of the waiting.
+
+    Args:
+        step: number of the step.
+        ranks: of each rank what it did, two at least.
+
+    Returns:
+        The rank; None where none waited.
+    """
+    waited = {one.rank: sum(other.waits.get(one.rank, 0) for other in ranks) for one in ranks}
+    slowest = max(ranks, key=lambda one: waited[one.rank])
+    others = [one for one in ranks if one is not slowest]
+    wait_ns = waited[slowest.rank] // max(len(others), 1)
+    if wait_ns <= 0:
+        return None
+    longer = {
+        key: round(slowest.spent.get(key, 0) - statistics.median(one.spent.get(key, 0) for one in others))
+        for key in _BESIDE
+    }
+    rates = [one.useful_flops / one.busy_ns * 1e9 for one in others if one.useful_flops and one.busy_ns]
+    known: dict[str, Any] = {}
+    if slowest.useful_flops and slowest.busy_ns and len(rates) == len(others):
+        usual = statistics.median(rates)
+        flops = statistics.median(one.useful_flops or 0 for one in others)
+        busy_ns = statistics.median(one.busy_ns for one in others)
+        longer[_why_busy(slowest.useful_flops / flops, slowest.busy_ns / busy_ns)] = round(slowest.busy_ns - busy_ns)
+        known = {
+            "flops": slowest.useful_flops,
+            "flops_of_others": flops,
+            "flops_per_s": slowest.useful_flops / slowest.busy_ns * 1e9,
+            "flops_per_s_of_others": usual,
+        }
+    else:
+        longer["busy"] = round(slowest.busy_ns - statistics.median(one.busy_ns for one in others))
+    cause = max(longer, key=longer.__getitem__)
+    if longer[cause] < _LEAST_PART * wait_ns:
+        return WaitedFor(step, slowest.rank, wait_ns, "unknown", 0, **known)
+    return WaitedFor(step, slowest.rank, wait_ns, cause, longer[cause], **known)
+
+
+def _why_busy(times_the_work: float, times_as_long: float) -> str:
+    """Tell more work from less speed.
+
+    Time is work x time per FLOP, so what a rank takes times as long splits into two factors, and the larger one is the
+    cause. Differences would not do: with thirty times the work, noise of the same order makes a device look slow.
+    """
+    return "work" if times_the_work**2 > times_as_long else "speed"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:,.2f} ms"

@@ -1,0 +1,326 @@
+"""A run's records as waterfalls: what its counters tell of every step, without a trace.
+
+Records are those of `headway train`, `Meter` and every integration (docs/run-records.md): one of each step, or of each
+window of steps, of all ranks together.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.devices.names import named_devices
+from headway.errors import ConfigError, HeadwayError
+from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork
+from headway.explain.findings.rules import find
+from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
+from headway.explain.unprofiled import WAY_OUT, unprofiled
+from headway.explain.waterfall import JobExplanation, StepWaterfall
+from headway.report import format_duration
+
+METRICS = "metrics.jsonl"
+_WHOLE = "all components"  # of FLOPs that the record does not divide
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One record of steps, checked: what all of explain needs of it."""
+
+    step: int
+    num_steps: int
+    wall_ns: int  # of all its steps
+    away_ns: int  # within them, and not training
+    world_size: int
+    record: Mapping[str, Any]
+
+
+def explain_records(path: Path, *, step: int | None = None, rank: int | None = None) -> JobExplanation:
+    """Explain the steps of a run from its records.
+
+    Args:
+        path: metrics.jsonl, or a file of a meter's records by any name; what stands beside it in a run folder is used.
+        step: only this one.
+        rank: 0 or None: records are of all ranks together.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no record of a step, or there is no such step or rank.
+    """
+    if rank:
+        raise ConfigError(
+            f"--rank {rank}: records are of all ranks together. Profile that rank with run.profile.ranks, and explain "
+            "its trace."
+        )
+    reads, notes = _read(path)
+    device_name, memory_bytes = _device(path.parent)
+    waterfalls, in_series, unsaid = [], list[SeriesStep](), Counter[str]()
+    for read in reads:
+        try:
+            work = _work(read, str(path))
+            unsaid.update([] if work is not None else [_why_no_work(read.record)])
+            waterfalls.append(_waterfall(read, work, device_name))
+            in_series.append(_series_step(read, waterfalls[-1], memory_bytes))
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ConfigError(
+                f"{path}: the record of step {read.step} has a value that Headway does not write "
+                f"({type(error).__name__}: {error}). Repair or delete the line."
+            ) from error
+    notes += _notes_of_work(unsaid, waterfalls, reads) + _notes_of_run(path.parent, reads)
+    beside_ns, about_beside = _beside(path.parent, reads)
+    chosen = [one for one in waterfalls if step is None or one.step == step]
+    if not chosen:
+        numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
+        raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
+    first = num_first_steps([one.duration_ns for one in in_series])
+    of_each = find(waterfalls[first:], {0: _facts(reads)})
+    findings = find_in_series(Series(tuple(in_series), beside_ns), of_each)
+    return JobExplanation(tuple(chosen), (WAY_OUT, *notes, *about_beside), tuple(findings))
+
+
+def _facts(reads: list[_Read]) -> dict[str, Any]:
+    """What rules about single steps may ask of the loop, under the names that a trace has for it."""
+    return {"steps": {str(one.step): {key: one.record.get(key) for key in ("tokens", "slots")} for one in reads}}
+
+
+def _read(path: Path) -> tuple[list[_Read], list[str]]:
+    """Read the records of steps, each step once, and say what else the file holds."""
+    by_step: dict[int, _Read] = {}
+    others, timeless, unreadable, repeated = 0, 0, list[int](), 0
+    is_torn = False
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                record = _as_object(line)
+                if record is None:
+                    unreadable.append(number)
+                    is_torn = not line.endswith(b"\n")
+                    continue
+                read = _checked(record)
+                if read is None:
+                    others += 1
+                    timeless += record.get("kind", "step") == "step"
+                    continue
+                repeated += by_step.pop(read.step, None) is not None
+                by_step[read.step] = read
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror or error}. Name a run folder or its file."
+        ) from error
+    if not by_step:
+        held = f"only {others} other records" if others else "no line that can be read"
+        raise ConfigError(
+            f"{path} holds no record of a step with its time (wall_s, or step_s), {held}. Let the run take a step, or "
+            "give the metrics.jsonl of `headway train` or of `Meter(log_to=[...])`."
+        )
+    notes = []
+    if is_torn:
+        unreadable.pop()
+        notes.append("the last line was not written to its end, as of a run that was killed or is being written.")
+    if unreadable:
+        named = ", ".join(map(str, unreadable[:5])) + (", ..." if unreadable[5:] else "")
+        notes.append(f"line {named} of {path.name} cannot be read and is left out.")
+    if timeless:
+        notes.append(f"{timeless} records of steps do not tell how long they took, and are left out.")
+    if repeated:
+        notes.append(f"{repeated} steps were recorded again after a restart; the last record of each step counts.")
+    return sorted(by_step.values(), key=lambda read: read.step), notes
+
+
+def _as_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _checked(record: Mapping[str, Any]) -> _Read | None:
+    """The record of one or more steps; None of anything else, such as an evaluation."""
+    if record.get("kind", "step") != "step":
+        return None
+    try:
+        num_steps = int(record.get("num_steps", 1))
+        wall_s = record["wall_s"] if record.get("wall_s") is not None else record["step_s"] * num_steps
+        world_size = int(record.get("world_size", 1))
+        away_ns = round((record.get("away_s") or 0.0) * 1e9)
+        read = _Read(int(record["step"]), num_steps, round(wall_s * 1e9), away_ns, world_size, record)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return read if num_steps >= 1 and world_size >= 1 and read.wall_ns >= num_steps else None
+
+
+def _work(read: _Read, source: str) -> dict[str, Need] | None:
+    """What each component of a step needed on a device, as a trace would say it; None without FLOPs or a peak."""
+    record = read.record
+    if not record.get("peak_flops_per_s") or not isinstance(record.get("flops"), Mapping):
+        return None
+    # FLOPs are of all ranks and of all steps in the record: so are the rates, and needs are of one step of a device
+    num_devices, peak = read.world_size * read.num_steps, float(record["peak_flops_per_s"])
+    if not peak > 0:
+        raise ValueError(f"peak_flops_per_s {peak}")
+    of_ceiling, rate = record.get("mfu_of_ceiling"), record.get("flops_per_s_per_device")
+    flops, by_component = record["flops"], record.get("flops_by_component") or {}
+    useful = {name: {"useful": int(count)} for name, count in by_component.items()}
+    useful = useful or {_WHOLE: {"useful": int(flops["total"])}}
+    again = int(flops.get("recompute") or 0)
+    work = NeededWork(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "peak_flops_per_s": peak * num_devices,
+            "ceiling_flops_per_s": rate / of_ceiling * num_devices if of_ceiling and rate else None,
+            "profiler_overhead_s": None,
+            "components": {},
+            "steps": {
+                str(read.step): {
+                    "useful_flops": useful,
+                    "recomputed_flops": {_WHOLE: again} if again else {},
+                    "padding_flops": _padding_flops(record, by_component),
+                }
+            },
+        },
+        source,
+    )
+    return work.needs(read.step)
+
+
+def _padding_flops(record: Mapping[str, Any], by_component: Mapping[str, int]) -> int:
+    """FLOPs that language layers spent on padding, attention left out, which are proportional to the slots."""
+    tokens, slots = int(record.get("tokens") or 0), int(record.get("slots") or 0)
+    if not tokens or slots <= tokens:
+        return 0
+    on_slots = sum(
+        int(flops)
+        for name, flops in by_component.items()
+        if name.startswith("language.") and name != "language.attention"
+    )
+    return on_slots * (slots - tokens) // tokens
+
+
+def _waterfall(read: _Read, work: Mapping[str, Need] | None, device_name: str) -> StepWaterfall:
+    told: list[tuple[str, str, int, dict[str, int]]] = []
+    if work is not None:
+        for key, name, attribute in (
+            ("useful", "needed work at peak", "useful"),
+            ("ceiling", "ceiling loss", "ceiling_loss"),
+            ("recomputation", "recomputation", "recomputed"),
+            ("padding", "padding and masked work", "padding"),
+        ):
+            parts = {one: ns for one, need in work.items() if (ns := getattr(need, attribute))}
+            told.append((key, name, sum(parts.values()), parts))
+    waited_s = read.record.get("data_wait_s")
+    if waited_s is not None:
+        told.append(("idle.data", "idle: waiting for data", round(waited_s * 1e9 / read.num_steps), {}))
+    away_ns = read.away_ns // read.num_steps
+    if "away_s" in read.record:
+        told.append(("aside", "logging, eval, checkpoint, compile", away_ns, {}))
+    return unprofiled(read.step, read.wall_ns // read.num_steps + away_ns, told, device_name)
+
+
+def _why_no_work(record: Mapping[str, Any]) -> str:
+    return "FLOPs" if not isinstance(record.get("flops"), Mapping) else "a peak"
+
+
+def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], reads: list[_Read]) -> list[str]:
+    notes = []
+    for name, way_out in (
+        ("FLOPs", "`Meter` and `headway train` record them."),
+        ("a peak", "set HEADWAY_PEAK_FLOPS [FLOP/s] for the next run."),
+    ):
+        if count := unsaid[name]:
+            which = "" if count == len(reads) else f" of {count} of {len(reads)} records"
+            notes.append(f"needed work{which} is not known, for lack of {name}: {way_out}")
+    if unsaid.total() < len(reads) and not any(read.record.get("mfu_of_ceiling") for read in reads):
+        notes.append(
+            "the device's ceiling was not recorded, so it is taken as the peak (`headway ceiling` measures it)."
+        )
+    if any(line.key == "padding" and line.ns for one in waterfalls for line in one.lines):
+        notes.append("padding is what language layers but attention spent on it, which records tell.")
+    num_ranks = max(read.world_size for read in reads)
+    if num_ranks > 1:
+        notes.append(
+            f"records are of {num_ranks} ranks together: times are the first rank's, FLOPs the mean of all ranks'."
+        )
+    if any(read.num_steps > 1 for read in reads):
+        notes.append("a record is of several steps; what is shown is their mean, under the number of the last one.")
+    return notes
+
+
+def _notes_of_run(folder: Path, reads: list[_Read]) -> list[str]:
+    """What a run folder of `headway train` says of resumes and its end."""
+    notes = []
+    resumes = [_as_object(line) or {} for line in _lines(folder / "resumes.jsonl")]
+    steps = [str(one["step"]) for one in resumes if one.get("kind") == "resumed" and "step" in one]
+    if steps:
+        notes.append(f"the run was resumed {len(steps)} times, after step {', '.join(steps[:5])}.")
+    if (folder / "config.yaml").exists() and not (folder / "summary.json").exists():
+        notes.append(f"the run has not ended, or was killed: these are its records up to step {reads[-1].step}.")
+    return notes
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.is_file() else []
+
+
+def _device(folder: Path) -> tuple[str, int | None]:
+    """The device's name, as run.json has it, and its memory [bytes], where that is known."""
+    found = _as_object((folder / "run.json").read_bytes()) if (folder / "run.json").is_file() else None
+    told = (found or {}).get("device")
+    name = told.get("name") if isinstance(told, Mapping) else None
+    if not isinstance(name, str):
+        return "unknown device", None
+    try:
+        sizes = [device.memory_bytes for device in named_devices(name) if device.memory_bytes]
+    except HeadwayError:
+        sizes = []
+    return name, min(sizes, default=None)
+
+
+def _beside(folder: Path, reads: list[_Read]) -> tuple[Mapping[str, int], list[str]]:
+    """Time of the run that was no training, from its ledger: evaluations, checkpoints, compiling."""
+    from headway.meter.goodput_report import FILE_NAME, read_goodput  # the meter takes a while to load
+
+    if not (folder / FILE_NAME).is_file():
+        return {}, []
+    try:
+        report = read_goodput(folder)
+    except HeadwayError as error:
+        return {}, [f"where the time between the steps went is not known: {error}"]
+    spent: dict[str, int] = {
+        name: ns for name, ns in report.ns.items() if ns and name in ("compile", "evaluation", "checkpoint")
+    }
+    if not spent:
+        return {}, []
+    said = ", ".join(f"{name} {format_duration(ns / 1e9)}" for name, ns in spent.items())
+    where = (
+        "each step has what came since the one before, and what came after the last is in none"
+        if any("away_s" in read.record for read in reads)
+        else "the records do not say in which steps"
+    )
+    return spent, [f"beside training the whole run spent: {said}; {where} (`headway goodput` has all of it)."]
+
+
+def _series_step(read: _Read, waterfall: StepWaterfall, memory_bytes: int | None) -> SeriesStep:
+    record = read.record
+    ns = {line.key: line.ns for line in waterfall.lines}
+    duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # what is beside training comes from the ledger
+    waited_ns, useful_ns = ns.get("idle.data", 0), ns.get("useful")
+    busy_ns = duration_ns - waited_ns
+    work = useful_ns or (record.get("tokens") or 0) / read.num_steps
+    peak_memory = record.get("peak_memory_bytes")
+    return SeriesStep(
+        step=read.step,
+        duration_ns=duration_ns,
+        mfu=None if useful_ns is None else useful_ns / duration_ns,
+        rate=work / busy_ns if work and busy_ns > 0 else None,
+        waited_ns=waited_ns,
+        tokens=(record.get("tokens") or 0) / read.num_steps,
+        memory_share=peak_memory / memory_bytes if peak_memory and memory_bytes else None,
+        has_compiled_again=bool(record.get("recompiles")),
+        imbalance=float(record.get("straggler_share") or 0.0),
+        heaviest_rank=int(record.get("heaviest_rank") or 0),
+        slowest_rank=record.get("slowest_rank"),
+        slowest_speed=record.get("slowest_rank_speed"),
+    )

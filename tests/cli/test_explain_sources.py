@@ -1,0 +1,204 @@
+"""What `headway explain` makes of run folders, records, logs, and two things at once."""
+
+import json
+
+import pytest
+
+from helpers.titan_page import titan_lines
+from helpers.written_traces import sidecar, two_kernels_a_step
+
+
+def trace_of(path, *, rank=0, num_steps=5):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return two_kernels_a_step(num_steps).write(path, headway=sidecar(rank=rank, world_size=2))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder whose three steps took a second each, half of it waiting for data."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    records = [{"kind": "step", "step": n, "wall_s": 1.0, "data_wait_s": 0.5} for n in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Write the log of an experiment of TorchTitan's page."""
+
+    def write(experiment):
+        path = tmp_path / f"{experiment}.log"
+        path.write_text(titan_lines(experiment))
+        return path
+
+    return write
+
+
+def said(result):
+    return " ".join(result.err.split())
+
+
+def test_a_run_folder_is_explained_by_its_records_and_keeps_the_explanation(headway, run):
+    code, out, err = headway("explain", run, "--json")
+    record = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [(one["step"], one["duration_ns"]) for one in record["steps"]] == [(1, 10**9), (2, 10**9), (3, 10**9)]
+    assert {line["key"]: line["ns"] for line in record["steps"][0]["lines"]} == {
+        "idle.data": 500_000_000, "unseparated": 500_000_000
+    }  # fmt: skip
+    assert json.loads((run / "explain.json").read_text()) == record
+    assert sorted(path.name for path in run.iterdir()) == ["explain.json", "metrics.jsonl"]
+
+
+def test_one_step_of_a_run_is_not_kept_for_the_whole(headway, run):
+    assert headway("explain", run, "--step", 2, "--rank", 0, "--md").code == 0
+    assert not (run / "explain.json").exists()
+
+
+def test_a_run_folder_that_cannot_be_written_to_is_explained_all_the_same(headway, run):
+    (run / "explain.json").mkdir()
+    result = headway("explain", run)
+    assert result.code == 0
+    assert "idle: waiting for data" in result.out
+    assert result.err.startswith(f"Warning: {run}/explain.json cannot be written: ")
+
+
+def test_a_run_with_profiles_is_explained_by_the_newest_of_all_its_ranks(headway, run):
+    for name in ("steps-000010-000011-rank-0", "steps-000200-000204-rank-0"):
+        trace_of(run / "profile" / f"{name}.json.gz")
+    trace_of(run / "profile" / "steps-000200-000204-rank-1.json.gz", rank=1)
+    record = json.loads(headway("explain", run, "--json").out)
+    assert {step["rank"] for step in record["steps"]} == {0, 1}
+    assert record["notes"][0].startswith("of the profile of steps 200 to 204, 2 ranks, in ")
+    assert "the last of 2 windows" in record["notes"][0]
+    assert f"headway explain {run / 'metrics.jsonl'}" in record["notes"][0]
+    assert headway("explain", run / "metrics.jsonl").out.count("unseparated") > 0
+
+
+def test_a_folder_of_traces_alone_is_explained(headway, tmp_path):
+    trace_of(tmp_path / "profile" / "steps-000003-000007-rank-0.json.gz")
+    for folder in (tmp_path, tmp_path / "profile"):
+        assert "needed work at peak" in headway("explain", folder, "--by", "module").out
+
+
+def test_records_by_another_name_are_known_by_their_first_line(headway, run, tmp_path):
+    moved = (run / "metrics.jsonl").rename(tmp_path / "steps.log")
+    assert "idle: waiting for data" in headway("explain", moved).out
+
+
+def test_two_runs_are_compared(headway, run, tmp_path):
+    faster = tmp_path / "faster"
+    faster.mkdir()
+    (faster / "metrics.jsonl").write_text('{"kind": "step", "step": 9, "wall_s": 0.75, "data_wait_s": 0.25}\n')
+    record = json.loads(headway("explain", run, faster, "--json").out)
+    assert (record["schema_version"], record["difference_ns"]) == (1, -250_000_000)
+    assert record["lines"] == [
+        {"name": "idle: waiting for data", "key": "idle.data", "a_ns": 500_000_000, "b_ns": 250_000_000,
+         "difference_ns": -250_000_000},
+        {"name": "unseparated: no profile", "key": "unseparated", "a_ns": 500_000_000, "b_ns": 500_000_000,
+         "difference_ns": 0},
+    ]  # fmt: skip
+    assert (record["a"]["name"], record["a"]["num_steps"], record["b"]["num_steps"]) == (str(run), 3, 1)
+    assert "Better: idle: waiting for data (-250.00 ms)." in headway("explain", run, faster).out
+
+
+def test_two_traces_of_one_rank_are_compared_and_of_two_ranks_are_one_job(headway, tmp_path):
+    first, same = (trace_of(tmp_path / f"{name}.json.gz") for name in "ab")
+    other = trace_of(tmp_path / "other.json.gz", rank=1)
+    assert json.loads(headway("explain", first, same, "--json").out)["difference_ns"] == 0
+    assert {step["rank"] for step in json.loads(headway("explain", first, other, "--json").out)["steps"]} == {0, 1}
+    assert "difference_ns" in json.loads(headway("explain", first, other, "--compare", "--json").out)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "ids"),
+    [
+        (1, ["not-compute-bound"]),
+        (2, ["not-compute-bound"]),
+        (3, ["not-compute-bound"]),
+        (4, ["falling-rate", "first-steps"]),
+        (5, ["unstable-steps", "not-compute-bound", "first-steps"]),
+        (6, ["unstable-steps", "not-compute-bound"]),
+    ],
+)
+def test_what_torchtitans_page_shows_in_its_lines(headway, log, experiment, ids):
+    record = json.loads(headway("explain", log(experiment), "--json").out)
+    assert [finding["id"] for finding in record["findings"]] == ids
+    for step in record["steps"]:
+        assert sum(line["ns"] for line in step["lines"]) == step["duration_ns"]
+
+
+def test_the_numbers_of_torchtitans_findings(headway, log):
+    (unstable, vague, first) = json.loads(headway("explain", log(5), "--json").out)["findings"]
+    # the rates of steps 3 to 10 are 1.46 to 7.28 % of the peak; their deciles 1.72 and 4.59
+    assert "take 2.7 times as long for the same work as the fastest, such as step 8 beside step 10" in unstable["seen"]
+    assert "though nearly all have as many tokens" in unstable["seen"]
+    assert (unstable["mfu_from"], unstable["mfu_to"]) == (
+        pytest.approx(0.027, abs=5e-4),
+        pytest.approx(0.0459, abs=1e-4),
+    )
+    assert "with 74.1 % of the device's memory in use" in vague["seen"]
+    assert "the first 2 steps of 10 took 53.68 s, 28.07 s, the others 10.90 s" in first["seen"]
+    (falling, _) = json.loads(headway("explain", log(4), "--json").out)["findings"]
+    assert falling["seen"].startswith("the rate of the work fell by 3.8 % from step 2 to step 18")
+
+
+def test_two_logs_are_compared(headway, log):
+    result = headway("explain", log(5), log(6))
+    assert "A step of B takes 4,340.85 ms more than one of A (+36.9 %). MFU 2.7 % -> 2.1 %." in result.out
+
+
+def test_a_folder_without_records_names_the_runs_within_it(headway, run):
+    result = headway("explain", run.parent)
+    assert result.code == 2
+    assert "holds neither records (metrics.jsonl) nor a profile" in said(result)
+    assert "Runs within it: run; name one of them." in said(result)
+
+
+def test_an_empty_metrics_jsonl_is_an_error_with_a_way_out(headway, run):
+    (run / "metrics.jsonl").write_text("")
+    result = headway("explain", run)
+    assert result.code == 2
+    assert "holds no record of a step with its time" in said(result)
+    assert "Let the run take a step" in said(result)
+    assert not (run / "explain.json").exists()
+
+
+@pytest.mark.parametrize("content", [b"# A page\n\nof prose.\n", b"\x89PNG\r\n\x1a\n\x00\x00", b""])
+def test_a_file_that_is_nothing_of_the_kind_is_an_error_that_names_the_kinds(headway, tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    result = headway("explain", path)
+    assert result.code == 2
+    assert f"{path} is no trace of torch.profiler and no records of a run, and as a log:" in said(result)
+    assert "Known are the step lines of torchtitan" in said(result)
+
+
+def test_a_file_that_is_not_there_is_an_error(headway, tmp_path):
+    result = headway("explain", tmp_path / "gone")
+    assert (result.code, said(result)) == (
+        2,
+        f"Error: {tmp_path / 'gone'} is not there. Give a trace, a run folder, its metrics.jsonl, or a training log.",
+    )
+
+
+def test_what_cannot_be_compared_or_taken_is_refused(headway, run, log, tmp_path):
+    trace = trace_of(tmp_path / "t.json.gz")
+    for arguments, text in (
+        ((run, run / "metrics.jsonl"), "are the same: there is nothing to compare"),
+        ((trace, trace), "are the same: there is nothing to compare"),
+        ((run, trace, log(4)), "two things can be compared, not 3"),
+        ((run, "--compare"), "two things can be compared, not 1"),
+        ((run, log(4), "--by", "module"), "--by module cannot take effect in a comparison"),
+        ((log(2), log(4)), "2.log does not tell how long its steps took"),
+        ((run, "--by", "kernel"), "--by kernel: records tell nothing of kernels; a profile does (run.profile)"),
+        ((run, "--whole"), "--whole is about a trace, and"),
+    ):
+        result = headway("explain", *arguments)
+        assert (result.code, result.out) == (2, "")
+        assert text in said(result)
+
+
+def test_a_log_and_a_run_are_compared_by_what_both_tell(headway, run, log):
+    assert "idle: waiting for data" in headway("explain", run, log(4)).out

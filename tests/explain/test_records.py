@@ -1,0 +1,264 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.count import Workload
+from headway.devices import Peak
+from headway.errors import ConfigError
+from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
+from headway.explain.records import explain_records
+from headway.explain.text import as_text
+from headway.meter import Meter
+from helpers.one_linear import COST_MODEL, Clock
+
+# 90 useful FLOPs per token, at 1e5 FLOP/s: a token needs 0.9 ms at peak, 1.125 ms at a ceiling of 0.8e5 FLOP/s
+PEAK, CEILING = (Peak(kind, rate, "fp32", "made up for a test") for kind, rate in (("device", 1e5), ("ceiling", 0.8e5)))
+
+
+def metered(path, steps, **options):
+    """Write a meter's records of steps, each given as (seconds of waiting, seconds of computing, tokens, slots)."""
+    clock = Clock()
+
+    def loader():
+        for waits_s, _, tokens, slots in steps:
+            clock.now_s += waits_s
+            yield Workload([tokens], slots=slots)
+
+    with Meter(COST_MODEL, clock=clock, log_to=[path], **{"peak": PEAK, "log_every": 1, **options}) as meter:
+        batches = meter.batches(loader())
+        for _, computes_s, _, _ in steps:
+            meter.count(next(batches))
+            clock.now_s += computes_s
+            meter.step()
+    return path
+
+
+def lines(waterfall):
+    return {line.key: line.ns for line in waterfall.lines}
+
+
+def test_counters_fill_the_lines_that_they_tell_and_one_line_says_the_rest(tmp_path):
+    path = metered(tmp_path / "metrics.jsonl", [(0.25, 0.75, 100, 120)] * 3, ceiling=CEILING, recompute="full")
+    found = explain_records(path)
+    assert [(one.step, one.rank, one.duration_ns) for one in found.steps] == [(n, 0, 10**9) for n in (1, 2, 3)]
+    assert lines(found.steps[1]) == {
+        "useful": 90_000_000,  # 100 tokens x 90 FLOPs / 1e5
+        "aside": 0,
+        "ceiling": 22_500_000,  # x (1 / 0.8 - 1)
+        "recomputation": 37_500_000,  # 100 x 30 / 0.8e5
+        "padding": 22_500_000,  # 20 slots x 90 / 0.8e5
+        "idle.data": 250_000_000,
+        "unseparated": 577_500_000,
+    }
+    assert found.steps[1].mfu == pytest.approx(0.09)
+    record = json.loads(path.read_text().splitlines()[1])
+    assert found.steps[1].mfu == pytest.approx(record["mfu"])
+    assert "run.profile.start=N" in found.notes[0]
+
+
+def test_a_window_of_several_steps_is_their_mean(tmp_path):
+    path = metered(tmp_path / "m.jsonl", [(0, 1, 100, 100), (0.5, 1.5, 200, 200)] * 2, log_every=2)
+    found = explain_records(path)
+    assert [one.step for one in found.steps] == [2, 4]
+    assert lines(found.steps[0]) == {
+        "useful": 135_000_000, "ceiling": 0, "recomputation": 0, "padding": 0, "idle.data": 250_000_000,
+        "aside": 0, "unseparated": 1_115_000_000,
+    }  # fmt: skip
+    assert any("their mean" in note for note in found.notes)
+    assert any("taken as the peak" in note for note in found.notes)
+
+
+def test_what_is_not_training_is_in_the_step_that_ends_after_it(tmp_path):
+    clock = Clock()
+    with Meter(COST_MODEL, clock=clock, log_to=[tmp_path / "metrics.jsonl"], peak=PEAK, log_every=1) as meter:
+        for away_s in (0, 4, 0, 0):
+            with meter.away("checkpoint"):
+                clock.now_s += away_s
+            meter.count(Workload([100]))
+            clock.now_s += 1
+            meter.step()
+    found = explain_records(tmp_path / "metrics.jsonl")
+    assert [(one.duration_ns, lines(one)["aside"]) for one in found.steps[:3]] == [
+        (10**9, 0),
+        (5 * 10**9, 4 * 10**9),
+        (10**9, 0),
+    ]
+    assert found.steps[1].mfu == pytest.approx(0.09 / 5)
+    assert found.steps[1].lines[-2].mfu_to == pytest.approx(0.09)  # as recorded
+    assert found.findings == ()  # which are of training, and of the run's ledger
+
+
+@given(
+    wall_s=st.floats(1e-6, 1e5),
+    num_steps=st.integers(1, 7),
+    world_size=st.integers(1, 5),
+    flops=st.lists(st.integers(0, 10**15), min_size=1, max_size=4),
+    recompute=st.integers(0, 10**15),
+    padding=st.integers(0, 500),
+    of_ceiling=st.none() | st.floats(0.01, 1.5),
+    data_wait_s=st.none() | st.floats(0, 10),
+    away_s=st.none() | st.floats(0, 1e4),
+)
+def test_lines_add_up_whatever_was_recorded(
+    tmp_path_factory, wall_s, num_steps, world_size, flops, recompute, padding, of_ceiling, data_wait_s, away_s
+):
+    names = ("language.mlp", "language.attention", "vision.mlp", "language.head")
+    record = {
+        "step": 9, "num_steps": num_steps, "wall_s": wall_s, "world_size": world_size, "tokens": 700,
+        "slots": 700 + padding, "peak_flops_per_s": 1e12, "flops_per_s_per_device": 1e11, "mfu_of_ceiling": of_ceiling,
+        "flops": {"total": sum(flops), "recompute": recompute}, "data_wait_s": data_wait_s,
+        "away_s": away_s,
+        "flops_by_component": dict(zip(names, flops, strict=False)),
+    }  # fmt: skip
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text(json.dumps(record))
+    (waterfall,) = explain_records(path).steps
+    assert waterfall.duration_ns == round(wall_s * 1e9) // num_steps + round((away_s or 0) * 1e9) // num_steps
+    assert sum(line.ns for line in waterfall.lines) == waterfall.duration_ns
+
+
+def step_record(step, **changes):
+    return {"kind": "step", "step": step, "wall_s": 1.0, **changes}
+
+
+def write(path, *records):
+    path.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("records", "said", "numbers"),
+    [
+        ([step_record(1), '{"kind": "st'], "line 2 of metrics.jsonl cannot be read", [1]),
+        ([step_record(1), step_record(2), step_record(2), step_record(3)], "1 steps were recorded again", [1, 2, 3]),
+        ([step_record(1), {"kind": "evaluation", "step": 1}, step_record(2)], "for lack of FLOPs", [1, 2]),
+        (
+            [step_record(1, flops={"total": 7}), step_record(2)],
+            "of 1 of 2 records is not known, for lack of a p",
+            [1, 2],
+        ),
+        ([step_record(1), step_record(2, wall_s=None)], "1 records of steps do not tell how long", [1]),
+        ([step_record(1, world_size=8)], "of 8 ranks together", [1]),
+    ],
+)
+def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path, records, said, numbers):
+    found = explain_records(write(tmp_path / "metrics.jsonl", *records))
+    assert [one.step for one in found.steps] == numbers
+    assert any(said in note for note in found.notes), found.notes
+
+
+def test_a_torn_last_line_a_resume_and_a_missing_end_are_said(tmp_path):
+    with write(tmp_path / "metrics.jsonl", step_record(1), step_record(2)).open("a") as file:
+        file.write('{"kind": "step", "st')
+    write(tmp_path / "resumes.jsonl", {"kind": "resumed", "step": 1, "lost": []})
+    (tmp_path / "config.yaml").write_text("run: {}\n")
+    notes = " ".join(explain_records(tmp_path / "metrics.jsonl").notes)
+    assert "the last line was not written to its end" in notes
+    assert "resumed 1 times, after step 1" in notes
+    assert "has not ended, or was killed: these are its records up to step 2" in notes
+
+
+def test_what_is_beside_the_steps_is_told_from_the_ledger(tmp_path):
+    write(tmp_path / "metrics.jsonl", step_record(1), step_record(2))
+    ns = {"step": 2 * 10**9, "evaluation": 3 * 10**9, "compile": 10**9}
+    start = {"kind": "start", "schema_version": 1, "wall_s": 0.0, "pid": 1, "host": "node"}
+    write(tmp_path / "goodput.jsonl", start, {"kind": "spans", "wall_s": 6.0, "ns": ns})
+    write(tmp_path / "run.json", {"device": {"name": "NVIDIA H200"}})
+    found = explain_records(tmp_path / "metrics.jsonl")
+    assert found.steps[0].device_name == "NVIDIA H200"
+    assert "compile 1.00 s, evaluation 3.00 s; the records do not say in which steps" in found.notes[-1]
+    assert [(one.id, one.share) for one in found.findings] == [("beside-training", 0.5), ("compiling", 1 / 6)]
+    assert "eval.every" in found.findings[0].next
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no record of a step with its time.*no line that can be read.*Let the run take a step"),
+        ('{"kind": "evaluation", "step": 3, "loss": 1.0}\n', "only 1 other records"),
+        ('{"step": 1, "mfu": 0.4}\n', "wall_s, or step_s"),
+        ('{"step": 1, "wall_s": 1, "flops": {"total": "x"}, "peak_flops_per_s": 1e9}', "step 1 has a value that"),
+        ('{"step": 1, "wall_s": 1, "data_wait_s": "long"}', "step 1 has a value that Headway does not write"),
+        ('{"step": 1, "wall_s": NaN}', "no record of a step"),
+    ],
+)
+def test_records_that_tell_nothing_are_one_error(tmp_path, text, said):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        explain_records(tmp_path / "metrics.jsonl")
+
+
+def test_a_rank_or_a_step_that_records_do_not_have_is_an_error(tmp_path):
+    path = write(tmp_path / "metrics.jsonl", step_record(4), step_record(5))
+    with pytest.raises(ConfigError, match=r"records are of all ranks together.*run\.profile\.ranks"):
+        explain_records(path, rank=1)
+    with pytest.raises(ConfigError, match=r"--step 3: .*it has 2 records, 4 to 5"):
+        explain_records(path, step=3)
+
+
+def test_many_steps_are_shown_by_their_places_and_the_slow_ones_by_name(tmp_path):
+    records = [step_record(n, wall_s=3.0 if n in (500, 7000) else 1.0 + n / 1e6) for n in range(1, 10_001)]
+    text = as_text(explain_records(write(tmp_path / "metrics.jsonl", *records)))
+    assert text.startswith(
+        "of 10,000 steps  step  rank        ms  largest loss               share\n"
+        "---------------  ----  ----  --------  -----------------------  -------\n"
+        "fastest             1     0  1,000.00  unseparated: no profile  100.0 %\n"
+    )
+    assert "\n1 of 2 slow       500     0  3,000.00" in text
+    assert "\n1 of 2 slow      7000     0  3,000.00" in text
+    assert "Step 5001 of rank 0 on unknown device: 1,005.00 ms" in text
+    assert len(text.splitlines()) < 30
+
+
+SECOND = 10**9
+
+
+def rated(rates, **more):
+    """Steps of one second at rates of work."""
+    return [SeriesStep(number, SECOND, rate=rate, **more) for number, rate in enumerate(rates, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "beside", "wanted"),
+    [
+        (rated([1.0] * 30), {}, None),  # nothing
+        (rated([1.0, 0.99, 1.01] * 10), {"evaluation": SECOND}, None),
+        (rated([1.0, 0.9, 0.7, 0.98, 0.85, 0.68, 0.95, 0.8, 0.66, 0.93, 0.78, 0.65]), {}, None),  # falls in its scatter
+        (rated([1.0, 0.4, 1.0, 0.5, 1.0, 0.6]), {}, "unstable-steps"),
+        (rated([1.0] * 19 + [0.2] + [1.0] * 20), {}, "slow-steps"),
+        (rated([1.0 - 0.004 * n for n in range(15)]), {}, "falling-rate"),
+        (rated([1.0] * 15, imbalance=0.2), {}, "heavy-pack"),
+        (rated([1.0] * 15, slowest_rank=3, slowest_speed=0.7), {}, "slow-rank"),
+        (rated([1.0] * 15, memory_share=0.97), {}, "memory-limit"),
+        (rated([1.0] * 15, mfu=0.01), {}, "not-compute-bound"),
+        (rated([1.0] * 15, mfu=0.01, waited_ns=SECOND), {}, None),  # the wait has a line of its own
+        (rated([1.0] * 15, has_compiled_again=True), {"compile": 5 * SECOND}, "recompilation"),
+        (rated([1.0] * 15), {"compile": 5 * SECOND}, "compiling"),
+        (rated([1.0] * 15), {"checkpoint": 5 * SECOND}, "beside-training"),
+        ([SeriesStep(0, 60 * SECOND), *rated([1.0] * 15)], {}, "first-steps"),
+        ([SeriesStep(0, 60 * SECOND), *rated([1.0] * 2000)], {}, None),  # a long run makes up for it
+    ],
+)
+def test_each_rule_speaks_of_its_fault_and_of_nothing_else(steps, beside, wanted):
+    found = find_in_series(Series(tuple(steps), beside))
+    assert [one.id for one in found] == ([] if wanted is None else [wanted])
+
+
+def test_a_finding_says_what_it_costs():
+    steps = [SeriesStep(n, SECOND * (1 + (n == 1) * 9), mfu=0.4 / (1 + (n == 1) * 9)) for n in range(1, 11)]
+    (found,) = find_in_series(Series(tuple(steps)))
+    assert (found.id, found.ns) == ("first-steps", 900_000_000)  # 9 of 19 seconds, over 10 steps
+    assert found.share == pytest.approx(9 / 19)
+    assert (found.mfu_from, found.mfu_to) == (pytest.approx(4 / 19), pytest.approx(0.4))
+
+
+def test_slow_steps_that_come_at_a_stride_are_told_with_it():
+    (found,) = find_in_series(Series(tuple(rated([0.2 if n % 25 == 24 else 1.0 for n in range(100)]))))
+    assert "4 of 100 steps took more than twice the usual time for their work, every 25 steps: 25, 50," in found.seen
+
+
+def test_the_first_steps_end_where_one_is_as_fast_as_the_others():
+    assert num_first_steps([50, 30, 10, 40, 10, 11, 12, 9]) == 2
+    assert num_first_steps([50, 10, 10]) == 0

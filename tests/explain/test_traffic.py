@@ -1,0 +1,45 @@
+from headway.explain.text import as_text
+from headway.explain.trace import read_trace
+from headway.explain.waterfall import explain
+from helpers.written_traces import US, WrittenTrace
+
+
+def memory_bound(tmp_path, *, device="NVIDIA H200"):
+    """A kernel of 40 us of aten::mul, two of 10 us of one aten::sum, and 30 us of an operator without shapes."""
+    trace = WrittenTrace()
+    mib = [1024, 256]  # of fp32
+    trace.launched("mul", 0, 100 * US, 40 * US, 1, operator="aten::mul", operands=([mib, mib],))
+    trace.operator("aten::sum", 5 * US, 4 * US, **{"Input Dims": [mib, []], "Input type": ["float", "Scalar"]})
+    for i in (0, 1):
+        trace.call("cudaLaunchKernel", (6 + i) * US, 500, 2 + i)
+        trace.kernel(f"reduce {i}", (140 + 10 * i) * US, 10 * US, 2 + i)
+    trace.launched("add", 12 * US, 160 * US, 30 * US, 4, operator="aten::add")
+    path = trace.write(tmp_path / "t.json", deviceProperties=[{"name": device}])
+    return explain([read_trace(path)], whole=True)
+
+
+def test_operators_count_once_and_those_without_shapes_not_at_all(tmp_path):
+    found = memory_bound(tmp_path).steps[0]
+    assert found.traffic.num_bytes == 3 * 2**20 + 2**20
+    assert (found.traffic.known_ns, found.traffic.all_ns) == (60 * US, 90 * US)
+    assert found.traffic.at_bandwidth_ns == round(2**22 / 4.8e12 * 1e9)
+    assert found.as_record()["memory_bound"]["bytes"] == 2**22
+
+
+def test_the_bytes_stand_below_the_waterfall_beside_the_time_at_full_bandwidth(tmp_path):
+    text = " ".join(as_text(memory_bound(tmp_path)).split())
+    assert "their operands are 4.19 MB, 0.00 ms at 4.8 TB/s (known of 0.06 ms of them)." in text
+
+
+def test_a_device_whose_bandwidth_is_not_known_has_the_bytes_alone(tmp_path):
+    found = memory_bound(tmp_path, device="a device of mine")
+    assert found.steps[0].traffic.at_bandwidth_ns is None
+    assert "their operands are 4.19 MB (known of" in as_text(found).replace("\n", " ")
+
+
+def test_nothing_is_said_where_no_shapes_were_recorded(tmp_path):
+    trace = WrittenTrace()
+    trace.launched("mul", 0, 100 * US, 40 * US, 1, operator="aten::mul")
+    found = explain([read_trace(trace.write(tmp_path / "t.json"))], whole=True)
+    assert found.steps[0].traffic is None
+    assert "operands" not in as_text(found)
