@@ -1,7 +1,6 @@
 """Two ranks that train together: a slow device and a heavy pack are told apart, though their steps take as long."""
 
 import json
-from statistics import median
 
 import pytest
 import yaml
@@ -12,7 +11,7 @@ from helpers.run_records import read_metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS = 8
-PER_TOKEN_S = 4e-4  # in each of two layers: a pack of 170 tokens takes 136 ms, and its real arithmetic a few
+PER_TOKEN_S = 4e-4  # in each of two layers, on a pretended clock: a pack of 170 tokens takes 136 ms
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +47,23 @@ def train(text, folder, parallel, *seconds):
 @pytest.mark.parametrize("parallel", [{"shard": 2}, {"replicate": 2, "shard": 1}], ids=["sharded", "replicated"])
 def test_a_slow_rank_and_a_heavy_pack_are_told_apart(text, tmp_path, parallel):
     records, walls, screen = train(text, tmp_path, parallel, PER_TOKEN_S, 3 * PER_TOKEN_S)
-    assert median(a / b for a, b in walls) == pytest.approx(1.0, abs=0.3)  # collectives make them wait for each other
-    assert median(record["slowest_rank"] for record in records) == 1
-    # a third of the other's, over the median of both: 0.5 but for the arithmetic, which takes long on a busy machine
-    assert 0.4 < median(record["slowest_rank_speed"] for record in records) < 0.75
+    assert all(a == b for a, b in walls)  # each waits for the other
+    for record in records:
+        assert record["slowest_rank"] == 1
+        # a third of the other's, over the median of both; a longer pack has more attention in each token
+        assert record["slowest_rank_speed"] == pytest.approx(0.5, abs=0.06)
     assert "rank 1 computes at " in screen
 
     (tmp_path / "heavy").mkdir()
     records, walls, screen = train(text, tmp_path / "heavy", parallel, PER_TOKEN_S, PER_TOKEN_S)
     uneven = [record for record in records if record["heaviest_rank_load"] > 1.1]
     assert uneven, [record["rank_flops"] for record in records]
-    assert median(a / b for a, b in walls) == pytest.approx(1.0, abs=0.3)
+    assert all(a == b for a, b in walls)
     for record in uneven:
         flops = record["rank_flops"]
         assert record["heaviest_rank"] == flops.index(max(flops))
         assert record["heaviest_rank_load"] == pytest.approx(2 * max(flops) / sum(flops))
-    assert median(record["slowest_rank_speed"] for record in records) > 0.75  # 1 but for what else the machine does
+    assert all(record["slowest_rank_speed"] > 0.9 for record in records)
+    assert "computes at " not in screen
     assert " times the mean work" in screen
     assert max(record["heaviest_rank_load"] for record in records) < 1.5

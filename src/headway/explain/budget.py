@@ -33,6 +33,20 @@ class Need:
         return self.useful + self.ceiling_loss + self.recomputed + self.padding
 
 
+def head_lines(needs: Mapping[str, Need]) -> list[tuple[str, str, int, dict[str, int]]]:
+    """The lines that a waterfall begins with: key, name, time [ns], and that of each component."""
+    lines = []
+    for key, name, attribute in (
+        ("useful", "needed work at peak", "useful"),
+        ("ceiling", "ceiling loss", "ceiling_loss"),
+        ("recomputation", "recomputation", "recomputed"),
+        ("padding", "padding and masked work", "padding"),
+    ):
+        by_component = {component: ns for component, need in needs.items() if (ns := getattr(need, attribute))}
+        lines.append((key, name, sum(by_component.values()), by_component))
+    return lines
+
+
 class NeededWork:
     """What Headway wrote into a trace of the work of its steps.
 

@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 
 from headway.errors import ConfigError
-from headway.explain.findings.series import Series, SeriesStep, find_in_series
+from headway.explain.findings.series import Series, SeriesStep, find_in_series, usual_tokens
 from headway.explain.unprofiled import WAY_OUT, unprofiled
 from headway.explain.waterfall import JobExplanation
 
 PER_SECOND = "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
 _SECOND_NS = 1_000_000_000
-_SAME_TOKENS = 0.05  # steps whose tokens agree to this share are taken to have equally many
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +98,8 @@ def _durations(lines: Sequence[LoggedStep], notes: list[str]) -> list[int | None
     first = lines[0]
     tokens = [ns * line.tokens_per_s for ns, line in zip(found, lines, strict=True) if ns and line.tokens_per_s]
     if first.tokens_per_s and tokens:
-        usual = median(tokens)
-        alike = sum(abs(one / usual - 1) < _SAME_TOKENS for one in tokens)
-        if 4 * alike >= 3 * len(tokens):
+        usual = usual_tokens(tokens)
+        if usual is not None:
             found[0] = round(usual / first.tokens_per_s)
             notes.append(
                 f"step {first.step} is the first line: its time is that of the other steps' tokens at its rate."

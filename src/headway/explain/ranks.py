@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headway.report import format_flops, format_rate
+from headway.report import format_flops, format_ms, format_rate
 
 _BUSY = ("matmul", "memory", "unexplained")
 # Lines in which a rank can be late, and what it did in them.
@@ -73,7 +73,7 @@ class WaitedFor:
 
     def sentence(self) -> str:
         """Say it in a sentence, without a full stop."""
-        return f"rank {self.rank} made the others wait {_ms(self.wait_ns)}: {self.why()}"
+        return f"rank {self.rank} made the others wait {format_ms(self.wait_ns)} ms: {self.why()}"
 
     def as_record(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -82,11 +82,11 @@ class WaitedFor:
     def why(self) -> str:
         """The reason alone."""
         if self.cause in _BESIDE:
-            return _BESIDE[self.cause].format(_ms(self.cause_ns))
+            return _BESIDE[self.cause].format(f"{format_ms(self.cause_ns)} ms")
         if self.cause == "busy":
             return (
-                f"it computed {_ms(self.cause_ns)} longer; whether on more work or on a slower device is not known "
-                "without the FLOPs of each rank"
+                f"it computed {format_ms(self.cause_ns)} ms longer; whether on more work or on a slower device is not "
+                "known without the FLOPs of each rank"
             )
         if self.flops is None or not self.flops_of_others or not self.flops_per_s or not self.flops_per_s_of_others:
             return "nothing that its trace shows took that much longer than on the others"
@@ -152,7 +152,3 @@ def _why_busy(times_the_work: float, times_as_long: float) -> str:
     cause. Differences would not do: with thirty times the work, noise of the same order makes a device look slow.
     """
     return "work" if times_the_work**2 > times_as_long else "speed"
-
-
-def _ms(ns: int) -> str:
-    return f"{ns / 1e6:,.2f} ms"

@@ -4,7 +4,6 @@ Records are those of `headway train`, `Meter` and every integration (docs/run-re
 window of steps, of all ranks together.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ from typing import Any
 
 from headway.devices.names import named_devices
 from headway.errors import ConfigError, HeadwayError
-from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork
+from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork, head_lines
 from headway.explain.findings.rules import find
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
 from headway.explain.unprofiled import WAY_OUT, unprofiled
-from headway.explain.waterfall import JobExplanation, StepWaterfall
+from headway.explain.waterfall import NAMES, JobExplanation, StepWaterfall
+from headway.log.jsonl import as_object
 from headway.report import format_duration
 
 METRICS = "metrics.jsonl"
@@ -93,7 +93,7 @@ def _read(path: Path) -> tuple[list[_Read], list[str]]:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                record = _as_object(line)
+                record = as_object(line)
                 if record is None:
                     unreadable.append(number)
                     is_torn = not line.endswith(b"\n")
@@ -127,14 +127,6 @@ def _read(path: Path) -> tuple[list[_Read], list[str]]:
     if repeated:
         notes.append(f"{repeated} steps were recorded again after a restart; the last record of each step counts.")
     return sorted(by_step.values(), key=lambda read: read.step), notes
-
-
-def _as_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _checked(record: Mapping[str, Any]) -> _Read | None:
@@ -202,20 +194,13 @@ def _padding_flops(record: Mapping[str, Any], by_component: Mapping[str, int]) -
 def _waterfall(read: _Read, work: Mapping[str, Need] | None, device_name: str) -> StepWaterfall:
     told: list[tuple[str, str, int, dict[str, int]]] = []
     if work is not None:
-        for key, name, attribute in (
-            ("useful", "needed work at peak", "useful"),
-            ("ceiling", "ceiling loss", "ceiling_loss"),
-            ("recomputation", "recomputation", "recomputed"),
-            ("padding", "padding and masked work", "padding"),
-        ):
-            parts = {one: ns for one, need in work.items() if (ns := getattr(need, attribute))}
-            told.append((key, name, sum(parts.values()), parts))
+        told += head_lines(work)
     waited_s = read.record.get("data_wait_s")
     if waited_s is not None:
-        told.append(("idle.data", "idle: waiting for data", round(waited_s * 1e9 / read.num_steps), {}))
+        told.append(("idle.data", NAMES["idle.data"], round(waited_s * 1e9 / read.num_steps), {}))
     away_ns = read.away_ns // read.num_steps
     if "away_s" in read.record:
-        told.append(("aside", "logging, eval, checkpoint, compile", away_ns, {}))
+        told.append(("aside", NAMES["aside"], away_ns, {}))
     return unprofiled(read.step, read.wall_ns // read.num_steps + away_ns, told, device_name)
 
 
@@ -251,7 +236,7 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], reads:
 def _notes_of_run(folder: Path, reads: list[_Read]) -> list[str]:
     """What a run folder of `headway train` says of resumes and its end."""
     notes = []
-    resumes = [_as_object(line) or {} for line in _lines(folder / "resumes.jsonl")]
+    resumes = [as_object(line) or {} for line in _lines(folder / "resumes.jsonl")]
     steps = [str(one["step"]) for one in resumes if one.get("kind") == "resumed" and "step" in one]
     if steps:
         notes.append(f"the run was resumed {len(steps)} times, after step {', '.join(steps[:5])}.")
@@ -266,7 +251,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def _device(folder: Path) -> tuple[str, int | None]:
     """The device's name, as run.json has it, and its memory [bytes], where that is known."""
-    found = _as_object((folder / "run.json").read_bytes()) if (folder / "run.json").is_file() else None
+    found = as_object((folder / "run.json").read_bytes()) if (folder / "run.json").is_file() else None
     told = (found or {}).get("device")
     name = told.get("name") if isinstance(told, Mapping) else None
     if not isinstance(name, str):

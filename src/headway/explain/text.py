@@ -11,7 +11,16 @@ from headway.explain.gemms import GemmRow, gemms_of
 from headway.explain.text_series import overview_steps
 from headway.explain.traffic import OperandTraffic
 from headway.explain.waterfall import JobExplanation, StepWaterfall, WaterfallLine
-from headway.report import Column, format_flops, format_rate, format_share, printable, render_lines, render_table
+from headway.report import (
+    Column,
+    format_flops,
+    format_ms,
+    format_rate,
+    format_share,
+    printable,
+    render_lines,
+    render_table,
+)
 from headway.report.terminal import coloured, width_of
 
 _BAR = 20  # columns
@@ -31,7 +40,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
 
     Args:
         explanation: at least one step.
-        by: add the time by component, module or kernel, or matrix products by size.
+        by: add the time by component, module or kernel, attention by pack and layer, or matrix products by size.
         markdown: tables as Markdown has them, without colour.
     """
     table = markdown_table if markdown else plain_table
@@ -45,7 +54,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     parts.append(drawn if markdown else _with_colour(drawn, _dearest(shown)))
     details = [*_details(shown), *_of_ranks(explanation, shown)]
     if details:
-        parts.append(_sentences(details, markdown=markdown))
+        parts.append(sentences(details, markdown=markdown))
     if explanation.findings:
         parts.append(_findings(explanation.findings, markdown=markdown))
     if by == "gemm":
@@ -54,9 +63,9 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
         rows = break_down(shown, by)
         parts.append(table(*_breakdown(rows, by, shown)))
         if said := _about(rows, by):
-            parts.append(_sentences([said], markdown=markdown))
+            parts.append(sentences([said], markdown=markdown))
     if explanation.notes:
-        parts.append(_sentences([f"Note: {note}" for note in explanation.notes], markdown=markdown))
+        parts.append(sentences([f"Note: {note}" for note in explanation.notes], markdown=markdown))
     return "\n\n".join(parts)
 
 
@@ -77,7 +86,8 @@ def _markdown_cell(cell: str) -> str:
     return f"`{cell}`" if cell.startswith((" ", "#", "<", "\\|")) else cell  # a bar keeps its spaces as code
 
 
-def _sentences(lines: Sequence[str], *, markdown: bool) -> str:
+def sentences(lines: Sequence[str], *, markdown: bool) -> str:
+    """Render sentences, a line or a point each."""
     if markdown:
         return "\n".join(f"* {printable(line)}" for line in lines)
     return render_lines([printable(line) for line in lines])
@@ -86,7 +96,7 @@ def _sentences(lines: Sequence[str], *, markdown: bool) -> str:
 def _title(shown: StepWaterfall, count: int, *, markdown: bool) -> str:
     is_whole = shown.measured is not None and not shown.measured[0].trace.steps
     said = "the whole trace" if is_whole else f"step {shown.step}"
-    said += f" of rank {shown.rank} on {shown.device_name}: {_ms(shown.duration_ns)} ms"
+    said += f" of rank {shown.rank} on {shown.device_name}: {format_ms(shown.duration_ns)} ms"
     if shown.mfu is not None:
         said += f", MFU {format_share(shown.mfu)}"
     if count > 1:
@@ -112,7 +122,7 @@ def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[l
         mfu = [] if not has_mfu else ["-" if one.mfu is None else format_share(one.mfu)]
         loss = ["-", "-"] if dearest is None else [dearest.name, format_share(dearest.share)]
         placed = [place] if has_places else []
-        rows.append([*placed, str(one.step), str(one.rank), _ms(one.duration_ns), *mfu, *loss])
+        rows.append([*placed, str(one.step), str(one.rank), format_ms(one.duration_ns), *mfu, *loss])
     return columns, rows, None
 
 
@@ -132,9 +142,9 @@ def _waterfall(shown: StepWaterfall) -> tuple[list[Column], list[list[str]], lis
         if line.ns:
             mfu = [] if not has_mfu else ["" if line.mfu_to is None else format_share(line.mfu_to)]
             bar = _bar(before_ns, after_ns, shown.duration_ns)
-            rows.append([line.name, _ms(line.ns), format_share(line.share), *mfu, bar])
+            rows.append([line.name, format_ms(line.ns), format_share(line.share), *mfu, bar])
         before_ns = after_ns
-    return columns, rows, ["the step", _ms(shown.duration_ns), format_share(1.0), *([""] if has_mfu else []), ""]
+    return columns, rows, ["the step", format_ms(shown.duration_ns), format_share(1.0), *([""] if has_mfu else []), ""]
 
 
 def _bar(before_ns: int, after_ns: int, duration_ns: int) -> str:
@@ -151,7 +161,7 @@ def _details(shown: StepWaterfall) -> list[str]:
     said = []
     for line in shown.lines:
         if line.key in _WITH_PARTS and line.ns and line.parts:
-            parts = ", ".join(f"{name} {_ms(ns)} ms" for name, ns in [*line.parts.items()][:4])
+            parts = ", ".join(f"{name} {format_ms(ns)} ms" for name, ns in [*line.parts.items()][:4])
             more = f"; {_of_traffic(shown.traffic)}" if line.key == "memory" and shown.traffic is not None else ""
             said.append(f"{line.name}: {parts}{more}.")
     return said
@@ -162,9 +172,9 @@ def _of_traffic(traffic: OperandTraffic) -> str:
     size, unit = (traffic.num_bytes / 1e9, "GB") if traffic.num_bytes >= 1e8 else (traffic.num_bytes / 1e6, "MB")
     said = f"their operands are {size:,.3g} {unit}"
     if traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
-        said += f", {_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
+        said += f", {format_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
     if traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
-        said += f" (known of {_ms(traffic.known_ns)} ms of them)"
+        said += f" (known of {format_ms(traffic.known_ns)} ms of them)"
     return said
 
 
@@ -210,8 +220,8 @@ def _breakdown(
         more = running[_MOST_ROWS:]
         cells.append(_row(f"{len(more)} more (--json has all)", more, by, shown))
     nothing = [""] * (len(columns) - 3)
-    cells.append([idle.name, _ms(idle.ns), format_share(idle.ns / shown.duration_ns), *nothing])
-    return columns, cells, ["the step", _ms(shown.duration_ns), format_share(1.0), *nothing]
+    cells.append([idle.name, format_ms(idle.ns), format_share(idle.ns / shown.duration_ns), *nothing])
+    return columns, cells, ["the step", format_ms(shown.duration_ns), format_share(1.0), *nothing]
 
 
 def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
@@ -219,7 +229,7 @@ def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column],
     columns = [Column("product, MxNxK", "left"), Column("dtype", "left"), *map(Column, headings)]
     cells = []
     for row in rows[:_MOST_ROWS]:
-        time = [_ms(row.ns), format_share(row.ns / shown.duration_ns)]
+        time = [format_ms(row.ns), format_share(row.ns / shown.duration_ns)]
         if row.product is None or row.flops_per_s is None:
             cells.append([row.name, "", "", *time, "", "", ""])
             continue
@@ -230,17 +240,17 @@ def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column],
     left_out = sum(row.ns for row in rows[_MOST_ROWS:])
     if left_out:
         name = f"{len(rows) - _MOST_ROWS} more (--json has all)"
-        cells.append([name, "", "", _ms(left_out), format_share(left_out / shown.duration_ns), "", "", ""])
-    return columns, cells, ["all products", "", "", _ms(ns), format_share(ns / shown.duration_ns), "", "", ""]
+        cells.append([name, "", "", format_ms(left_out), format_share(left_out / shown.duration_ns), "", "", ""])
+    return columns, cells, ["all products", "", "", format_ms(ns), format_share(ns / shown.duration_ns), "", "", ""]
 
 
 def _row(name: str, rows: Sequence[BreakdownRow], by: By, shown: StepWaterfall) -> list[str]:
     ns = sum(row.ns for row in rows)
-    cells = [name, _ms(ns), format_share(ns / shown.duration_ns)]
+    cells = [name, format_ms(ns), format_share(ns / shown.duration_ns)]
     if by == "attention":
         return [*cells, *_flops(rows)]
     phases = [sum(row.by_phase.get(phase, 0) for row in rows) for phase in _PHASES]
-    return [*cells, *map(_ms, phases), _flops(rows)[1] if by == "component" else _ms(ns - sum(phases))]
+    return [*cells, *map(format_ms, phases), _flops(rows)[1] if by == "component" else format_ms(ns - sum(phases))]
 
 
 def _flops(rows: Sequence[BreakdownRow]) -> tuple[str, str]:
@@ -261,7 +271,7 @@ def _about(rows: Sequence[BreakdownRow], by: By) -> str:
         layers = [row for row in rows if row.name not in (NO_ATTENTION, NO_KERNEL)]
         flops, rate = _flops(layers)
         said = f" for {flops} by the cost model ({rate} GFLOP/s)" if rate else ""
-        return f"attention of packs in layers: {len(layers)} took {_ms(sum(row.ns for row in layers))} ms{said}."
+        return f"attention of packs in layers: {len(layers)} took {format_ms(sum(row.ns for row in layers))} ms{said}."
     return ""
 
 
@@ -282,7 +292,3 @@ def _with_colour(drawn: str, dearest: WaterfallLine | None) -> str:
         coloured(line, "yellow", sys.stdout) if line.startswith(f"{dearest.name} ") else line
         for line in drawn.split("\n")
     )
-
-
-def _ms(ns: int) -> str:
-    return f"{ns / 1e6:,.2f}"

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from headway.explain.compare import Comparison, LineDifference
-from headway.explain.text import markdown_table, plain_table
-from headway.report import Column, format_share, printable, render_lines
+from headway.explain.text import markdown_table, plain_table, sentences
+from headway.report import Column, format_ms, format_share
 
 _SAME = 0.005  # of a step: smaller differences are not named in the sentence
 _NAMED = 3
@@ -20,36 +20,31 @@ def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
     a, b = compared.a, compared.b
     columns = [Column("per step", "left"), Column("A ms"), Column("B ms"), Column("B - A ms"), Column("of A's step")]
     rows = [
-        [line.name, _ms(line.a_ns), _ms(line.b_ns), _signed(line.ns), _share(line.ns / a.duration_ns)]
+        [line.name, format_ms(line.a_ns), format_ms(line.b_ns), _signed(line.ns), _share(line.ns / a.duration_ns)]
         for line in compared.lines
         if line.a_ns or line.b_ns
     ]
     footer = [
         "the step",
-        _ms(a.duration_ns),
-        _ms(b.duration_ns),
+        format_ms(a.duration_ns),
+        format_ms(b.duration_ns),
         _signed(compared.ns),
         _share(compared.ns / a.duration_ns),
     ]
     heads = [f"{letter}: {one.name}, mean of {_steps(one.num_steps)}" for letter, one in (("A", a), ("B", b))]
-    told = [*_sentences(compared), *(f"Note: {note}" for note in compared.notes)]
+    told = [*_differences(compared), *(f"Note: {note}" for note in compared.notes)]
     table = (markdown_table if markdown else plain_table)(columns, rows, footer)
-    return "\n\n".join([_lines(heads, markdown=markdown), table, _lines(told, markdown=markdown)])
+    return "\n\n".join([sentences(heads, markdown=markdown), table, sentences(told, markdown=markdown)])
 
 
-def _lines(lines: Sequence[str], *, markdown: bool) -> str:
-    shown = [printable(line) for line in lines]
-    return "\n".join(f"* {line}" for line in shown) if markdown else render_lines(shown)
-
-
-def _sentences(compared: Comparison) -> list[str]:
+def _differences(compared: Comparison) -> list[str]:
     """Say how the steps differ, and by which lines most."""
     share = compared.ns / compared.a.duration_ns
     if abs(share) < _SAME:
         first = "A step of B takes as long as one of A, within 0.5 %."
     else:
         than = "less" if compared.ns < 0 else "more"
-        first = f"A step of B takes {_ms(abs(compared.ns))} ms {than} than one of A ({_share(share)})."
+        first = f"A step of B takes {format_ms(abs(compared.ns))} ms {than} than one of A ({_share(share)})."
     if compared.a.mfu is not None and compared.b.mfu is not None:
         first += f" MFU {format_share(compared.a.mfu)} -> {format_share(compared.b.mfu)}."
     least_ns = _SAME * compared.a.duration_ns
@@ -68,10 +63,6 @@ def _named(lines: Sequence[LineDifference]) -> str:
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count:,} steps"
-
-
-def _ms(ns: int) -> str:
-    return f"{ns / 1e6:,.2f}"
 
 
 def _signed(ns: int) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from headway.explain.waterfall import StepWaterfall, WaterfallLine
+from headway.explain.waterfall import StepWaterfall, WaterfallLine, mfu_without
 
 UNSEPARATED = "unseparated"
 WAY_OUT = (
@@ -32,12 +32,16 @@ def unprofiled(
     useful_ns = next((ns for key, _, ns, _ in amounts if key == "useful"), None)
     mfu = None if useful_ns is None else useful_ns / duration_ns
 
-    def without(key: str, ns: int) -> float | None:
-        if useful_ns is None or key in ("useful", UNSEPARATED) or not 0 < ns < duration_ns:
-            return None
-        return useful_ns / (duration_ns - ns)
-
     lines = tuple(
-        WaterfallLine(key, name, ns, ns / duration_ns, mfu, without(key, ns), parts) for key, name, ns, parts in amounts
+        WaterfallLine(
+            key,
+            name,
+            ns,
+            ns / duration_ns,
+            mfu,
+            None if key == UNSEPARATED else mfu_without(useful_ns, duration_ns, key, ns),
+            parts,
+        )
+        for key, name, ns, parts in amounts
     )
     return StepWaterfall(step, 0, duration_ns, mfu, lines, is_edge=False, device_name=device_name)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.explain.budget import head_lines
 from headway.explain.collectives import Collectives, waiting_in
 from headway.explain.findings.finding import Finding
 from headway.explain.findings.rules import find
@@ -26,7 +27,7 @@ from headway.explain.traffic import OperandTraffic, operand_traffic
 SCHEMA_VERSION = 1
 
 _SLOW = "slow"  # slower than the ceiling; components have long names, and a terminal 80 columns
-_NAMES = {
+NAMES = {
     MATMUL: "matmul-class kernels",
     "memory": "memory-bound kernels",
     "optimizer": "optimizer and clipping",
@@ -259,21 +260,14 @@ def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives
     duration_ns, number = step.window.ns, step.window.step
     needs = budget.needs(number) if budget else None
     amounts: list[tuple[str, str, int, dict[str, int]]] = []  # key, name, ns, parts
-    names = {**_NAMES, **_NAMES_ON_CPU} if measured.trace.is_cpu_only else _NAMES
+    names = {**NAMES, **_NAMES_ON_CPU} if measured.trace.is_cpu_only else NAMES
     spent, parts = _spent(measured, step)
     if needs is None or budget is None:
         amounts.append((MATMUL, names[MATMUL], spent[MATMUL], parts[MATMUL]))
     else:
         owners = Owners(measured.attribution, budget)
         took = _matmul_by_owner(step, owners)
-        for key, name, attribute_of in (
-            ("useful", "needed work at peak", "useful"),
-            ("ceiling", "ceiling loss", "ceiling_loss"),
-            ("recomputation", "recomputation", "recomputed"),
-            ("padding", "padding and masked work", "padding"),
-        ):
-            by_component = {one: getattr(need, attribute_of) for one, need in needs.items()}
-            amounts.append((key, name, sum(by_component.values()), by_component))
+        amounts += head_lines(needs)
         needed: Counter[str] = Counter()
         for component, need in needs.items():
             needed[owners.of_component(component)] += need.total
@@ -294,7 +288,7 @@ def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives
     at_peak_ns = useful_flops / peak * 1e9 if useful_flops is not None and peak else None
     mfu = None if at_peak_ns is None else at_peak_ns / duration_ns
     lines = tuple(
-        WaterfallLine(key, name, ns, ns / duration_ns, mfu, _without(at_peak_ns, duration_ns, key, ns), of_it)
+        WaterfallLine(key, name, ns, ns / duration_ns, mfu, mfu_without(at_peak_ns, duration_ns, key, ns), of_it)
         for key, name, ns, of_it in amounts
     )
     return StepWaterfall(
@@ -311,7 +305,8 @@ def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives
     )
 
 
-def _without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> float | None:
+def mfu_without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> float | None:
+    """MFU of the step without a line of it; None where that says nothing."""
     if at_peak_ns is None or key == "useful" or not 0 < ns < duration_ns:
         return None
     return at_peak_ns / (duration_ns - ns)
@@ -320,7 +315,7 @@ def _without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> f
 def _spent(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[str], dict[str, dict[str, int]]]:
     """Time of each line that the trace tells by itself, and what it consists of."""
     spent: Counter[str] = Counter()
-    of_line: dict[str, Counter[str]] = {key: Counter() for key in _NAMES}
+    of_line: dict[str, Counter[str]] = {key: Counter() for key in NAMES}
     attribution, idle = measured.attribution, step.idle
     for owned in step.owned:
         spent[owned.line] += owned.ns

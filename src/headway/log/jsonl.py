@@ -79,14 +79,14 @@ class LineFile:
             tail = os.pread(self._file.fileno(), length, start) + tail
         fragment = tail[tail.rfind(b"\n") + 1 :]
         self._file.seek(0)
-        if size and _as_object(self._file.readline()) is None:
+        if size and as_object(self._file.readline()) is None:
             raise ConfigError(
                 f"{self.path} begins with something other than a JSON object, so it is not a file of records to go on "
                 "with. Give another path, or move the file away."
             )
         if not fragment:
             return
-        if _as_object(fragment) is not None:
+        if as_object(fragment) is not None:
             self._file.write(b"\n")
         else:
             self._file.truncate(size - len(fragment))
@@ -144,7 +144,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         raise LogError(f"{path} cannot be read: {error.strerror}.") from error
     records = []
     for number, line in enumerate(lines, start=1):
-        record = _as_object(line)
+        record = as_object(line)
         if record is not None:
             records.append(record)
         elif number < len(lines):
@@ -152,7 +152,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _as_object(line: bytes) -> dict[str, Any] | None:
+def as_object(line: bytes) -> dict[str, Any] | None:
+    """Read a line as a JSON object; None if it is none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):  # of the text or its encoding; of lists nested too deeply

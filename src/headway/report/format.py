@@ -81,6 +81,15 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def format_ms(ns: int) -> str:
+    """Format nanoseconds as milliseconds without the unit, for a column or a sentence that has it.
+
+    >>> format_ms(1_234_567_890)
+    '1,234.57'
+    """
+    return f"{ns / 1e6:,.2f}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Format a size in bytes with a binary prefix (GiB is 2**30).
 

@@ -100,6 +100,8 @@ def test_attention_is_held_against_the_best_kernel_of_its_device(tmp_path, opera
         ({"peak_bytes": 20 << 30, "total_bytes": 80 << 30}, True),
         ({"peak_bytes": 70 << 30, "total_bytes": 80 << 30}, False),
         (None, False),
+        ({"peak_bytes": 20 << 30}, False),
+        ({"peak_bytes": "much", "total_bytes": None}, False),
     ],
 )
 def test_recomputation_is_a_finding_where_memory_is_free(tmp_path, memory, is_found):

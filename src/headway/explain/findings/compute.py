@@ -51,9 +51,8 @@ def misaligned_gemms(evidence: Evidence) -> Seen | None:
     for one in evidence.spent:
         product = _product(one)
         if product is not None and one.line == MATMUL:
-            odd = [
-                side for side in (product.k, product.n) if side % _ALIGNED and side > 1
-            ]  # of the weight: rows are contiguous
+            # the weight's sides: along them rows of the operands are contiguous
+            odd = [side for side in (product.k, product.n) if side % _ALIGNED and side > 1]
             if odd:
                 ns += round(one.ns * _UNALIGNED_LOSS)
                 sides.update(dict.fromkeys(odd, one.ns))
@@ -189,15 +188,16 @@ def recomputation(evidence: Evidence) -> Seen | None:
     memory = evidence.fact("memory")
     if not isinstance(memory, Mapping):
         return None
-    free = memory["total_bytes"] - memory["peak_bytes"]
-    if free < memory["total_bytes"] / 4:  # a quarter: less may be what a larger pack or a fragmented heap needs
+    total, peak = as_number(memory.get("total_bytes")), as_number(memory.get("peak_bytes"))
+    if total is None or peak is None or total - peak < total / 4:  # less may be what a larger pack or the heap needs
         return None
+    free = total - peak
     ns = sum(one.ns for one in evidence.spent if one.phase is Phase.RECOMPUTED) or evidence.ns("recomputation")
     how = evidence.fact("recompute")
     return Seen(
         ns,
         f"recomputation (speed.recompute: {how}) took {evidence.share(ns)} of the time, and {free / 2**30:,.1f} of "
-        f"{memory['total_bytes'] / 2**30:,.1f} GiB were free at the peak.",
+        f"{total / 2**30:,.1f} GiB were free at the peak.",
         "more blocks are recomputed than memory asks for.",
         f"speed.recompute: memory:{max(1, int(0.8 * free / 2**30))}GiB, which recomputes only as much as it must, or "
         "full,-attention.",
@@ -230,7 +230,7 @@ def component_ns(evidence: Evidence, begins: str) -> int:
 
 
 def vision_tower(evidence: Evidence) -> Seen | None:
-    """The vision tower takes more than the language model, and its backward is part of it."""
+    """The vision tower learns, and its backward takes time."""
     ns = component_ns(evidence, "vision")
     flops: Counter[str] = Counter()
     for step in evidence.steps:

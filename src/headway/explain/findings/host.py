@@ -9,6 +9,23 @@ _READ_BACK = "aten::item"
 _READ_LATE = "keep numbers on the device until they are logged, and log every N steps (run.log_every)."
 # In a step; models read some lengths and grids of a batch.
 _MANY_READ_BACKS = 16
+_BESIDE = {
+    Phase.COMPILE: ("compiling (torch.compile) took",
+                    "something that the compiled code was specialised to changes from step to step, such as a length.",
+                    "mark what changes as dynamic (torch.compile(dynamic=True)), or pad packs to few sizes "
+                    "(data.bucket_tokens); speed.recompiles: error names the guard that failed."),
+    Phase.CHECKPOINT: ("checkpoints took",
+                       "the state is saved often, or training waits until it is written.",
+                       "save less often (checkpoint.every), and write while training goes on (checkpoint.asynchronous: "
+                       "true)."),
+    Phase.LOGGING: ("logging took",
+                    "numbers are read back and written at every step.",
+                    "log less often (run.log_every) or to fewer places (run.trackers); keep numbers on the device "
+                    "until then."),
+    Phase.EVALUATION: ("evaluation took",
+                       "the model is judged often, or on many samples.",
+                       "judge less often (eval.every) or on fewer samples (eval.max_samples)."),
+}  # fmt: skip
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to ", "cudaMemcpy", "hipMemcpy", "cuMemcpy")
 
 
@@ -73,51 +90,14 @@ def blocking_copies(evidence: Evidence) -> Seen | None:
     )
 
 
-def recompilation(evidence: Evidence) -> Seen | None:
-    """torch.compile compiles in steps that should only run."""
-    ns = _aside_ns(evidence, Phase.COMPILE)
-    return Seen(
-        ns,
-        f"{evidence.num_steps} steps compiled (torch.compile) for {evidence.share(ns)} of their time.",
-        "something that the compiled code was specialised to changes from step to step, such as a length.",
-        "mark what changes as dynamic (torch.compile(dynamic=True)), or pad packs to few sizes (data.bucket_tokens); "
-        "speed.recompiles: error names the guard that failed.",
-    )
+def beside_training(evidence: Evidence, phase: Phase) -> Seen | None:
+    """The loop does something else than training within the steps.
 
-
-def checkpoints(evidence: Evidence) -> Seen | None:
-    """Training stands still while checkpoints are written."""
-    ns = _aside_ns(evidence, Phase.CHECKPOINT)
-    return Seen(
-        ns,
-        f"checkpoints took {evidence.share(ns)} of the time.",
-        "the state is saved often, or training waits until it is written.",
-        "save less often (checkpoint.every), and write while training goes on (checkpoint.asynchronous: true).",
-    )
-
-
-def logging(evidence: Evidence) -> Seen | None:
-    """Training stands still while numbers are read back and written."""
-    ns = _aside_ns(evidence, Phase.LOGGING)
-    return Seen(
-        ns,
-        f"logging took {evidence.share(ns)} of the time.",
-        "numbers are read back and written at every step.",
-        "log less often (run.log_every) or to fewer places (run.trackers); keep numbers on the device until then.",
-    )
-
-
-def evaluation(evidence: Evidence) -> Seen | None:
-    """Training stands still while the model is judged."""
-    ns = _aside_ns(evidence, Phase.EVALUATION)
-    return Seen(
-        ns,
-        f"evaluation took {evidence.share(ns)} of the time.",
-        "the model is judged often, or on many samples.",
-        "judge less often (eval.every) or on fewer samples (eval.max_samples).",
-    )
-
-
-def _aside_ns(evidence: Evidence, phase: Phase) -> int:
+    Args:
+        evidence: of the steps.
+        phase: what it does, a key of `_BESIDE`.
+    """
     parts = evidence.parts("aside")
-    return parts[phase.value] + parts[f"{phase.value}, idle"]
+    ns = parts[phase.value] + parts[f"{phase.value}, idle"]
+    seen, cause, advice = _BESIDE[phase]
+    return Seen(ns, f"{seen} {evidence.share(ns)} of the time.", cause, advice)

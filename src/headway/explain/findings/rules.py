@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from headway.explain.attribute import Phase
 from headway.explain.findings import compute, data, device, host, optimizer, ranks
 from headway.explain.findings.evidence import AnyStep, Evidence, Seen
 from headway.explain.findings.finding import MOST, Finding
@@ -41,12 +42,12 @@ RULES: tuple[Rule, ...] = (
     Rule("read-back", 0.001, host.read_backs),
     Rule("blocking-copy", 0.03, host.blocking_copies),
     # After the first steps nothing should be compiled at all.
-    Rule("recompilation", 0.02, host.recompilation),
+    Rule("recompilation", 0.02, partial(host.beside_training, phase=Phase.COMPILE)),
     # Young's formula puts a checkpoint's cost at a few per cent where devices fail daily; more is too often.
-    Rule("checkpoint", 0.10, host.checkpoints),
-    Rule("logging", 0.05, host.logging),
+    Rule("checkpoint", 0.10, partial(host.beside_training, phase=Phase.CHECKPOINT)),
+    Rule("logging", 0.05, partial(host.beside_training, phase=Phase.LOGGING)),
     # Judging is useful work, but a fifth of the time is much of it.
-    Rule("evaluation", 0.20, host.evaluation),
+    Rule("evaluation", 0.20, partial(host.beside_training, phase=Phase.EVALUATION)),
     # A fused AdamW moves 28 bytes a parameter: some 1 to 5 % of a step; a loop adds its launches to that.
     Rule("optimizer-loop", 0.05, optimizer.optimizer_loop),
     # A few small products, of norms' gains and routers, are in every model.
