@@ -18,14 +18,14 @@ Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
 
 _TRACES = "steps-*-rank-*.json.gz"  # as `headway.profile` names them
 _TRACE = re.compile(r"steps-(\d+)-(\d+)-rank-\d+\.json\.gz")
-_BEGINNING = 1 << 16  # bytes of a file that tell what it is
+_BEGINNING = 1 << 16  # bytes of a file by which its format is recognised
 _GZIP_MAGIC = b"\x1f\x8b"
 _JSON = re.compile(rb"\s*(\{\s*[\"}]|\[\s*[{\]])")
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which steps of a source are wanted, and what the user tells of them, as on the command line."""
+    """Options of the command line that hold for every kind of source."""
 
     step: int | None
     rank: int | None

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Literal
 
 Part = Literal["read", "decode", "tokenise"]
-"""Rows and files from storage; images, videos and sounds, with what is read of them meanwhile; templates and tokens."""
+"""Reading rows and files from storage; decoding images, videos and sounds; applying templates and tokenising."""
 
 _of_thread = threading.local()
 

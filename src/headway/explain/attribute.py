@@ -17,7 +17,7 @@ from headway.explain.classes import Work, is_compiled, work_of_kernel, work_of_o
 from headway.explain.trace import NONE, Column, Kind, Trace
 
 _ROUNDING_NS = 1000  # older profilers wrote whole microseconds, so an event may seem to begin within the one before
-COMPILING = " (dynamo_timed)"  # how the names of what torch.compile does end
+COMPILING = " (dynamo_timed)"  # ends the names of torch.compile's own work
 _MODULE, _PHASE, _LAYER = "module:", "phase:", "nn.Module: "
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 # Source: record_function in torch/distributed/fsdp/_fully_shard, torch/csrc/distributed/c10d/reducer.cpp (torch 2.13).
@@ -25,7 +25,7 @@ _DATA_PARALLEL = ("FSDP::", "torch.distributed.ddp.reducer::")
 
 
 class Chore(StrEnum):
-    """What is done around the modules, and for none of them."""
+    """Work of the training loop that belongs to no module."""
 
     NONE = ""
     DATA_PARALLEL = "data parallelism"  # gathers weights and sends gradients: the copies beside the collectives
@@ -151,7 +151,7 @@ def _made_by(one: Surroundings, contexts: list[Surroundings], forwards: Mapping[
 
 
 def _pass(one: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]) -> int:
-    """The pass of the whole model that an event belongs to: its own, or that of what backward differentiates."""
+    """The forward of the whole model that an event belongs to; of an event in backward, the forward it is of."""
     while one.backward != NONE:  # a checkpoint of the reentrant kind differentiates what backward has run again
         one = _made_by(one, contexts, forwards)  # which began earlier
     return one.forward
@@ -286,7 +286,7 @@ def _work_of_device(kind: int, name: str, operator: str | None) -> Work:
 
 
 def _python_functions(names: Sequence[str]) -> set[int]:
-    """The names of autograd functions in Python, which have a backward of their name: what they run are operators."""
+    """Indices of the names of `torch.autograd.Function`s: there is a backward of the same name."""
     known = set(names)
     return {i for i, name in enumerate(names) if "::" not in name and f"{name}Backward" in known}
 

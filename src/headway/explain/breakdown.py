@@ -134,7 +134,7 @@ def _rows(measured: MeasuredTrace, step: MeasuredStep, name_of: Callable[[int], 
 
 
 def _attention(measured: MeasuredTrace, step: MeasuredStep, attention: StepAttention) -> list[BreakdownRow]:
-    """A row for each pack and layer that attends, also where no kernel of it was found, and one for all else."""
+    """A row for each pack and layer with attention, even if none of its kernels was found, and one of the rest."""
     rows = {row.name: row for row in _rows(measured, step, lambda event: str(attention.of(event) or NO_ATTENTION))}
     for layer, by_phase in attention.flops.items():
         row = rows.get(str(layer), BreakdownRow(str(layer), 0, {}))

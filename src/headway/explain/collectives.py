@@ -46,11 +46,10 @@ def find_collectives(measured: MeasuredTrace) -> Collectives:
 
 
 def waiting_in(own: Collectives, step: MeasuredStep, others: Sequence[Collectives]) -> list[int] | None:
-    """Time of a step's exposed communication that is waiting for each of the others [ns].
+    """Time of a step's exposed communication in which a rank waits for each of the others [ns].
 
-    None where no collective is found on another rank.
-
-    Each collective is waited for on the rank that came last, on which it took the shortest time.
+    A collective takes the shortest time on the rank that came last, and for that rank the others wait. None where no
+    other rank has the same collectives.
 
     Args:
         own: collectives of the rank.
@@ -59,7 +58,7 @@ def waiting_in(own: Collectives, step: MeasuredStep, others: Sequence[Collective
     """
     number = step.window.step
     transfer: dict[int, int] = {}
-    last: dict[int, int] = {}  # which of the others came last
+    last: dict[int, int] = {}  # by collective, place in `others` of the rank that came last
     for place, other in enumerate(others):
         there = other.by_step.get(number, {})
         for said, events in own.by_step[number].items():
