@@ -3,7 +3,7 @@
 # make test   set up, then the tests: all that are fast, and one slow case of each law (11 minutes on two cores)
 # make test-all   set up, then every test but the long ones (CI runs it)
 # make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
-# make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (ten minutes)
+# make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (five minutes)
 # make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (ten minutes)
 # make format rewrite the sources as ruff formats them
 #
@@ -60,8 +60,10 @@ OLDEST_CORE := \
 	$(addprefix tests/models/test_,attention.py blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
 		products.py recompute.py router.py segments.py varlen.py) tests/models/parallel/test_experts.py \
 	$(addprefix tests/train/test_,checkpoint.py config.py device.py loop.py recompute.py record.py speed.py) \
-	$(addprefix tests/cli/test_,app.py devices.py flops.py index.py mfu.py pack.py parse.py resolve.py train.py verify.py) \
-	tests/fake_cuda
+	tests/explain/findings $(addprefix tests/explain/test_,attribute.py compare.py gemms.py given.py logs.py operands.py owners.py \
+		ranks.py records.py text.py timeline.py trace.py traffic.py waterfall.py) tests/packing tests/plan \
+	$(addprefix tests/cli/test_,app.py config.py devices.py explain.py explain_sources.py flops.py index.py \
+		mfu.py pack.py parse.py resolve.py train.py verify.py) tests/fake_cuda
 OLDEST_SLOW := tests/train/test_ranks.py::test_two_ranks_have_the_losses_of_one_with_twice_the_accumulation \
 	tests/meter/test_meter.py::test_two_ranks_add_up_to_the_flop
 

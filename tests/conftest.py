@@ -15,7 +15,8 @@ sys.dont_write_bytecode = False
 os.environ["HEADWAY_PEAK_FLOPS"] = "100e9"  # to measure it takes two seconds, and tests start hundreds of processes
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis.strategies import none
 
 # A slow machine is no failure, and the same examples everywhere make a failure reproducible.
 settings.register_profile("headway", deadline=None, derandomize=True, max_examples=30)
@@ -43,6 +44,7 @@ def _own_accelerator():
 
 def pytest_collection_finish():
     """Take what is imported by now for what stays: looking through it for garbage was a tenth of the suite's time."""
+    given(none())(lambda _: None)()  # older versions of hypothesis look once for who refers to their random numbers
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -59,7 +59,7 @@ def test_epochs_are_exact(epochs, limits, seed):
     assert len(items) == order.length
     for source in sources:
         used = min(SIZES[source.name], source.limit or SIZES[source.name])
-        counts = np.unique_counts(of_source(items, source.name)).counts
+        counts = np.unique(of_source(items, source.name), return_counts=True)[1]
         assert counts.sum() == round(source.epochs * used)  # halves round to even, as Python's round does
         assert len(counts) <= used
         assert counts.size == 0 or counts.max() - counts.min() <= 1
