@@ -267,16 +267,22 @@ def _head_parameter(cost_model: CostModel) -> int | None:
     return None
 
 
+def head_features(cost_model: CostModel) -> tuple[int, int] | None:
+    """Width of the hidden states and size of the vocabulary; None without a language head."""
+    rows = (row for row in cost_model.rows if row.component == "language.head")
+    return next((row.features for row in rows if row.features), None)
+
+
 def _head(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> tuple[int, int]:
     """Bytes of logits and of what is made with them, and of the gradients that backward begins with.
 
     In chunks: the hidden states' gradient, the weight's summed in float32, and a chunk's logits, log-probabilities in
     float32 and slopes. Whole: logits, their log-probabilities in float32, and the gradients of both.
     """
-    row = next((row for row in cost_model.rows if row.component == "language.head" and row.features), None)
-    if row is None or row.features is None:
+    features = head_features(cost_model)
+    if features is None:
         return 0, 0
-    width, vocabulary = row.features
+    width, vocabulary = features
     slots = -(-pack.slots // sharing.sequence)
     each = state.compute_bytes + FLOAT32
     head = _head_parameter(cost_model)

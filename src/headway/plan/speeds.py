@@ -1,0 +1,125 @@
+"""How fast a device computes what a step consists of: measured at the model's own shapes, or a share of its peak."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+Shape = tuple[int, int, int]
+"""(m, k, n) of a product of an m x k and a k x n matrix."""
+
+
+class Span(NamedTuple):
+    """A number that is not known exactly: from its best case to its worst."""
+
+    best: float
+    expected: float
+    worst: float
+
+    @classmethod
+    def exact(cls, value: float) -> "Span":
+        """A number that is known."""
+        return cls(value, value, value)
+
+    def __add__(self, other: "Span") -> "Span":  # type: ignore[override]  # sums, where a tuple would join
+        return Span(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __sub__(self, other: "Span") -> "Span":
+        """Case by case: what is left of a sum that the other is a part of."""
+        return Span(*(a - b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "Span":
+        """Each case times a factor."""
+        return Span(*(factor * value for value in self))
+
+
+# Large products reach 80 % of a datasheet's dense peak on NVIDIA's A100 and H100 and some 55 % on AMD's MI300X; those of
+# a model's sizes less, and power limits take their part.
+# Source: AMD, "Measuring Max-Achievable FLOPs", part 2, February 2025 (MI300X); `headway ceiling` gives your own.
+PRODUCTS = Span(0.8, 0.65, 0.45)
+# FlashAttention-2 reaches 50 to 73 % of an A100's peak and 35 % of an H100's, FlashAttention-3 75 % of an H100's;
+# backward reaches less than forward.
+# Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
+ATTENTION = Span(0.65, 0.45, 0.25)
+# Copies reach some 90 % of the printed bandwidth, elementwise kernels of a model's sizes less.
+BANDWIDTH = Span(0.9, 0.8, 0.6)
+LAUNCH_S = 5e-6
+"""Time that the host takes for a launch [s]; PyTorch needs 4 to 6 us for each operator."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a device does per second.
+
+    Attributes:
+        name: of the device.
+        peak_flops_per_s: dense, in the precision of the products [FLOP/s].
+        bytes_per_s: of its memory [byte/s].
+        source: where these numbers are from, as a sentence.
+        products: measured rates of matrix products by their shape [FLOP/s].
+        attention: measured rates of attention, forward and backward [FLOP/s].
+        board_power_w: what a device draws at most [W]; None where it is not known.
+        launch_s: time that the host takes for a launch [s]; 0 where nothing is launched ahead.
+    """
+
+    name: str
+    peak_flops_per_s: float
+    bytes_per_s: Span
+    source: str
+    products: Mapping[Shape, float] = field(default_factory=dict)
+    attention: tuple[float, float] | None = None
+    board_power_w: float | None = None
+    launch_s: float = LAUNCH_S
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rates are those of the model's own shapes on this device."""
+        return bool(self.products)
+
+    @cached_property
+    def ceiling_flops_per_s(self) -> float:
+        """The best rate of a product that was measured, or the peak [FLOP/s]."""
+        return max(self.products.values(), default=self.peak_flops_per_s)
+
+    @cached_property
+    def _logs(self) -> list[tuple[tuple[float, ...], float]]:
+        return [(tuple(map(math.log, shape)), rate) for shape, rate in self.products.items()]
+
+    def product_s(self, flops: float, shape: Shape | None, number_bytes: int) -> Span:
+        """Predict the time of matrix products [s].
+
+        Args:
+            flops: of all of them.
+            shape: of each; None where it is not known.
+            number_bytes: of each number of the factors and the product.
+        """
+        if not self.products:
+            computed = Span(*(flops / (share * self.peak_flops_per_s) for share in PRODUCTS))
+            if shape is None:
+                return computed
+            m, k, n = shape
+            moved = self.memory_s(flops / (2 * m * k * n) * (m * k + k * n + m * n) * number_bytes)
+            return Span(*map(max, computed, moved))
+        if shape is None:
+            return Span.exact(flops / self.ceiling_flops_per_s)
+        return Span.exact(flops / self._rate(shape))
+
+    def _rate(self, shape: Shape) -> float:
+        """Rate of the four measured shapes nearest to one, each weighted by its nearness in sizes' logarithms."""
+        if shape in self.products:
+            return self.products[shape]
+        at = tuple(math.log(max(size, 1)) for size in shape)
+        near = sorted((math.dist(at, there), rate) for there, rate in self._logs)[:4]
+        weights = [1 / (distance + 1e-9) ** 2 for distance, _ in near]
+        return math.exp(sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights))
+
+    def attention_s(self, forward: float, backward: float) -> Span:
+        """Predict the time of attention from its FLOPs [s]."""
+        if self.attention is not None:
+            return Span.exact(forward / self.attention[0] + backward / self.attention[1])
+        return Span(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
+
+    def memory_s(self, num_bytes: float) -> Span:
+        """Predict the time in which so many bytes are moved [s]."""
+        return Span(*(num_bytes / rate for rate in self.bytes_per_s))
