@@ -144,7 +144,7 @@ def dry_run(
         learning = learning.lora(config.model.lora.rank, config.model.lora.targets)
     left_out = saved[precision_of(config, devices)].left_out
     notes = []
-    packs = _plan_packs(config, learning, shape, _recompute(config, learning, saved, shape))
+    packs = plan_packs(config, learning, shape, _recompute(config, learning, saved, shape))
     if packs is None:
         notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
@@ -272,28 +272,36 @@ def _sharing(config: TrainConfig, shape: MeshShape) -> Sharing:
     )
 
 
-def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, recompute: str) -> Packs | None:
+def plan_packs(
+    config: TrainConfig,
+    cost_model: CostModel,
+    shape: MeshShape,
+    recompute: str,
+    lengths: tuple[str, LengthTable] | None = None,
+) -> Packs | None:
+    """Plan the packs of some steps with the planner that training uses.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen.
+        shape: how the devices share the work.
+        recompute: blocks to compute again, as `CostModel.count` takes them.
+        lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
+
+    Returns:
+        None where there are no lengths.
+
+    Raises:
+        ConfigError: none of the lengths fits a pack, or too many samples would have to be planned.
+        DataError: a sample exceeds a pack and `data.overlong` is "error".
+    """
+    found = lengths or lengths_of(config, cost_model, shape)
+    if found is None:
+        return None
+    name, table = found
     data, accumulation = config.data, config.optim.accumulation
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
     ranks = shape.world_size // shape.sequence
-    if config.plan.lengths is not None:
-        name, table = str(config.plan.lengths), _with_grids(read_lengths(config.plan.lengths), cost_model)
-    elif config.plan.mix is not None:
-        mix = MIXES[config.plan.mix]
-        name = f"{mix.name}: {mix.description}"
-        mean = float(mix.lengths(2000).tokens.mean())
-        filled = min(mean * (budget.items or np.inf), budget.tokens)
-        samples = int((STEPS + 1) * ranks * accumulation * filled / mean) + 1000
-        if samples > _MOST_SAMPLES:
-            raise ConfigError(
-                f"{ranks} ranks x {accumulation} packs of {budget.tokens} tokens need {samples:,} samples of "
-                f"{mix.name} in {STEPS} steps, and a dry run plans {_MOST_SAMPLES:,} at most. Lower "
-                "data.tokens_per_pack, optim.accumulation or --devices."
-            )
-        table = mix.lengths(samples)
-        table = _without_media(table) if not cost_model.has_vision else table
-    else:
-        return None
     items, counts = Items.build({"planned": table}, budget, data.overlong, cost_model)
     if not len(items):
         raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
@@ -314,6 +322,32 @@ def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, re
         max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
     ]
     return Packs(name, report, counts["planned"], segments, most[0], most[1], count)
+
+
+def lengths_of(config: TrainConfig, cost_model: CostModel, shape: MeshShape) -> tuple[str, LengthTable] | None:
+    """Name and table of the lengths that a recipe's plan section names, enough for some steps; None without any.
+
+    Raises:
+        ConfigError: steps so large that too many samples would have to be planned.
+        DataError: the file of lengths cannot be read.
+    """
+    data, accumulation = config.data, config.optim.accumulation
+    if config.plan.lengths is not None:
+        return str(config.plan.lengths), _with_grids(read_lengths(config.plan.lengths), cost_model)
+    if config.plan.mix is None:
+        return None
+    mix, ranks = MIXES[config.plan.mix], shape.world_size // shape.sequence
+    mean = float(mix.lengths(2000).tokens.mean())
+    filled = min(mean * (data.samples_per_pack or np.inf), data.tokens_per_pack)
+    samples = int((STEPS + 1) * ranks * accumulation * filled / mean) + 1000
+    if samples > _MOST_SAMPLES:
+        raise ConfigError(
+            f"{ranks} ranks x {accumulation} packs of {data.tokens_per_pack} tokens need {samples:,} samples of "
+            f"{mix.name} in {STEPS} steps, and a dry run plans {_MOST_SAMPLES:,} at most. Lower "
+            "data.tokens_per_pack, optim.accumulation or --devices."
+        )
+    table = mix.lengths(samples)
+    return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)
 
 
 def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
