@@ -27,7 +27,7 @@ from headway.models.lora import adapter_modules, add_adapters, initialise_adapte
 from headway.models.parallel.sequence import local_slots, share_packs
 from headway.models.video import VideoProcessor
 from headway.tracing import trace
-from helpers.family_laws import COUNTED_OTHERWISE, TOLERANCES, FamilyPair
+from helpers.family_laws import CLOSE, COUNTED_OTHERWISE, TOLERANCES, FamilyPair
 from helpers.vlm_folders import FAMILIES, VLM_FOLDERS
 
 PAGE = Path(__file__).parent / "trainable.md"  # the page's words; the tables stand in place of {families} and {peers}
@@ -60,7 +60,7 @@ def _row(family: str, shared: str) -> dict[str, str]:
         error, leak = pair.packing_error(), pair.leak()
         counted, computed = pair.attended_flops()
         sign, _, reason = COUNTED_OTHERWISE.get(family, (0, "", ""))
-        kept = error < TOLERANCES.get(family, _CLOSE) and leak < _CLOSE and pair.wrong_lengths() == []
+        kept = error < TOLERANCES.get(family, CLOSE) and leak < _CLOSE and pair.wrong_lengths() == []
         kept = kept and pair.unexplained_flops() == [] and (counted > computed) - (counted < computed) == sign
         if not kept:
             raise SystemExit(f"{family} breaks a law: error {error}, leak {leak}, counted {counted} of {computed}.")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.family_laws import COUNTED_OTHERWISE, TOLERANCES, FamilyPair
+from helpers.family_laws import CLOSE, COUNTED_OTHERWISE, TOLERANCES, FamilyPair
 from helpers.vlm_folders import VLM_FOLDERS
 
 QUICK = ("llava", "gemma3")
@@ -49,7 +49,7 @@ def families(*quick):
 
 @pytest.mark.parametrize("family", families(*QUICK))
 def test_a_pack_has_the_losses_and_gradients_of_its_samples_alone(family, pair_of):
-    assert pair_of(family).packing_error() < TOLERANCES.get(family, 1e-5)
+    assert pair_of(family).packing_error() < TOLERANCES.get(family, CLOSE)
 
 
 @pytest.mark.parametrize("family", families(*QUICK))
