@@ -28,7 +28,7 @@ DTYPES = {
     "mps": ("fp32", "fp16", "bf16"),
 }
 
-_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
 _LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}  # of CUDA devices
 
 _SQUARES = (256, 512, 1024, 1536, 2048)
@@ -105,7 +105,7 @@ def matmul_ceiling(
     if dtype_name not in dtypes_of(device):
         has = ", ".join(dtypes_of(device))
         raise UnknownDeviceError(f"{report(device).name} has no {dtype_name} products to measure; it has {has}.")
-    dtype = _TORCH_NAMES.get(dtype_name, "float32")
+    dtype = TORCH_NAMES.get(dtype_name, "float32")
 
     def measure() -> list[Measurement]:
         before = torch.get_float32_matmul_precision()
@@ -115,7 +115,7 @@ def matmul_ceiling(
         finally:
             torch.set_float32_matmul_precision(before)
 
-    return _cached(device, dtype_name, measure, refresh, warn)
+    return _measured(device, dtype_name, measure, refresh, warn)
 
 
 def copy_ceiling(
@@ -138,7 +138,7 @@ def copy_ceiling(
     device = torch.device(device)
     if device.type not in _SIZES:
         raise UnknownDeviceError(f"No copy is measured on {device.type}; known are {', '.join(_SIZES)}.")
-    return _cached(device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh, warn)
+    return _measured(device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh, warn)
 
 
 def measure_ceiling(dtype_name: str) -> Peak:
@@ -213,13 +213,25 @@ def _driver() -> str | None:
     return found.group(1) if found else None
 
 
-def _cached(
+def cached_ceiling(
     device: "torch.device",
     what: str,
     measure: Callable[[], list[Measurement]],
-    refresh: bool,
-    warn: Callable[[str], None],
-) -> Ceiling:
+    *,
+    refresh: bool = False,
+    only_cached: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
+) -> Ceiling | None:
+    """Take what was measured on a device from the cache, or measure it and keep it there.
+
+    Args:
+        device: that was or is measured.
+        what: names the measurement; another name is another file.
+        measure: measures it.
+        refresh: measure even if the cache has it.
+        only_cached: measure nothing; None where the cache has nothing.
+        warn: told what is wrong with the cache.
+    """
     key = {**environment(device), "what": what, "format": _FORMAT}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"{device.type}-{what}-{digest}.json"
@@ -228,6 +240,8 @@ def _cached(
             return _from_record(json.loads(path.read_text(encoding="utf-8")), key)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
+    if only_cached:
+        return None
     ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
     try:
         record = json.dumps(_to_record(ceiling, key)).encode()
@@ -235,6 +249,18 @@ def _cached(
     except OSError as error:
         warn(f"The ceiling cannot be kept in {path.parent} ({error}); the next call measures again.")
     return ceiling
+
+
+def _measured(
+    device: "torch.device",
+    what: str,
+    measure: Callable[[], list[Measurement]],
+    refresh: bool,
+    warn: Callable[[str], None],
+) -> Ceiling:
+    found = cached_ceiling(device, what, measure, refresh=refresh, warn=warn)
+    assert found is not None
+    return found
 
 
 def _to_record(ceiling: Ceiling, key: dict[str, Any]) -> dict[str, Any]:

@@ -20,4 +20,4 @@ NAMES = {
     "unexplained": "unexplained: unknown kernels",
 }
 SLOW = "slow"
-"""Begins the lines of what each component takes longer than at the ceiling; they have long names, a terminal 80 columns."""
+"""Begins the lines of what each component takes longer than at the ceiling; short, as components have long names."""

@@ -4,7 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
+
+from headway.devices import Device
+from headway.devices.model_rates import ModelRates
+from headway.errors import PlanError
 
 Shape = tuple[int, int, int]
 """(m, k, n) of a product of an m x k and a k x n matrix."""
@@ -34,8 +39,8 @@ class Span(NamedTuple):
         return Span(*(factor * value for value in self))
 
 
-# Large products reach 80 % of a datasheet's dense peak on NVIDIA's A100 and H100 and some 55 % on AMD's MI300X; those of
-# a model's sizes less, and power limits take their part.
+# Large products reach 80 % of a datasheet's dense peak on NVIDIA's A100 and H100 and some 55 % on AMD's MI300X; those
+# of a model's sizes less, and power limits take their part.
 # Source: AMD, "Measuring Max-Achievable FLOPs", part 2, February 2025 (MI300X); `headway ceiling` gives your own.
 PRODUCTS = Span(0.8, 0.65, 0.45)
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak and 35 % of an H100's, FlashAttention-3 75 % of an H100's;
@@ -58,7 +63,7 @@ class Speeds:
         bytes_per_s: of its memory [byte/s].
         source: where these numbers are from, as a sentence.
         products: measured rates of matrix products by their shape [FLOP/s].
-        attention: measured rates of attention, forward and backward [FLOP/s].
+        attention: measured rates of attention, forward and backward, by the length of a segment [FLOP/s].
         board_power_w: what a device draws at most [W]; None where it is not known.
         launch_s: time that the host takes for a launch [s]; 0 where nothing is launched ahead.
     """
@@ -68,7 +73,7 @@ class Speeds:
     bytes_per_s: Span
     source: str
     products: Mapping[Shape, float] = field(default_factory=dict)
-    attention: tuple[float, float] | None = None
+    attention: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     board_power_w: float | None = None
     launch_s: float = LAUNCH_S
 
@@ -76,6 +81,36 @@ class Speeds:
     def is_measured(self) -> bool:
         """Whether the rates are those of the model's own shapes on this device."""
         return bool(self.products)
+
+    @classmethod
+    def of_device(cls, device: Device, dtype: str) -> "Speeds":
+        """Take the rates of a device from the table.
+
+        Args:
+            device: of the table.
+            dtype: of the products, such as "bf16".
+
+        Raises:
+            PlanError: the table has no peak in that precision, or no bandwidth.
+        """
+        peak, bandwidth = device.peak_flops_per_s.get(dtype), device.memory_bytes_per_s
+        if peak is None or bandwidth is None:
+            lacks = f"its dense peak in {dtype}" if peak is None else "the bandwidth of its memory"
+            raise PlanError(
+                f"{device.title}: {lacks} is not known, without which a step has no time. Put it into your own table "
+                "($HEADWAY_PEAKS; docs/devices.md), or name another device."
+            )
+        source = f"datasheet peak and bandwidth of {device.title}, and usual shares of them ({device.source})"
+        rates = Span(*(share * bandwidth for share in BANDWIDTH))
+        return cls(device.title, peak, rates, source, board_power_w=device.board_power_w)
+
+    @classmethod
+    def measured(cls, name: str, peak_flops_per_s: float, rates: ModelRates, launch_s: float = LAUNCH_S) -> "Speeds":
+        """Take the rates that a device was measured to reach at the model's own sizes."""
+        ordered = sorted(rates.bytes_per_s.values(), reverse=True)
+        moved = Span(ordered[0], ordered[len(ordered) // 2], ordered[-1])
+        source = f"measured at the model's sizes on {name}, {rates.measured_at:%Y-%m-%d}"
+        return cls(name, peak_flops_per_s, moved, source, rates.products, rates.attention, launch_s=launch_s)
 
     @cached_property
     def ceiling_flops_per_s(self) -> float:
@@ -114,12 +149,35 @@ class Speeds:
         weights = [1 / (distance + 1e-9) ** 2 for distance, _ in near]
         return math.exp(sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights))
 
-    def attention_s(self, forward: float, backward: float) -> Span:
-        """Predict the time of attention from its FLOPs [s]."""
-        if self.attention is not None:
-            return Span.exact(forward / self.attention[0] + backward / self.attention[1])
-        return Span(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
+    def attention_s(self, forward: float, backward: float, length: float) -> Span:
+        """Predict the time of attention [s].
+
+        Args:
+            forward: FLOPs of forward.
+            backward: FLOPs of backward.
+            length: of a segment [tokens].
+        """
+        if not self.attention:
+            return Span(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
+        rates = [_between({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
+        return Span.exact(forward / rates[0] + backward / rates[1])
 
     def memory_s(self, num_bytes: float) -> Span:
         """Predict the time in which so many bytes are moved [s]."""
         return Span(*(num_bytes / rate for rate in self.bytes_per_s))
+
+
+def _between(rates: Mapping[int, float], size: float) -> float:
+    """Rate at a size between two that were measured, on a line over its logarithm; beyond them that of the nearest.
+
+    >>> _between({100: 1.0, 10000: 3.0}, 1000)
+    2.0
+    """
+    sizes = sorted(rates)
+    if size <= sizes[0] or len(sizes) == 1:
+        return rates[sizes[0]]
+    for low, high in pairwise(sizes):
+        if size <= high:
+            share = math.log(size / low) / math.log(high / low)
+            return rates[low] + share * (rates[high] - rates[low])
+    return rates[sizes[-1]]

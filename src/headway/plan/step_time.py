@@ -9,7 +9,8 @@ heaviest of them.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from headway.count import CostModel, FlopCount, Workload, drivers
@@ -96,8 +97,9 @@ class StepWork:
     """What a mean step asks of the devices.
 
     Attributes:
-        flops: of all devices together, by component; with what is computed again.
+        flops: useful ones of all devices together, by component.
         pack: a micro-batch of mean size, with its slots.
+        segment: length of a segment on average [tokens].
         packs: micro-batches of each device in a step.
         tokens: real tokens, all devices together.
         devices: how many there are.
@@ -108,6 +110,7 @@ class StepWork:
 
     flops: FlopCount
     pack: Workload
+    segment: float
     packs: int
     tokens: float
     devices: int = 1
@@ -152,11 +155,12 @@ class StepTimes:
             UsageError: `state.recompute` chooses no block.
         """
         speeds, devices = self._speeds, work.devices
-        padding = Counter(self._padding(work, state))
+        padding = self._padding(work, state)
         took: dict[str, Span] = {}
-        at_ceiling: Counter[str] = Counter()
-        for row in work.flops.rows:
-            factor = (1 + (padding[row.name] / row.total if row.total else 0.0)) / devices
+        at_ceiling: dict[str, float] = defaultdict(float)
+        rows = self._run_again(work, state)
+        for row in rows:
+            factor = (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / devices
             took[row.name] = took.get(row.name, Span.exact(0.0)) + self._component_s(row, factor, work, state)
             at_ceiling[row.name] += (row.total + row.recompute) * factor / speeds.ceiling_flops_per_s
         useful = work.flops.total / devices
@@ -164,8 +168,8 @@ class StepTimes:
         head = {
             "useful": at_peak,
             "ceiling": useful / speeds.ceiling_flops_per_s - at_peak,
-            "recomputation": work.flops.recompute / devices / speeds.ceiling_flops_per_s,
-            "padding": padding.total() / devices / speeds.ceiling_flops_per_s,
+            "recomputation": sum(row.recompute for row in rows) / devices / speeds.ceiling_flops_per_s,
+            "padding": sum(padding.values()) / devices / speeds.ceiling_flops_per_s,
         }
         lines = [TimeLine(key, NAMES[key], Span.exact(seconds)) for key, seconds in head.items()]
         for name, seconds in took.items():
@@ -181,6 +185,17 @@ class StepTimes:
         peak = speeds.peak_flops_per_s * devices
         shown = tuple(line for line in lines if any(line.seconds))
         return StepTime(shown, work.flops.total, peak, work.tokens)
+
+    def _run_again(self, work: StepWork, state: State) -> list[FlopRow]:
+        """The rows of a step with what is computed again: the same share of each forward in any pack."""
+        share = {
+            (row.name, row.driver): Fraction(row.recompute, row.forward)
+            for row in self._cost_model.count(work.pack, recompute=state.recompute).rows
+            if row.forward
+        }
+        return [
+            replace(row, recompute=round(row.forward * share.get((row.name, row.driver), 0))) for row in work.flops.rows
+        ]
 
     @staticmethod
     def _line(key: str, seconds: Span) -> TimeLine:
@@ -203,13 +218,13 @@ class StepTimes:
                 else:
                     shape = product_shape(phase, math.ceil(units), features)
                     seconds += self._speeds.product_s(share, shape, state.compute_bytes)
-        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"])
+        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], work.segment)
 
     def _padding(self, work: StepWork, state: State) -> Mapping[str, int]:
         """FLOPs that slots without a token take in a step of all devices, by component."""
         if work.pack.slots <= work.pack.tokens:
             return {}
-        on_padding = flops_on_padding(self._cost_model, work.pack, state.recompute)
+        on_padding = flops_on_padding(self._cost_model, work.pack, state.recompute) or 0
         packs = work.packs * work.devices // work.sequence
         language = {row.name: row.total for row in work.flops.rows if row.name.startswith("language.")}
         language.pop("language.attention", None)

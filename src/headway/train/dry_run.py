@@ -49,6 +49,7 @@ class Packs:
         samples_per_pack: mean number of segments in a pack.
         most_tokens: of the fullest pack [tokens].
         most_patches: of the pack with the most [patches].
+        mean_patches: of a pack on average [patches].
         flops: of a mean step, all devices together, by component.
     """
 
@@ -58,11 +59,12 @@ class Packs:
     samples_per_pack: float
     most_tokens: int
     most_patches: int
+    mean_patches: float
     flops: FlopCount
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        names = ("lengths", "samples_per_pack", "most_tokens", "most_patches")
+        names = ("lengths", "samples_per_pack", "most_tokens", "most_patches", "mean_patches")
         one = {name: getattr(self, name) for name in names}
         return {**one, **self.report.to_dict(), "overlong": self.counts.to_dict()}
 
@@ -139,12 +141,10 @@ def dry_run(
         UsageError: a pattern that matches nothing.
     """
     shape = config.parallel.mesh_shape(devices)
-    learning = cost_model.freeze(config.model.freeze)
-    if config.model.lora is not None:
-        learning = learning.lora(config.model.lora.rank, config.model.lora.targets)
+    learning = learning_model(config, cost_model)
     left_out = saved[precision_of(config, devices)].left_out
     notes = []
-    packs = plan_packs(config, learning, shape, _recompute(config, learning, saved, shape))
+    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape))
     if packs is None:
         notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
@@ -168,6 +168,13 @@ def dry_run(
     if left_out:
         notes.append(f"activations of {', '.join(left_out[:3])} are not explained, and missing")
     return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes))
+
+
+def learning_model(config: TrainConfig, cost_model: CostModel) -> CostModel:
+    """Freeze what a recipe freezes, and put its adapters in place."""
+    learning = cost_model.freeze(config.model.freeze)
+    lora = config.model.lora
+    return learning if lora is None else learning.lora(lora.rank, lora.targets)
 
 
 def memory_plan(
@@ -196,9 +203,9 @@ def memory_plan(
         raise ConfigError("parallel.offload has no effect on one process, which keeps its model whole.")
     bucket = config.data.bucket_tokens or 1
     slots = -(-tokens // bucket) * bucket
-    pack = Workload([tokens], images=_one_picture(patches, cost_model), slots=slots)
+    pack = Workload([tokens], images=one_picture(patches, cost_model), slots=slots)
     precision = precision_of(config, devices)
-    state = _state(config, precision, _recompute(config, cost_model, saved, shape))
+    state = state_of(config, precision, recompute_of(config, cost_model, saved, shape))
     return plan_memory(cost_model, saved[precision], pack, state, _sharing(config, shape))
 
 
@@ -215,10 +222,10 @@ def precision_of(config: TrainConfig, devices: int) -> Precision:
     return "bfloat16" if devices > 1 or dtype == "bfloat16-params" else "bfloat16-autocast"
 
 
-def _recompute(
+def recompute_of(
     config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], shape: MeshShape
 ) -> str:
-    """Blocks to recompute, as `CostModel.count` takes them; `memory:SIZE` is resolved as in training."""
+    """Name the blocks to recompute, as `CostModel.count` takes them; `memory:SIZE` is resolved as in training."""
     size = config.speed.recompute_bytes
     if size is None:
         return config.speed.recompute
@@ -231,7 +238,7 @@ def _recompute(
 
 def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:
     """The largest pack that fits the budget: one segment, with a picture of as many patches as there may be."""
-    images = _one_picture(_most_patches(config, cost_model), cost_model)
+    images = one_picture(_most_patches(config, cost_model), cost_model)
     return Workload([config.data.tokens_per_pack], images=images)
 
 
@@ -242,7 +249,8 @@ def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
     return config.data.patches_per_pack or config.data.tokens_per_pack * cost_model.merge_group
 
 
-def _state(config: TrainConfig, precision: Precision, recompute: str) -> State:
+def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
+    """Dtypes and bytes of what a recipe holds, and how its forward computes."""
     weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
     moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
     return State(
@@ -317,11 +325,12 @@ def plan_packs(
     grids = table.grids[np.isin(table.grid_rows, rows)]
     work = Workload(items.tokens[chosen], images=grids, packs=len(whole) * ranks * accumulation)
     count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
-    segments = len(chosen) / sum(len(step.packs) for step in whole)
+    num_packs = sum(len(step.packs) for step in whole)
     most = [
         max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
     ]
-    return Packs(name, report, counts["planned"], segments, most[0], most[1], count)
+    segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
+    return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count)
 
 
 def lengths_of(config: TrainConfig, cost_model: CostModel, shape: MeshShape) -> tuple[str, LengthTable] | None:
@@ -365,8 +374,8 @@ def _without_media(table: LengthTable) -> LengthTable:
     return LengthTable(table.tokens, np.zeros_like(table.patches), none, none[:, 0])
 
 
-def _one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
-    """Grid of one picture with so many patches; saved activations depend on their number alone."""
+def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
+    """Make the grid of one picture with so many patches; saved activations depend on their number alone."""
     return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []
 
 
