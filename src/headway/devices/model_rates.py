@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.devices.ceilings import TORCH_NAMES, cached_ceiling
 from headway.devices.measure import TimeBudget, sweep
@@ -45,6 +45,28 @@ class ModelRates:
     bytes_per_s: dict[int, float]
     measured_at: datetime
     is_cached: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "products": [{"shape": [*shape], "flops_per_s": rate} for shape, rate in self.products.items()],
+            "attention": [
+                {"length": length, "forward_flops_per_s": forward, "backward_flops_per_s": backward}
+                for length, (forward, backward) in self.attention.items()
+            ],
+            "elementwise": [{"bytes": size, "bytes_per_s": rate} for size, rate in self.bytes_per_s.items()],
+            "measured_at": self.measured_at.isoformat(timespec="seconds"),
+            "cached": self.is_cached,
+        }
+
+
+def this_device() -> "torch.device":
+    """The accelerator that PyTorch sees here, or the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def model_rates(

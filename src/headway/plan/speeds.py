@@ -100,7 +100,9 @@ class Speeds:
                 f"{device.title}: {lacks} is not known, without which a step has no time. Put it into your own table "
                 "($HEADWAY_PEAKS; docs/devices.md), or name another device."
             )
-        source = f"datasheet peak and bandwidth of {device.title}, and usual shares of them ({device.source})"
+        source = (
+            f"usual shares of the printed peak and bandwidth of {device.title} (`headway devices` has their source)"
+        )
         rates = Span(*(share * bandwidth for share in BANDWIDTH))
         return cls(device.title, peak, rates, source, board_power_w=device.board_power_w)
 

@@ -22,6 +22,9 @@ from headway.plan.lines import NAMES, SLOW
 from headway.plan.memory import FLOAT32, State, head_features
 from headway.plan.speeds import Shape, Span, Speeds
 
+ROWS = (512, 2048, 8192)
+"""Rows of inputs for which the rates of products are measured; others lie between or near."""
+
 _FORWARD, _BACKWARD = 2, 3  # how often each saved byte is moved
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 _Kind = tuple[bool, tuple[int, int] | None]  # whether it is attention, and the features of a linear module
@@ -274,7 +277,7 @@ def product_shape(phase: str, units: int, features: tuple[int, int] | None) -> S
     return {"dgrad": (units, out, wide), "wgrad": (out, units, wide)}.get(phase, (units, wide, out))
 
 
-def shapes_of(cost_model: CostModel, rows: Iterable[int]) -> list[Shape]:
+def shapes_of(cost_model: CostModel, rows: Iterable[int] = ROWS) -> list[Shape]:
     """List the products of a model's linear modules in forward and backward, small ones first.
 
     Args:
