@@ -102,7 +102,7 @@ def plan(
 
 def _recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainConfig]":
     """The cost model and the configuration that are named; of a model alone, packs of usual samples in AdamW."""
-    from headway.train.config import load_config, parse_config
+    from headway.train.config import load_config
     from headway.train.config.read import with_overrides
 
     if Path(recipe).suffix in (".yaml", ".yml"):
@@ -117,7 +117,7 @@ def _recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainCo
         "run": {"folder": "runs/plan"},
         "plan": {"mix": mix},
     }
-    return cost_model, parse_config(with_overrides(raw, settings))
+    return cost_model, with_overrides(raw, settings)
 
 
 def _speeds(config: "TrainConfig", cost_model: "CostModel", device: "Device | None", devices: int) -> "Speeds":
@@ -184,10 +184,8 @@ def _render(
             f"{planned.model}, {planned.params.total:,} parameters, {planned.params.trainable:,} of them trained",
         ),
         ("devices", f"{devices:,} x {speeds.name}"),
-        (
-            "packs",
-            f"{config.data.tokens_per_pack:,} tokens, {format_share(packs.report.fill)} full; lengths: {packs.lengths.partition(':')[0]}",
-        ),
+        ("packs", f"{config.data.tokens_per_pack:,} tokens, {format_share(packs.report.fill)} full"),
+        ("lengths", packs.lengths.partition(":")[0]),
         ("memory", _memory(planned)),
         ("step", _cases(time.seconds, format_duration)),
         ("MFU", _cases(time.mfu, format_share)),
