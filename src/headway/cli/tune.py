@@ -319,7 +319,10 @@ def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
     from headway.train.tune import recipe_text
 
     best = tuned.again[0][0] if tuned.again else tuned.best[0]
-    remark = f"Found by headway tune: the fastest of {tuned.found.fitting:,} choices that fit {tuned.devices} devices."
+    where = "this machine" if tuned.device is None else tuned.device.title
+    remark = (
+        f"Found by headway tune: the fastest of {tuned.found.fitting:,} choices that fit, {tuned.devices:,} x {where}."
+    )
     text = recipe_text(recipe, best.config, path, remark)
     write_whole(path, lambda file: file.write(text.encode()))
     print(f"wrote {path}", file=sys.stderr)

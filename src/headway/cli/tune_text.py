@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from headway.devices import Device
     from headway.train.tune import Candidate, Found, Seen
 
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
+_SMALL = 8 * _GIB  # limits below it are told in MiB
 _LEAST_GAIN = 0.01  # of a line of the table of what memory buys over the one before
 
 
@@ -203,16 +204,17 @@ def _front_table(tuned: Tuned) -> str:
         if not kept or last or one.flops_per_s > (1 + _LEAST_GAIN) * kept[-1].flops_per_s:
             kept.append(one)
     rows, room = [], tuned.found.room_bytes
+    unit, name = (_MIB, "MiB") if room is not None and room < _SMALL else (_GIB, "GiB")
     for before, one in zip([None, *kept], kept, strict=False):
         gain = "-"
         if before is not None:
-            more = (one.memory.peak - before.memory.peak) / _GIB
+            more = (one.memory.peak - before.memory.peak) / unit
             gain = f"+{100 * (one.flops_per_s / before.flops_per_s - 1) / more:.2f} %" if more > 0 else "-"
         cells = _cells(tuned, one)
         fits = "" if room is None or one.memory.peak <= room else "beyond"
         rows.append([cells[5], cells[7], gain, cells[0], cells[1], cells[3], cells[4], fits])
     columns = _columns(tuned)
-    headings = [Column("memory"), columns[7], Column("a GiB buys"), *columns[:2], columns[3], columns[4]]
+    headings = [Column("memory"), columns[7], Column(f"a {name} buys"), *columns[:2], columns[3], columns[4]]
     if any(row[-1] for row in rows):
         return render_table([*headings, Column("", "left")], rows)
     return render_table(headings, [row[:-1] for row in rows])
