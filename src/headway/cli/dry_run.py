@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.train.dry_run import DryRun, Packs
 
 _NO_ROOM = "DOES NOT FIT"
-_PARTS = (
+PARTS = (
     ("weights", "weights", "this device's share, as the optimizer sees them"),
     ("casts", "weights, cast", "copies in the dtype of the products"),
     ("gradients", "gradients", "this device's share"),
@@ -41,6 +41,7 @@ _PARTS = (
     ("passing", "gradients, passing", "of what the block computes that backward is in"),
     ("head", "logits and loss", "logits at hand, and the gradients made with them"),
 )
+"""Parts of a memory plan: name, what to print, and what it is."""
 
 
 def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | None, as_json: bool) -> None:
@@ -111,7 +112,7 @@ def _render(config: "TrainConfig", planned: "DryRun") -> str:
 def _memory_table(planned: "DryRun") -> str:
     memory = planned.memory
     sizes = memory.as_json()
-    rows = [[label, format_bytes(sizes[name]), what] for name, label, what in _PARTS if sizes[name]]
+    rows = [[label, format_bytes(sizes[name]), what] for name, label, what in PARTS if sizes[name]]
     footer = ["most at a time", format_bytes(memory.peak), _verdict(planned)]
     columns = [Column("memory of each device", "left"), Column("size"), Column("what", "left")]
     table = render_table(columns, rows, footer=footer)

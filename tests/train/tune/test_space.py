@@ -88,6 +88,8 @@ def test_the_whole_space_follows_from_recipe_devices_and_model(recipe):
     assert many.sequences == (1, 2, 4)  # not more processes than heads
     assert many.replicates == (1, 2, 4, 8, 16, 32)
     assert many.experts == (1, 2, 4, 8)
+    own = Space.of(recipe, 32, num_heads=4, num_experts=128, meshes=False)
+    assert (own.sequences, own.replicates, own.experts, own.reshards) == ((1,), (1,), (1,), (True,))
     liger = changed_config(recipe, {"speed.kernels": "liger"})
     assert Space.of(liger, 1, num_heads=4, num_experts=0).chunks == (2048,)
     with pytest.raises(ConfigError, match="does not divide the 7 processes"):

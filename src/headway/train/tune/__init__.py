@@ -8,6 +8,7 @@ from headway.train.tune.measure import Seen, corrected, measure
 from headway.train.tune.recipe import recipe_text
 from headway.train.tune.search import Candidate, Found, Search, Timed, distinct, front
 from headway.train.tune.space import Space, parse_step_tokens
+from headway.train.tune.timing import StepTimer
 
 __all__ = [
     "Candidate",
@@ -15,6 +16,7 @@ __all__ = [
     "Search",
     "Seen",
     "Space",
+    "StepTimer",
     "Timed",
     "corrected",
     "distinct",

@@ -32,7 +32,7 @@ BEYOND = 1.25
 MORE_LOST = 0.001
 """Share of the tokens that a choice may leave out, cut or split beyond what the recipe's own packs do."""
 
-_SHARES_OF_LEFT = (1.0, 0.6)  # sizes tried for `memory:SIZE`
+_SHARES_OF_LEFT = (1.0, 0.92, 0.6)  # sizes tried for `memory:SIZE`
 _MIB = 2**20
 
 
@@ -159,6 +159,10 @@ class Search:
     _fitting: int = 0
     _least: tuple[int, Values] = field(default_factory=lambda: (2**62, {}))
 
+    def __post_init__(self) -> None:
+        name, table = self.lengths
+        self.lengths = (name, Priced(table.tokens, table.patches, table.grids, table.grid_rows))
+
     def run(self) -> Found:
         """Try everything.
 
@@ -168,13 +172,8 @@ class Search:
             DataError: the recipe's own packs do not hold its longest sample.
         """
         start_s = time.perf_counter()
-        name, table = self.lengths
-        self.lengths = (name, Priced(table.tokens, table.patches, table.grids, table.grid_rows))
-        packs = self._planned(self.config)
-        if packs is None:  # its error says why
-            packs = self._plan(self.config)
-        own = self._candidate(self.config, {}, packs, self._memory(self.config, packs))
-        found = sorted(self._candidates(_lost(packs)), key=_order)
+        own = self.own()
+        found = sorted(self._candidates(_lost(own.packs)), key=_order)
         result = Found(own, tuple(found), self._tried, self._fitting, len(self._packs), self.room_bytes, 0.0)
         if not self._tried:
             raise PlanError(
@@ -192,6 +191,18 @@ class Search:
                 "--devices, fewer --tokens-per-step, or hold less: optim.state=8bit, model.lora, run.dtype."
             )
         return replace(result, seconds=time.perf_counter() - start_s)
+
+    def own(self) -> Candidate:
+        """The recipe as it is.
+
+        Raises:
+            ConfigError: the devices do not fit it.
+            DataError: its packs do not hold its longest sample.
+        """
+        packs = self._planned(self.config)
+        if packs is None:  # its error says why
+            packs = self._plan(self.config)
+        return self._candidate(self.config, {}, packs, self._memory(self.config, packs))
 
     def _candidates(self, lost: float) -> Iterator[Candidate]:
         table = self.lengths[1]

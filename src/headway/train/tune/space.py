@@ -76,6 +76,7 @@ class Space:
         num_experts: int,
         step_tokens: int | None = None,
         tolerance: float = TOLERANCE,
+        meshes: bool = True,
     ) -> "Space":
         """Everything that a recipe can be changed to on so many devices.
 
@@ -86,6 +87,7 @@ class Space:
             num_experts: of a layer; 0 of a dense model.
             step_tokens: of an optimizer step; as many as the recipe's packs hold when None [tokens].
             tolerance: by which a step may differ from that, a fraction.
+            meshes: whether processes may share model and packs in other ways than in the recipe.
 
         Raises:
             ConfigError: a mesh of the recipe's own that the devices do not fit.
@@ -94,18 +96,27 @@ class Space:
         ranks = devices // shape.sequence
         own = ranks * config.optim.accumulation * config.data.tokens_per_pack
         chunks = (config.speed.loss_chunk,) if config.speed.kernels == "liger" else CHUNKS
-        together = devices > 1
+        own_mesh: dict[str, Any] = {
+            "sequences": (shape.sequence,),
+            "replicates": (shape.replicate,),
+            "experts": (shape.expert,),
+            "reshards": (config.parallel.reshard,),
+            "reduces": (config.parallel.reduce,),
+        }
+        any_mesh: dict[str, Any] = {
+            "sequences": tuple(n for n in _DEGREES if devices % n == 0 and n <= num_heads),
+            "replicates": tuple(n for n in range(1, devices + 1) if devices % n == 0),
+            "experts": tuple(n for n in _DEGREES if num_experts % n == 0) if num_experts else (1,),
+            "reshards": (True, False),
+            "reduces": ("pack", "step"),
+        }
         return cls(
             step_tokens or own,
             tolerance,
             accumulations=tuple(sorted({*ACCUMULATIONS, config.optim.accumulation})),
-            sequences=tuple(n for n in _DEGREES if devices % n == 0 and n <= num_heads),
-            replicates=tuple(n for n in range(1, devices + 1) if devices % n == 0),
-            experts=tuple(n for n in _DEGREES if num_experts % n == 0) if num_experts else (1,),
-            reshards=(True, False) if together else (config.parallel.reshard,),
-            reduces=("pack", "step") if together else (config.parallel.reduce,),
             recomputes=tuple(dict.fromkeys([*RECOMPUTES, config.speed.recompute, LEFT])),
             chunks=tuple(dict.fromkeys([config.speed.loss_chunk, *chunks])),
+            **(any_mesh if meshes and devices > 1 else own_mesh),
         )
 
     def packings(self, config: TrainConfig, devices: int, lengths: LengthTable) -> Iterator[Values]:
@@ -153,18 +164,17 @@ class Space:
 
     def sharings(self, accumulation: int) -> Iterator[Values]:
         """When weights are freed and gradients summed."""
-        for reshard, reduce in product(self.reshards, self.reduces):
-            if reduce == "pack" or accumulation > 1:
-                yield {"parallel.reshard": reshard, "parallel.reduce": reduce}
+        for reshard, reduce in product(self.reshards, self.reduces if accumulation > 1 else ("pack",)):
+            yield {"parallel.reshard": reshard, "parallel.reduce": reduce}
 
     @property
     def thriftiest(self) -> Values:
         """What needs the least memory, packs and meshes aside."""
         return {
-            "speed.recompute": "full" if "full" in self.recomputes else self.recomputes[-1],
+            "speed.recompute": "full",
             "speed.loss_chunk": min((chunk for chunk in self.chunks if chunk is not None), default=None),
             "parallel.reshard": self.reshards[0],
-            "parallel.reduce": self.reduces[0],
+            "parallel.reduce": "pack",
         }
 
 
