@@ -21,8 +21,9 @@ from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanRepo
 from headway.packing.budget import square_grid
 from headway.packing.lengths import MIXES, LengthTable, read_lengths
 from headway.packing.measure import report_on
-from headway.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Sharing, State, plan_memory
+from headway.plan.memory import MemoryPlan, Sharing, State, plan_memory
 from headway.plan.mesh import MeshShape
+from headway.plan.moments import BFLOAT16, FLOAT32
 from headway.plan.recompute import block_bytes, least_recomputed
 from headway.train.config import TrainConfig
 from headway.train.fitting import Way, ways_to_fit
