@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/plan_time.py        # some ten minutes on a core
 
 Each configuration is predicted before it runs, from the recipe, the lengths of its samples and the rates that
-`headway ceiling --model` measures: nothing is fitted to the steps. Then `headway train`'s loop takes its steps, in this
-process; the median processor time of the later ones counts, which other processes disturb less than wall time.
+`headway ceiling --model` measures: nothing is fitted to the steps. Then `headway train`'s loop takes its steps in this
+process. The median processor time of their thread counts, which other processes disturb less than wall time; the thread
+that makes the packs is not in it.
 
 Writes benchmarks/results/plan_time_<hardware>_<yyyymm>.json and the .md table rendered from it.
 """
@@ -31,7 +32,7 @@ from headway.data.sources import open_source
 from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
 from headway.plan.speeds import Speeds
-from headway.plan.step_time import StepTime, shapes_of
+from headway.plan.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
 from headway.train.config import TrainConfig, parse_config
 from headway.train.dry_run import learning_model, plan_packs
@@ -98,7 +99,6 @@ def measured_speeds(folder: Path, name: str) -> Speeds:
     rates = model_rates(
         "cpu", "fp32", shapes_of(cost_model, (128, 512, 2048)), (found.heads, found.qk_dim), refresh=True
     )
-    assert rates is not None
     peak = matmul_ceiling("cpu", "fp32").peak().flops_per_s
     return Speeds.measured("this CPU", peak, rates, launch_s=0.0)
 
@@ -124,7 +124,7 @@ def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: d
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
-        times.append(time.process_time())
+        times.append(time.thread_time())
         return result
 
     with patch.object(Optimizer, "step", timed):
@@ -138,7 +138,7 @@ def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: d
     }  # fmt: skip
 
 
-def predict(config: TrainConfig, speeds: Speeds) -> StepTime:
+def predict(config: TrainConfig, speeds: Speeds) -> StepForecast:
     """Predict a step from the recipe and the lengths of its samples."""
     source = open_source(str(config.data.train[0].path), name="digits")
     lengths = joined(build_indices([source], str(config.model.path), None))
@@ -167,7 +167,7 @@ def render(record: dict[str, Any]) -> str:
         f"{record['rank_correlation']:.3f}. Processor time of a step on one thread, median of {record['steps'] - 1}; "
         "predicted before each ran, from the recipe, its samples' lengths and `headway ceiling --model`."
     )
-    return "\n\n".join([describe_environment(record["environment"]), markdown_table(headings, rows), said]) + "\n"
+    return "\n\n".join([describe_environment(record), markdown_table(headings, rows), said]) + "\n"
 
 
 if __name__ == "__main__":

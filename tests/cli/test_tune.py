@@ -5,7 +5,7 @@ import json
 import pytest
 
 from headway.train.config import load_config
-from headway.train.tune import Seen
+from headway.train.tune import Trial
 from helpers.processes import ROOT
 
 RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
@@ -61,14 +61,14 @@ def test_meshes_are_varied_where_that_is_asked_for(tune):
 
 
 def test_what_was_measured_is_shown_and_ranks_again(tune, monkeypatch, tmp_path):
-    runs = iter([Seen("out of memory", reason="it burst"), Seen("measured", 4e14, 2.0), Seen("measured", 5e14, 1.6)])
+    runs = iter([Trial("out of memory", reason="it burst"), Trial("measured", 4e14, 2.0), Trial("measured", 5e14, 1.6)])
     monkeypatch.setattr("headway.train.tune.measure", lambda *_, **_more: next(runs))
     monkeypatch.setattr("headway.cli.tune.find_inputs", print)
     result = tune("--measure", 3, "--write", tmp_path / "best.yaml")
     assert result.code == 0, result.err
     assert "out of memory: it burst" in result.out
     assert "The best by what was seen is choice 3, 500.0 TFLOP/s (measured)." in result.out
-    runs = iter([Seen("failed", reason="a fault")])
+    runs = iter([Trial("failed", reason="a fault")])
     assert "None of them could be measured" in tune("--measure", 1).out
 
 

@@ -82,7 +82,6 @@ def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refre
                 rates = model_rates(where, name, shapes_of(cost_model), heads, refresh=refresh, warn=warn)
             except UnknownDeviceError as error:
                 raise UsageError(str(error)) from error
-            assert rates is not None
             if as_json:
                 print_json({"model": model, "dtype": name, **rates.as_json()})
             else:

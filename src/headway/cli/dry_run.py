@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.train.dry_run import DryRun, Packs
 
 _NO_ROOM = "DOES NOT FIT"
-_LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
+LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
     "gradients, passing", "head": "logits and loss", "updating": "optimizer, working"}  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def _memory_table(planned: "DryRun", residual: dict[str, Any] | None = None) -> 
 
     memory = planned.memory
     fullest = memory.fullest
-    rows = [[_LABELS.get(part, part), format_bytes(size), PARTS[part]] for part, size in fullest.parts.items()]
+    rows = [[LABELS.get(part, part), format_bytes(size), PARTS[part]] for part, size in fullest.parts.items()]
     footer = [f"most, in {_in_words(fullest.name)}", format_bytes(memory.peak), _verdict(planned)]
     columns = [Column("memory of each device", "left"), Column("size"), Column("what", "left")]
     moments = ", ".join(f"{one.name} {format_bytes(one.total)}" for one in memory.moments)

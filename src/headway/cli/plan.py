@@ -9,9 +9,10 @@ import typer
 
 from headway.cli.dry_run import saved_activations
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption
+from headway.count.models import shipped_name
 from headway.errors import PlanError, UsageError
 from headway.report import (
     Column,
@@ -27,8 +28,8 @@ from headway.report import (
 if TYPE_CHECKING:
     from headway.count import CostModel
     from headway.devices import Device
-    from headway.plan.speeds import Span, Speeds
-    from headway.plan.step_time import StepTime
+    from headway.plan.speeds import Cases, Speeds
+    from headway.plan.step_time import StepForecast
     from headway.train.config import TrainConfig
     from headway.train.dry_run import DryRun
 
@@ -38,14 +39,14 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
 
 
 @dataclass(frozen=True)
-class Run:
+class WholeRun:
     """What a whole run takes; of each quantity the best, the expected and the worst case."""
 
     tokens: float
-    seconds: "Span"
-    device_hours: "Span"
-    cost: "Span | None"
-    energy_kwh: "Span | None"
+    seconds: "Cases"
+    device_hours: "Cases"
+    cost: "Cases | None"
+    energy_kwh: "Cases | None"
 
 
 def plan(
@@ -90,7 +91,7 @@ def plan(
             "nothing says how long the samples are, without which a step has no work. Set plan.mix or plan.lengths, "
             "such as --set plan.mix=chats."
         )
-    speeds = _speeds(config, cost_model, found, count)
+    speeds = speeds_of(config, cost_model, found, count)
     forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count)
     time = forecaster.predict(config, planned.packs)
     run = None if tokens is None else _run(tokens, time, count, price, speeds)
@@ -120,9 +121,19 @@ def _recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainCo
     return cost_model, with_overrides(raw, settings)
 
 
-def _speeds(config: "TrainConfig", cost_model: "CostModel", device: "Device | None", devices: int) -> "Speeds":
-    """Rates of the device that is named, or those that were measured of this machine."""
-    from headway.plan.speeds import Speeds
+def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | None", devices: int) -> "Speeds":
+    """Rates of the device that is named, or of this machine, measured at the model's sizes.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model.
+        device: of the table; None for this machine.
+        devices: processes, a device each.
+
+    Raises:
+        PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
+    """
+    from headway.plan.speeds import LAUNCH_S, Speeds
     from headway.train.dry_run import precision_of
 
     dtype = _DTYPES[precision_of(config, devices)]
@@ -134,23 +145,23 @@ def _speeds(config: "TrainConfig", cost_model: "CostModel", device: "Device | No
         from headway.plan.step_time import shapes_of
 
     where = this_device()
-    numbers = resolve_architecture(config.model.path, cost_model)
-    rates = model_rates(where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), only_cached=True)
-    if rates is None:
+    if where.type == "cpu" and config.run.device != "cpu":
         raise PlanError(
-            f"no device is named, and the rates of {config.model.path} in {dtype} were not measured on this one. Name "
-            f"one with --device, or measure: headway ceiling --model {config.model.path} --dtype {dtype}"
+            "no device is named, so neither memory nor time can be planned: give --device, set plan.device, or plan "
+            "for this machine's processor with --set run.device=cpu."
         )
-    peak = matmul_ceiling(where, dtype).peak()
-    launch_s = {} if where.type == "cuda" else {"launch_s": 0.0}
-    return Speeds.measured(peak.name, peak.flops_per_s, rates, **launch_s)
+    numbers = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
+    rates = model_rates(where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), warn=warn)
+    peak = matmul_ceiling(where, dtype, warn=warn).peak()
+    # a CPU launches nothing ahead
+    return Speeds.measured(peak.name, peak.flops_per_s, rates, launch_s=0.0 if where.type == "cpu" else LAUNCH_S)
 
 
-def _run(tokens: float, time: "StepTime", devices: int, price: float | None, speeds: "Speeds") -> Run:
+def _run(tokens: float, time: "StepForecast", devices: int, price: float | None, speeds: "Speeds") -> WholeRun:
     seconds = time.seconds.times(tokens / time.tokens)
     hours = seconds.times(devices / 3600)
     power_w = speeds.board_power_w
-    return Run(
+    return WholeRun(
         tokens,
         seconds,
         hours,
@@ -159,7 +170,7 @@ def _run(tokens: float, time: "StepTime", devices: int, price: float | None, spe
     )
 
 
-def _record(planned: "DryRun", time: "StepTime", speeds: "Speeds", run: Run | None) -> dict[str, Any]:
+def _record(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None) -> dict[str, Any]:
     dry = planned.as_json()
     dry.pop("schema_version")
     whole = run and {
@@ -174,7 +185,7 @@ def _record(planned: "DryRun", time: "StepTime", speeds: "Speeds", run: Run | No
 
 
 def _render(
-    config: "TrainConfig", planned: "DryRun", time: "StepTime", speeds: "Speeds", run: Run | None, devices: int
+    config: "TrainConfig", planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None, devices: int
 ) -> str:
     packs = planned.packs
     assert packs is not None
@@ -206,7 +217,7 @@ def _render(
     return "\n\n".join([render_pairs(pairs), _lines(time), render_lines(notes)])
 
 
-def _lines(time: "StepTime") -> str:
+def _lines(time: "StepForecast") -> str:
     whole = time.step_s
     columns = [Column("where the time will go", "left"), Column("ms"), Column("share"), Column("best"), Column("worst")]
     rows = [
@@ -217,12 +228,12 @@ def _lines(time: "StepTime") -> str:
     return render_table(columns, rows, footer=["the step", *_milliseconds(time.seconds, whole)])
 
 
-def _milliseconds(seconds: "Span", whole: float) -> list[str]:
+def _milliseconds(seconds: "Cases", whole: float) -> list[str]:
     best, expected, worst = (f"{1e3 * value:,.2f}" for value in seconds)
     return [expected, format_share(seconds.expected / whole), best, worst]
 
 
-def _cases(span: "Span", write: Any) -> str:
+def _cases(span: "Cases", write: Any) -> str:
     """The expected case, and the two others behind it: "2.40 s (1.90 to 3.80)"."""
     return f"{write(span.expected)} ({write(span.best)} at best, {write(span.worst)} at worst)"
 

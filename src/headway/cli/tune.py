@@ -12,6 +12,7 @@ from headway.cli.dry_run import saved_activations
 from headway.cli.index import build_indices
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json
+from headway.cli.plan import speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
 from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from headway.packing.lengths import LengthTable
     from headway.plan.speeds import Speeds
     from headway.train.config import TrainConfig
-    from headway.train.tune import Candidate, Search, Seen
+    from headway.train.tune import Candidate, Search, Trial
 
 _SHOWN = 5
 
@@ -95,8 +96,8 @@ def tune(
     config = _planned_for(config, devices, device, lengths, measured=bool(data))
     if measure is not None:
         _check_data(config)
-    search, found_device = search_of(config, memory, tokens_per_step, data or [], meshes=meshes)
-    tuned = _tuned(recipe, search, found_device, top, measure, steps)
+    search, found_device, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes)
+    tuned = _tuned(recipe, search, found_device, speeds, top, measure, steps)
     if write is not None:
         _write(write, recipe, tuned)
     if as_json:
@@ -123,14 +124,18 @@ def _planned_for(
 
 
 def _tuned(
-    recipe: Path, search: "Search", device: "Device | None", top: int, measure: int | None, steps: int | None
+    recipe: Path,
+    search: "Search",
+    device: "Device | None",
+    speeds: "Speeds",
+    top: int,
+    measure: int | None,
+    steps: int | None,
 ) -> Tuned:
     """Search, and measure the best where that is asked for."""
     from headway.train.dry_run import precision_of
-    from headway.train.tune import StepTimer, corrected, distinct, front
+    from headway.train.tune import corrected, distinct, front
 
-    assert isinstance(search.timer, StepTimer)
-    speeds = search.timer.speeds
     found = search.run()
     best = distinct(found.ranked, max(top, measure or 0))
     if measure is not None and measure > len(best):
@@ -167,7 +172,7 @@ def _tuned(
 
 def search_of(
     config: "TrainConfig", memory: str | None, tokens_per_step: str | None, data: list[str], *, meshes: bool = False
-) -> "tuple[Search, Device | None]":
+) -> "tuple[Search, Device | None, Speeds]":
     """Put together what is searched.
 
     Args:
@@ -178,7 +183,7 @@ def search_of(
         meshes: whether processes may share model and packs in other ways than in the recipe.
 
     Returns:
-        The search, and the device that it plans for; None for this machine's processor.
+        The search, the device that it plans for, None for this machine's processor, and its speeds.
 
     Raises:
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
@@ -186,17 +191,16 @@ def search_of(
     from headway.count.activations import SavedByPrecision
     from headway.count.models import shipped_name
     from headway.devices import named_device
-    from headway.train.dry_run import lengths_of
-    from headway.train.tune import Search, Space, StepTimer, parse_step_tokens
+    from headway.train.dry_run import learning_model, lengths_of
+    from headway.train.forecast import Forecaster
+    from headway.train.tune import Search, Space, parse_step_tokens
 
     count, name = config.plan.devices or 1, config.plan.device
     found = named_device(name) if name is not None else None
     room = _room(memory, found)
     cost_model = resolve_cost_model(config.model.path)
     architecture = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
-    learning = cost_model.freeze(config.model.freeze)
-    if config.model.lora is not None:
-        learning = learning.lora(config.model.lora.rank, config.model.lora.targets)
+    learning = learning_model(config, cost_model)
     wanted, tolerance = (None, None) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
     space = Space.of(
         config,
@@ -215,29 +219,9 @@ def search_of(
             "in the recipe."
         )
     saved = SavedByPrecision(partial(saved_activations, config.model.path))
-    timer = StepTimer(learning, saved, _speeds(config, count, found), count)
-    return Search(config, learning, saved, count, room, lengths, timer, space), found
-
-
-def _speeds(config: "TrainConfig", devices: int, device: "Device | None") -> "Speeds":
-    """Of the device that is named, by its datasheet; of this machine's processor, measured, where none is."""
-    from headway.devices import copy_ceiling, matmul_ceiling
-    from headway.plan.speeds import Span, Speeds
-    from headway.train.dry_run import precision_of
-
-    dtype = "fp32" if precision_of(config, devices) == "float32" else "bf16"
-    if device is not None:
-        return Speeds.of_device(device, dtype)
-    if config.run.device != "cpu":
-        raise PlanError(
-            "no device is named, so neither memory nor time can be planned: give --device, set plan.device, or run on "
-            "this machine's processor with run.device=cpu."
-        )
-    with needs_extra("measuring this processor"):
-        product = matmul_ceiling("cpu", dtype)
-        copied = copy_ceiling("cpu").best.best_per_s
-    peak = product.best.best_per_s
-    return Speeds(product.device, peak, Span.exact(copied), "measured now", launch_s=0.0)
+    speeds = speeds_of(config, cost_model, found, count)
+    timer = Forecaster(learning, saved, speeds, count).predict
+    return Search(config, learning, saved, count, room, lengths, timer, space), found, speeds
 
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
@@ -303,7 +287,7 @@ def _check_target(write: Path, recipe: Path) -> None:
         raise UsageError(f"--write {write}: the folder {write.parent} does not exist. Make it, or name another.")
 
 
-def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[Candidate, Seen]":
+def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[Candidate, Trial]":
     from headway.train.tune import measure
     from headway.train.tune.measure import STEPS
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.dry_run import PARTS
+from headway.cli.dry_run import LABELS
 from headway.report import (
     Column,
     format_bytes,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headway.devices import Device
-    from headway.train.tune import Candidate, Found, Seen
+    from headway.train.tune import Candidate, Found, Trial
 
 _GIB, _MIB = 2**30, 2**20
 _SMALL = 8 * _GIB  # limits below it are told in MiB
@@ -43,8 +43,8 @@ class Tuned:
     found: "Found"
     best: "Sequence[Candidate]"
     front: "Sequence[Candidate]"
-    seen: "Mapping[Candidate, Seen]"
-    again: "Sequence[tuple[Candidate, float, Seen | None]]"  # ranked after measuring
+    seen: "Mapping[Candidate, Trial]"
+    again: "Sequence[tuple[Candidate, float, Trial | None]]"  # ranked after measuring
     notes: tuple[str, ...]
 
     def mfu(self, flops_per_s: float) -> float | None:
@@ -118,8 +118,8 @@ def _candidate_record(tuned: Tuned, one: "Candidate") -> dict[str, Any]:
 
 def _more(tuned: Tuned, further: "Candidate") -> dict[str, int]:
     """Bytes by which the parts of a choice's memory exceed those of the best, the largest first."""
-    mine, theirs = tuned.best[0].memory.as_json(), further.memory.as_json()
-    more = {name: theirs[name] - mine[name] for name, _, _ in PARTS if theirs[name] > mine[name]}
+    mine, theirs = tuned.best[0].memory.fullest.parts, further.memory.fullest.parts
+    more = {name: more for name, size in theirs.items() if (more := size - mine.get(name, 0)) > 0}
     return dict(sorted(more.items(), key=lambda item: -item[1]))
 
 
@@ -227,8 +227,9 @@ def _what_is_next(tuned: Tuned) -> str:
     if further is None:
         return "More memory buys nothing here: no choice up to a quarter beyond the limit is faster than the best."
     gain = further.flops_per_s / tuned.best[0].flops_per_s - 1
-    labels = {name: label for name, label, _ in PARTS}
-    more = [f"+{format_bytes(size)} of {labels[name]}" for name, size in list(_more(tuned, further).items())[:2]]
+    more = [
+        f"+{format_bytes(size)} of {LABELS.get(name, name)}" for name, size in list(_more(tuned, further).items())[:2]
+    ]
     return (
         f"The next faster choice does not fit: packs of {further.config.data.tokens_per_pack:,} x "
         f"{further.config.optim.accumulation}, recompute {further.config.speed.recompute}, mesh {_mesh(further)}, is "

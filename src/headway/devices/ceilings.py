@@ -115,7 +115,7 @@ def matmul_ceiling(
         finally:
             torch.set_float32_matmul_precision(before)
 
-    return _measured(device, dtype_name, measure, refresh, warn)
+    return cached_ceiling(device, dtype_name, measure, refresh=refresh, warn=warn)
 
 
 def copy_ceiling(
@@ -138,7 +138,9 @@ def copy_ceiling(
     device = torch.device(device)
     if device.type not in _SIZES:
         raise UnknownDeviceError(f"No copy is measured on {device.type}; known are {', '.join(_SIZES)}.")
-    return _measured(device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh, warn)
+    return cached_ceiling(
+        device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh=refresh, warn=warn
+    )
 
 
 def measure_ceiling(dtype_name: str) -> Peak:
@@ -219,9 +221,8 @@ def cached_ceiling(
     measure: Callable[[], list[Measurement]],
     *,
     refresh: bool = False,
-    only_cached: bool = False,
     warn: Callable[[str], None] = warnings.warn,
-) -> Ceiling | None:
+) -> Ceiling:
     """Take what was measured on a device from the cache, or measure it and keep it there.
 
     Args:
@@ -229,7 +230,6 @@ def cached_ceiling(
         what: names the measurement; another name is another file.
         measure: measures it.
         refresh: measure even if the cache has it.
-        only_cached: measure nothing; None where the cache has nothing.
         warn: told what is wrong with the cache.
     """
     key = {**environment(device), "what": what, "format": _FORMAT}
@@ -240,8 +240,6 @@ def cached_ceiling(
             return _from_record(json.loads(path.read_text(encoding="utf-8")), key)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
-    if only_cached:
-        return None
     ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
     try:
         record = json.dumps(_to_record(ceiling, key)).encode()
@@ -249,18 +247,6 @@ def cached_ceiling(
     except OSError as error:
         warn(f"The ceiling cannot be kept in {path.parent} ({error}); the next call measures again.")
     return ceiling
-
-
-def _measured(
-    device: "torch.device",
-    what: str,
-    measure: Callable[[], list[Measurement]],
-    refresh: bool,
-    warn: Callable[[str], None],
-) -> Ceiling:
-    found = cached_ceiling(device, what, measure, refresh=refresh, warn=warn)
-    assert found is not None
-    return found
 
 
 def _to_record(ceiling: Ceiling, key: dict[str, Any]) -> dict[str, Any]:

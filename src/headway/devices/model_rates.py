@@ -76,9 +76,8 @@ def model_rates(
     heads: tuple[int, int],
     *,
     refresh: bool = False,
-    only_cached: bool = False,
     warn: Callable[[str], None] = warnings.warn,
-) -> ModelRates | None:
+) -> ModelRates:
     """Measure the rates of a model's sizes, or take them from the cache.
 
     Args:
@@ -87,7 +86,6 @@ def model_rates(
         shapes: (m, k, n) of its products; those that do not fit into the time are left out, the largest first.
         heads: number and size of its attention's heads.
         refresh: measure even if the cache has them.
-        only_cached: measure nothing; None where the cache has nothing.
         warn: told what is wrong with the cache.
 
     Raises:
@@ -116,10 +114,7 @@ def model_rates(
         digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
         what = f"{name}-{dtype_name}-{digest}"
         measure = partial(sweep, where, asked, make, budget)
-        ceiling = cached_ceiling(where, what, measure, refresh=refresh, only_cached=only_cached, warn=warn)
-        if ceiling is None:
-            return None
-        found[name] = ceiling
+        found[name] = cached_ceiling(where, what, measure, refresh=refresh, warn=warn)
     by_shape = {name: {one.shape: one for one in ceiling.measurements} for name, ceiling in found.items()}
     return ModelRates(
         products={(m, k, n): one.median_per_s for (m, k, n), one in by_shape["products"].items()},

@@ -15,7 +15,7 @@ Shape = tuple[int, int, int]
 """(m, k, n) of a product of an m x k and a k x n matrix."""
 
 
-class Span(NamedTuple):
+class Cases(NamedTuple):
     """A number that is not known exactly: from its best case to its worst."""
 
     best: float
@@ -23,32 +23,32 @@ class Span(NamedTuple):
     worst: float
 
     @classmethod
-    def exact(cls, value: float) -> "Span":
+    def exact(cls, value: float) -> "Cases":
         """A number that is known."""
         return cls(value, value, value)
 
-    def __add__(self, other: "Span") -> "Span":  # type: ignore[override]  # sums, where a tuple would join
-        return Span(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: "Cases") -> "Cases":  # type: ignore[override]  # sums, where a tuple would join
+        return Cases(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def __sub__(self, other: "Span") -> "Span":
+    def __sub__(self, other: "Cases") -> "Cases":
         """Case by case: what is left of a sum that the other is a part of."""
-        return Span(*(a - b for a, b in zip(self, other, strict=True)))
+        return Cases(*(a - b for a, b in zip(self, other, strict=True)))
 
-    def times(self, factor: float) -> "Span":
+    def times(self, factor: float) -> "Cases":
         """Each case times a factor."""
-        return Span(*(factor * value for value in self))
+        return Cases(*(factor * value for value in self))
 
 
 # Large products reach 80 % of a datasheet's dense peak on NVIDIA's A100 and H100 and some 55 % on AMD's MI300X; those
 # of a model's sizes less, and power limits take their part.
 # Source: AMD, "Measuring Max-Achievable FLOPs", part 2, February 2025 (MI300X); `headway ceiling` gives your own.
-PRODUCTS = Span(0.8, 0.65, 0.45)
+PRODUCTS = Cases(0.8, 0.65, 0.45)
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak and 35 % of an H100's, FlashAttention-3 75 % of an H100's;
 # backward reaches less than forward.
 # Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
-ATTENTION = Span(0.65, 0.45, 0.25)
+ATTENTION = Cases(0.65, 0.45, 0.25)
 # Copies reach some 90 % of the printed bandwidth, elementwise kernels of a model's sizes less.
-BANDWIDTH = Span(0.9, 0.8, 0.6)
+BANDWIDTH = Cases(0.9, 0.8, 0.6)
 LAUNCH_S = 5e-6
 """Time that the host takes for a launch [s]; PyTorch needs 4 to 6 us for each operator."""
 
@@ -70,7 +70,7 @@ class Speeds:
 
     name: str
     peak_flops_per_s: float
-    bytes_per_s: Span
+    bytes_per_s: Cases
     source: str
     products: Mapping[Shape, float] = field(default_factory=dict)
     attention: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -103,14 +103,22 @@ class Speeds:
         source = (
             f"usual shares of the printed peak and bandwidth of {device.title} (`headway devices` has their source)"
         )
-        rates = Span(*(share * bandwidth for share in BANDWIDTH))
+        rates = Cases(*(share * bandwidth for share in BANDWIDTH))
         return cls(device.title, peak, rates, source, board_power_w=device.board_power_w)
 
     @classmethod
     def measured(cls, name: str, peak_flops_per_s: float, rates: ModelRates, launch_s: float = LAUNCH_S) -> "Speeds":
-        """Take the rates that a device was measured to reach at the model's own sizes."""
+        """Take the rates that a device was measured to reach at the model's own sizes.
+
+        Args:
+            name: of the device.
+            peak_flops_per_s: best of what was measured elsewhere [FLOP/s]; a faster product here takes its place.
+            rates: at the model's sizes.
+            launch_s: time that the host takes for a launch [s].
+        """
+        peak_flops_per_s = max(peak_flops_per_s, *rates.products.values())
         ordered = sorted(rates.bytes_per_s.values(), reverse=True)
-        moved = Span(ordered[0], ordered[len(ordered) // 2], ordered[-1])
+        moved = Cases(ordered[0], ordered[len(ordered) // 2], ordered[-1])
         source = f"measured at the model's sizes on {name}, {rates.measured_at:%Y-%m-%d}"
         return cls(name, peak_flops_per_s, moved, source, rates.products, rates.attention, launch_s=launch_s)
 
@@ -123,7 +131,7 @@ class Speeds:
     def _logs(self) -> list[tuple[tuple[float, ...], float]]:
         return [(tuple(map(math.log, shape)), rate) for shape, rate in self.products.items()]
 
-    def product_s(self, flops: float, shape: Shape | None, number_bytes: int) -> Span:
+    def product_s(self, flops: float, shape: Shape | None, number_bytes: int) -> Cases:
         """Predict the time of matrix products [s].
 
         Args:
@@ -132,15 +140,15 @@ class Speeds:
             number_bytes: of each number of the factors and the product.
         """
         if not self.products:
-            computed = Span(*(flops / (share * self.peak_flops_per_s) for share in PRODUCTS))
+            computed = Cases(*(flops / (share * self.peak_flops_per_s) for share in PRODUCTS))
             if shape is None:
                 return computed
             m, k, n = shape
             moved = self.memory_s(flops / (2 * m * k * n) * (m * k + k * n + m * n) * number_bytes)
-            return Span(*map(max, computed, moved))
+            return Cases(*map(max, computed, moved))
         if shape is None:
-            return Span.exact(flops / self.ceiling_flops_per_s)
-        return Span.exact(flops / self._rate(shape))
+            return Cases.exact(flops / self.ceiling_flops_per_s)
+        return Cases.exact(flops / self._rate(shape))
 
     def _rate(self, shape: Shape) -> float:
         """Rate of the four measured shapes nearest to one, each weighted by its nearness in sizes' logarithms."""
@@ -151,7 +159,7 @@ class Speeds:
         weights = [1 / (distance + 1e-9) ** 2 for distance, _ in near]
         return math.exp(sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights))
 
-    def attention_s(self, forward: float, backward: float, length: float) -> Span:
+    def attention_s(self, forward: float, backward: float, length: float) -> Cases:
         """Predict the time of attention [s].
 
         Args:
@@ -160,13 +168,13 @@ class Speeds:
             length: of a segment [tokens].
         """
         if not self.attention:
-            return Span(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
+            return Cases(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
         rates = [_between({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
-        return Span.exact(forward / rates[0] + backward / rates[1])
+        return Cases.exact(forward / rates[0] + backward / rates[1])
 
-    def memory_s(self, num_bytes: float) -> Span:
+    def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""
-        return Span(*(num_bytes / rate for rate in self.bytes_per_s))
+        return Cases(*(num_bytes / rate for rate in self.bytes_per_s))
 
 
 def _between(rates: Mapping[int, float], size: float) -> float:

@@ -19,8 +19,9 @@ from headway.count.flop_count import FlopRow
 from headway.count.recompute import recomputed_blocks
 from headway.count.step_facts import flops_on_padding
 from headway.plan.lines import NAMES, SLOW
-from headway.plan.memory import FLOAT32, State, head_features
-from headway.plan.speeds import Shape, Span, Speeds
+from headway.plan.memory import State, head_features
+from headway.plan.moments import FLOAT32
+from headway.plan.speeds import Cases, Shape, Speeds
 
 ROWS = (512, 2048, 8192)
 """Rows of inputs for which the rates of products are measured; others lie between or near."""
@@ -42,11 +43,11 @@ class TimeLine:
 
     key: str
     name: str
-    seconds: Span
+    seconds: Cases
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StepForecast:
     """A predicted step of all devices.
 
     Attributes:
@@ -62,9 +63,9 @@ class StepTime:
     tokens: float
 
     @property
-    def seconds(self) -> Span:
+    def seconds(self) -> Cases:
         """Time of a step [s]."""
-        return sum((line.seconds for line in self.lines), Span.exact(0.0))
+        return sum((line.seconds for line in self.lines), Cases.exact(0.0))
 
     @property
     def step_s(self) -> float:
@@ -72,14 +73,14 @@ class StepTime:
         return self.seconds.expected
 
     @property
-    def mfu(self) -> Span:
+    def mfu(self) -> Cases:
         """Useful FLOPs over what the devices could compute meanwhile, a fraction."""
-        return Span(*(self.flops / (self.peak_flops_per_s * seconds) for seconds in self.seconds))
+        return Cases(*(self.flops / (self.peak_flops_per_s * seconds) for seconds in self.seconds))
 
     @property
-    def tokens_per_s(self) -> Span:
+    def tokens_per_s(self) -> Cases:
         """Real tokens per second, all devices together."""
-        return Span(*(self.tokens / seconds for seconds in self.seconds))
+        return Cases(*(self.tokens / seconds for seconds in self.seconds))
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types; of each quantity the best, the expected and the worst case."""
@@ -147,7 +148,7 @@ class StepTimes:
         self._kinds, self._alive = found, alive
         self._products = sum(1 + sum(gradient.runs(trained) for gradient in row.gradients) for row in cost_model.rows)
 
-    def predict(self, work: StepWork, state: State) -> StepTime:
+    def predict(self, work: StepWork, state: State) -> StepForecast:
         """Predict a step.
 
         Args:
@@ -159,12 +160,12 @@ class StepTimes:
         """
         speeds, devices = self._speeds, work.devices
         padding = self._padding(work, state)
-        took: dict[str, Span] = {}
+        took: dict[str, Cases] = {}
         at_ceiling: dict[str, float] = defaultdict(float)
         rows = self._run_again(work, state)
         for row in rows:
             factor = (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / devices
-            took[row.name] = took.get(row.name, Span.exact(0.0)) + self._component_s(row, factor, work, state)
+            took[row.name] = took.get(row.name, Cases.exact(0.0)) + self._component_s(row, factor, work, state)
             at_ceiling[row.name] += (row.total + row.recompute) * factor / speeds.ceiling_flops_per_s
         useful = work.flops.total / devices
         at_peak = useful / speeds.peak_flops_per_s
@@ -174,20 +175,20 @@ class StepTimes:
             "recomputation": sum(row.recompute for row in rows) / devices / speeds.ceiling_flops_per_s,
             "padding": sum(padding.values()) / devices / speeds.ceiling_flops_per_s,
         }
-        lines = [TimeLine(key, NAMES[key], Span.exact(seconds)) for key, seconds in head.items()]
+        lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
         for name, seconds in took.items():
-            lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Span.exact(at_ceiling[name])))
+            lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
         lines.append(self._line("memory", speeds.memory_s(work.packs * self._moved_bytes(work, state))))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
-        computed = sum((line.seconds for line in lines), Span.exact(0.0))
-        waiting = computed.times(1 / work.balance - 1) if work.balance else Span.exact(0.0)
+        computed = sum((line.seconds for line in lines), Cases.exact(0.0))
+        waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
         launched = self._products * work.packs * speeds.launch_s
-        late = Span(*(max(0.0, launched - seconds) for seconds in computed))
+        late = Cases(*(max(0.0, launched - seconds) for seconds in computed))
         lines.append(self._line("idle.launch", late))
         peak = speeds.peak_flops_per_s * devices
         shown = tuple(line for line in lines if any(line.seconds))
-        return StepTime(shown, work.flops.total, peak, work.tokens)
+        return StepForecast(shown, work.flops.total, peak, work.tokens)
 
     def _run_again(self, work: StepWork, state: State) -> list[FlopRow]:
         """The rows of a step with what is computed again: the same share of each forward in any pack."""
@@ -201,12 +202,12 @@ class StepTimes:
         ]
 
     @staticmethod
-    def _line(key: str, seconds: Span) -> TimeLine:
+    def _line(key: str, seconds: Cases) -> TimeLine:
         return TimeLine(key, NAMES[key], seconds)
 
-    def _component_s(self, row: FlopRow, factor: float, work: StepWork, state: State) -> Span:
+    def _component_s(self, row: FlopRow, factor: float, work: StepWork, state: State) -> Cases:
         """Time of the products and the attention of one component under one driver on one device."""
-        seconds = Span.exact(0.0)
+        seconds = Cases.exact(0.0)
         attention = {"forward": 0.0, "backward": 0.0}
         units = drivers.parse(row.driver)(work.pack) / work.sequence
         if row.name == "language.head" and state.chunk is not None:

@@ -7,7 +7,7 @@ from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations
 from headway.errors import ConfigError
 from headway.plan.speeds import Speeds
-from headway.plan.step_time import StepTime, StepTimes, StepWork
+from headway.plan.step_time import StepForecast, StepTimes, StepWork
 from headway.train.config import TrainConfig
 from headway.train.dry_run import Packs, one_picture, precision_of, recompute_of, state_of
 
@@ -32,7 +32,7 @@ class Forecaster:
         self._speeds = speeds
         self._times: dict[str, StepTimes] = {}
 
-    def predict(self, config: TrainConfig, packs: Packs) -> StepTime:
+    def predict(self, config: TrainConfig, packs: Packs) -> StepForecast:
         """Predict a mean step of a recipe; a millisecond once the first is known.
 
         Args:

@@ -4,20 +4,18 @@
 best and corrects the rest.
 """
 
-from headway.train.tune.measure import Seen, corrected, measure
+from headway.train.tune.measure import Trial, corrected, measure
 from headway.train.tune.recipe import recipe_text
 from headway.train.tune.search import Candidate, Found, Search, Timed, distinct, front
 from headway.train.tune.space import Space, parse_step_tokens
-from headway.train.tune.timing import StepTimer
 
 __all__ = [
     "Candidate",
     "Found",
     "Search",
-    "Seen",
     "Space",
-    "StepTimer",
     "Timed",
+    "Trial",
     "corrected",
     "distinct",
     "front",

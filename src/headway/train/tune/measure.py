@@ -38,7 +38,7 @@ Command = Callable[[Path, int], list[str]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class Trial:
     """What a run of a few steps gave.
 
     Attributes:
@@ -63,7 +63,7 @@ def measure(
     steps: int = STEPS,
     limit_s: float = LIMIT_S,
     command: Command | None = None,
-) -> Seen:
+) -> Trial:
     """Train a configuration for a few steps.
 
     Args:
@@ -88,7 +88,7 @@ def measure(
         try:
             _, told = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return Seen("did not end", reason=f"ended after {limit_s:g} s")
+            return Trial("did not end", reason=f"ended after {limit_s:g} s")
         finally:
             _end(process)
         if process.returncode:
@@ -97,8 +97,8 @@ def measure(
 
 
 def corrected(
-    candidates: Sequence[Candidate], seen: Mapping[Candidate, Seen]
-) -> list[tuple[Candidate, float, Seen | None]]:
+    candidates: Sequence[Candidate], seen: Mapping[Candidate, Trial]
+) -> list[tuple[Candidate, float, Trial | None]]:
     """Rank choices again by what was measured.
 
     What was measured has its measured rate; the others have the predicted one times the median of measured over
@@ -116,7 +116,7 @@ def corrected(
     burst = [each.memory.peak for each, one in seen.items() if one.outcome == "out of memory"]
     held = [each.memory.peak for each, one in seen.items() if one.outcome == "measured"]
     limit = min((size for size in burst if size > max(held, default=0)), default=None)
-    ranked: list[tuple[Candidate, float, Seen | None]] = []
+    ranked: list[tuple[Candidate, float, Trial | None]] = []
     for one in candidates:
         was = seen.get(one)
         if was is not None and was.flops_per_s is not None:
@@ -150,19 +150,19 @@ def _end(process: "subprocess.Popen[str]") -> None:
         process.stderr.close()
 
 
-def _failed(code: int, told: str) -> Seen:
+def _failed(code: int, told: str) -> Trial:
     is_memory = code == _KILLED or any(words.lower() in told.lower() for words in _NO_MEMORY)
     lines = [line.strip() for line in told.splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else f"exit code {code}")
-    return Seen("out of memory" if is_memory else "failed", reason=said[:_LONGEST])
+    return Trial("out of memory" if is_memory else "failed", reason=said[:_LONGEST])
 
 
-def _read(path: Path) -> Seen:
+def _read(path: Path) -> Trial:
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     timed = [one for one in records if one.get("kind") == "step"][WARM_UP:]
     seconds = sum(one["wall_s"] for one in timed)
     if not timed or not seconds:
-        return Seen("failed", reason="the data ended before a step could be timed")
+        return Trial("failed", reason="the data ended before a step could be timed")
     flops = sum(one["flops"]["total"] for one in timed)
     held = max((one.get("peak_memory_bytes") or 0 for one in timed), default=0)
-    return Seen("measured", flops / seconds, seconds / len(timed), held or None)
+    return Trial("measured", flops / seconds, seconds / len(timed), held or None)

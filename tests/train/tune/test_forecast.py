@@ -1,4 +1,4 @@
-"""The time of a choice is that of the forecast, with the FLOPs that it computes again."""
+"""A step's time does not depend on whether its packs were planned with what is computed again."""
 
 import pytest
 
@@ -6,7 +6,6 @@ from headway.devices import named_device
 from headway.plan.speeds import Speeds
 from headway.train.dry_run import plan_packs
 from headway.train.forecast import Forecaster
-from headway.train.tune import StepTimer
 from headway.train.tune.space import changed_config
 
 
@@ -18,7 +17,7 @@ def test_packs_planned_without_recomputation_take_what_those_planned_with_it_tak
     plain, again = (
         plan_packs(config, search.cost_model, shape, choice, lengths=search.lengths) for choice in ("none", recompute)
     )
-    expected = Forecaster(search.cost_model, search.saved, speeds, 8).predict(config, again)
-    found = StepTimer(search.cost_model, search.saved, speeds, 8)(config, plain)
+    forecaster = Forecaster(search.cost_model, search.saved, speeds, 8)
+    expected, found = forecaster.predict(config, again), forecaster.predict(config, plain)
     assert found.flops == expected.flops == plain.flops.total
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-9)
