@@ -1,4 +1,4 @@
-"""MFU and memory against packing length for the seeds' text, image and video recipes on their 32 A800, as predicted.
+"""MFU and memory against packing length for LMMs-Engine's text, image and video recipes on 32 A800, as predicted.
 
     .venv/bin/python benchmarks/packing_lengths.py     # a minute; nothing is measured, so any machine will do
 
@@ -84,7 +84,7 @@ def render(record: dict[str, Any]) -> str:
         rows.append(
             [
                 run["recipe"],
-                f"{run['tokens_per_pack']:,}" + (" (the seed)" if stands else ""),
+                f"{run['tokens_per_pack']:,}" + (" (LMMs-Engine)" if stands else ""),
                 f"{100 * run['dropped']:.2f} %",
                 f"{own['balance']:.3f}",
                 own["recompute"],

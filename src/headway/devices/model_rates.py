@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headway.devices.ceilings import TORCH_NAMES, cached_ceiling
+from headway.devices.ceilings import TORCH_NAMES, cached_ceiling, copy_ceiling
 from headway.devices.measure import TimeBudget, sweep
 from headway.errors import UnknownDeviceError
 
@@ -25,7 +25,8 @@ _PRODUCTS = TimeBudget(shape_s=0.15, total_s=90.0, min_repeats=3)
 _OTHERS = TimeBudget(shape_s=0.2, total_s=10.0, min_repeats=3)
 _LENGTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192), "mps": (256, 1024, 4096)}
 _ELEMENTS = {"cpu": (2**16, 2**19, 2**22), "cuda": (2**20, 2**24, 2**27), "mps": (2**18, 2**22, 2**25)}
-_MOVES = 3  # two factors are read, and their product is written
+_MOVES = 5  # of a saved byte: twice in forward, three times in backward
+_WIDTH = 256  # of a row that is normalised
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class ModelRates:
     Attributes:
         products: by (m, k, n) [FLOP/s].
         attention: forward and backward of causal attention by length of the segment [FLOP/s].
-        bytes_per_s: of products of two tensors, element by element, by bytes moved [byte/s].
+        bytes_per_s: of a norm and a gate, forward and backward, by the bytes of one of their tensors [byte/s].
+        copied_bytes_per_s: of copies of large tensors [byte/s].
         measured_at: when, in UTC.
         is_cached: whether it was read from the cache.
     """
@@ -43,6 +45,7 @@ class ModelRates:
     products: dict[tuple[int, int, int], float]
     attention: dict[int, tuple[float, float]]
     bytes_per_s: dict[int, float]
+    copied_bytes_per_s: float
     measured_at: datetime
     is_cached: bool
 
@@ -55,6 +58,7 @@ class ModelRates:
                 for length, (forward, backward) in self.attention.items()
             ],
             "elementwise": [{"bytes": size, "bytes_per_s": rate} for size, rate in self.bytes_per_s.items()],
+            "copied_bytes_per_s": self.copied_bytes_per_s,
             "measured_at": self.measured_at.isoformat(timespec="seconds"),
             "cached": self.is_cached,
         }
@@ -107,7 +111,7 @@ def model_rates(
         "products": (ordered, partial(_product, where, dtype), _PRODUCTS),
         "forward": (lengths, partial(_attention, where, dtype, backward=False), _OTHERS),
         "backward": (lengths, partial(_attention, where, dtype, backward=True), _OTHERS),
-        "elementwise": (sizes, partial(_multiplied, where, dtype), _OTHERS),
+        "elementwise": (sizes, partial(_elementwise, where, dtype), _OTHERS),
     }
     found = {}
     for name, (asked, make, budget) in problems.items():
@@ -123,7 +127,8 @@ def model_rates(
             for shape, one in by_shape["forward"].items()
             if shape in by_shape["backward"]
         },
-        bytes_per_s={one.work: one.median_per_s for one in by_shape["elementwise"].values()},
+        bytes_per_s={size * dtype.itemsize: one.median_per_s for (size,), one in by_shape["elementwise"].items()},
+        copied_bytes_per_s=copy_ceiling(where, refresh=refresh, warn=warn).best.best_per_s,
         measured_at=found["products"].measured_at,
         is_cached=all(ceiling.is_cached for ceiling in found.values()),
     )
@@ -158,8 +163,29 @@ def _attention(device: "torch.device", dtype: "torch.dtype", shape: Shape, *, ba
     return run, 2 * forward
 
 
-def _multiplied(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
+def _elementwise(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
+    """A norm and a gate as models write them out, forward and backward; its work is what they move for what is saved.
+
+    Each saved byte counts as often as a plan counts it (`headway.plan.step_time`), so that a rate is what the bytes of
+    a plan go by.
+    """
     import torch
 
-    a, b = torch.randn(*shape, device=device, dtype=dtype), torch.randn(*shape, device=device, dtype=dtype)
-    return lambda: a * b, _MOVES * shape[0] * dtype.itemsize
+    width = min(_WIDTH, shape[0])
+    size = (shape[0] // width, width)
+    x, gate = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight, slopes = torch.ones(width, device=device, dtype=dtype, requires_grad=True), torch.randn_like(x)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def run() -> object:
+        with torch.inference_mode(mode=False):
+            normed = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+            return torch.autograd.grad(torch.nn.functional.silu(gate) * normed, (x, gate, weight), slopes)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return run, _MOVES * sum(saved.values())

@@ -64,6 +64,7 @@ class Speeds:
         source: where these numbers are from, as a sentence.
         products: measured rates of matrix products by their shape [FLOP/s].
         attention: measured rates of attention, forward and backward, by the length of a segment [FLOP/s].
+        elementwise: measured rates of elementwise operations, by the size of a tensor [byte/s by byte].
         board_power_w: what a device draws at most [W]; None where it is not known.
         launch_s: time that the host takes for a launch [s]; 0 where nothing is launched ahead.
     """
@@ -74,6 +75,7 @@ class Speeds:
     source: str
     products: Mapping[Shape, float] = field(default_factory=dict)
     attention: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    elementwise: Mapping[int, float] = field(default_factory=dict)
     board_power_w: float | None = None
     launch_s: float = LAUNCH_S
 
@@ -117,10 +119,17 @@ class Speeds:
             launch_s: time that the host takes for a launch [s].
         """
         peak_flops_per_s = max(peak_flops_per_s, *rates.products.values())
-        ordered = sorted(rates.bytes_per_s.values(), reverse=True)
-        moved = Cases(ordered[0], ordered[len(ordered) // 2], ordered[-1])
         source = f"measured at the model's sizes on {name}, {rates.measured_at:%Y-%m-%d}"
-        return cls(name, peak_flops_per_s, moved, source, rates.products, rates.attention, launch_s=launch_s)
+        return cls(
+            name,
+            peak_flops_per_s,
+            Cases.exact(rates.copied_bytes_per_s),
+            source,
+            rates.products,
+            rates.attention,
+            rates.bytes_per_s,
+            launch_s=launch_s,
+        )
 
     @cached_property
     def ceiling_flops_per_s(self) -> float:
@@ -171,6 +180,12 @@ class Speeds:
             return Cases(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
         rates = [_between({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
         return Cases.exact(forward / rates[0] + backward / rates[1])
+
+    def elementwise_s(self, num_bytes: float, tensor_bytes: float) -> Cases:
+        """Predict the time of elementwise operations that move so many bytes, on tensors of a size [s]."""
+        if not self.elementwise:
+            return self.memory_s(num_bytes)
+        return Cases.exact(num_bytes / _between(self.elementwise, tensor_bytes))
 
     def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""

@@ -146,6 +146,7 @@ class StepTimes:
                     kinds[gradient.phase][kind] += gradient.flops
                     alive.add(row.block)
         self._kinds, self._alive = found, alive
+        self._width = max((min(row.features) for row in cost_model.rows if row.features), default=1)
         self._products = sum(1 + sum(gradient.runs(trained) for gradient in row.gradients) for row in cost_model.rows)
 
     def predict(self, work: StepWork, state: State) -> StepForecast:
@@ -178,7 +179,8 @@ class StepTimes:
         lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
         for name, seconds in took.items():
             lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
-        lines.append(self._line("memory", speeds.memory_s(work.packs * self._moved_bytes(work, state))))
+        each = work.pack.slots / work.sequence * self._width * state.compute_bytes
+        lines.append(self._line("memory", speeds.elementwise_s(work.packs * self._moved_bytes(work, state), each)))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
