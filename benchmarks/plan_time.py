@@ -100,7 +100,7 @@ def measured_speeds(folder: Path, name: str) -> Speeds:
         "cpu", "fp32", shapes_of(cost_model, (128, 512, 2048)), (found.heads, found.qk_dim), refresh=True
     )
     peak = matmul_ceiling("cpu", "fp32").peak().flops_per_s
-    return Speeds.measured("this CPU", peak, rates, launch_s=0.0)
+    return Speeds.measured("this CPU", peak, rates, runs_ahead=False)
 
 
 def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: dict[str, Speeds]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from headway.plan.memory import State
 from headway.plan.speeds import PRODUCTS, Cases, Speeds
 from headway.plan.step_time import StepTimes, StepWork, product_shape, shapes_of
 
-SPEEDS = Speeds("mine", 100.0, Cases.exact(10.0), "", {(8, 4, 2): 50.0}, {8: (20.0, 10.0)}, launch_s=0.0)
+SPEEDS = Speeds("mine", 100.0, Cases.exact(10.0), "", {(8, 4, 2): 50.0}, {8: (20.0, 10.0)}, host_s=0.0)
 EAGER = State(compute_bytes=4)
 ONE = Fraction(1)
 
@@ -83,9 +83,13 @@ def test_padding_accumulation_imbalance_and_launches_have_their_lines():
     assert more == pytest.approx(5 * 5 * 8 / 10 + 2 * 3 * 4 * 8 / 10)  # gradients are added to those that are there
     uneven = times.predict(work(tiny(), balance=0.5), EAGER)
     assert seconds(uneven)["communication.waiting"] == pytest.approx(plain.step_s)
-    late = StepTimes(tiny(), saved(), replace(SPEEDS, launch_s=100.0)).predict(work(tiny()), EAGER)
-    assert late.step_s == pytest.approx(500.0)  # two forwards, three products of backward
+    late, behind = (
+        StepTimes(tiny(), saved(), replace(SPEEDS, host_s=250.0, runs_ahead=ahead)).predict(work(tiny()), EAGER)
+        for ahead in (True, False)
+    )
+    assert late.step_s == pytest.approx(500.0)  # of two rows
     assert seconds(late)["idle.launch"] == pytest.approx(500 - plain.step_s)
+    assert behind.step_s == pytest.approx(500 + plain.step_s)
 
 
 def test_devices_share_the_work_and_the_optimizer():

@@ -98,7 +98,8 @@ def _render_model(model: str, dtype: str, rates: "ModelRates") -> str:
             rows.append([f"attention, {phase}", f"{length} tokens", format_rate(rate)])
     rows += [["elementwise", f"{size / 2**20:.3g} MiB", _bandwidth(rate)] for size, rate in rates.bytes_per_s.items()]
     state = "from the cache; --refresh measures again" if rates.is_cached else "just now"
-    pairs = [("model", model), ("measured", f"{rates.measured_at:%Y-%m-%d %H:%M} UTC, {state}")]
+    host = f"{1e6 * rates.host_s:.0f} us for a linear module and what stands around it, forward and backward"
+    pairs = [("model", model), ("host", host), ("measured", f"{rates.measured_at:%Y-%m-%d %H:%M} UTC, {state}")]
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 
 

@@ -133,7 +133,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     Raises:
         PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
     """
-    from headway.plan.speeds import LAUNCH_S, Speeds
+    from headway.plan.speeds import Speeds
     from headway.train.dry_run import precision_of
 
     dtype = _DTYPES[precision_of(config, devices)]
@@ -153,8 +153,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     numbers = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
     rates = model_rates(where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), warn=warn)
     peak = matmul_ceiling(where, dtype, warn=warn).peak()
-    # a CPU launches nothing ahead
-    return Speeds.measured(peak.name, peak.flops_per_s, rates, launch_s=0.0 if where.type == "cpu" else LAUNCH_S)
+    return Speeds.measured(peak.name, peak.flops_per_s, rates, runs_ahead=where.type != "cpu")
 
 
 def _run(tokens: float, time: "StepForecast", devices: int, price: float | None, speeds: "Speeds") -> WholeRun:

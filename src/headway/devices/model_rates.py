@@ -27,6 +27,7 @@ _LENGTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192), "mps": (256, 102
 _ELEMENTS = {"cpu": (2**16, 2**19, 2**22), "cuda": (2**20, 2**24, 2**27), "mps": (2**18, 2**22, 2**25)}
 _MOVES = 5  # of a saved byte: twice in forward, three times in backward
 _WIDTH = 256  # of a row that is normalised
+_MODULES = 24  # linear ones, of which three make an MLP with a gate and a norm
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class ModelRates:
         attention: forward and backward of causal attention by length of the segment [FLOP/s].
         bytes_per_s: of a norm and a gate, forward and backward, by the bytes of one of their tensors [byte/s].
         copied_bytes_per_s: of copies of large tensors [byte/s].
+        host_s: that the host takes for a linear module and the operators around it, forward and backward [s].
         measured_at: when, in UTC.
         is_cached: whether it was read from the cache.
     """
@@ -46,6 +48,7 @@ class ModelRates:
     attention: dict[int, tuple[float, float]]
     bytes_per_s: dict[int, float]
     copied_bytes_per_s: float
+    host_s: float
     measured_at: datetime
     is_cached: bool
 
@@ -59,6 +62,7 @@ class ModelRates:
             ],
             "elementwise": [{"bytes": size, "bytes_per_s": rate} for size, rate in self.bytes_per_s.items()],
             "copied_bytes_per_s": self.copied_bytes_per_s,
+            "host_s": self.host_s,
             "measured_at": self.measured_at.isoformat(timespec="seconds"),
             "cached": self.is_cached,
         }
@@ -112,6 +116,7 @@ def model_rates(
         "forward": (lengths, partial(_attention, where, dtype, backward=False), _OTHERS),
         "backward": (lengths, partial(_attention, where, dtype, backward=True), _OTHERS),
         "elementwise": (sizes, partial(_elementwise, where, dtype), _OTHERS),
+        "host": ([(_MODULES,)], partial(_modules, where, dtype), _OTHERS),
     }
     found = {}
     for name, (asked, make, budget) in problems.items():
@@ -129,6 +134,7 @@ def model_rates(
         },
         bytes_per_s={size * dtype.itemsize: one.median_per_s for (size,), one in by_shape["elementwise"].items()},
         copied_bytes_per_s=copy_ceiling(where, refresh=refresh, warn=warn).best.best_per_s,
+        host_s=1 / found["host"].best.median_per_s,
         measured_at=found["products"].measured_at,
         is_cached=all(ceiling.is_cached for ceiling in found.values()),
     )
@@ -189,3 +195,30 @@ def _elementwise(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         run()
     return run, _MOVES * sum(saved.values())
+
+
+def _modules(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
+    """A stack of small MLPs with a gate and a norm, whose arithmetic takes no time beside their operators'."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import silu
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16, device=device, dtype=dtype))
+            self.gate, self.up, self.down = (nn.Linear(16, 16, bias=False, device=device, dtype=dtype) for _ in "gud")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+            out: torch.Tensor = x + self.down(silu(self.gate(normed)) * self.up(normed))
+            return out
+
+    stack = nn.Sequential(*(Gated() for _ in range(shape[0] // 3)))
+    x = torch.randn(1, 4, 16, device=device, dtype=dtype)
+
+    def run() -> object:
+        with torch.inference_mode(mode=False):
+            return torch.autograd.grad(stack(x).sum(), [*stack.parameters()])
+
+    return run, shape[0]

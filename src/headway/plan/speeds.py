@@ -50,7 +50,7 @@ ATTENTION = Cases(0.65, 0.45, 0.25)
 # Copies reach some 90 % of the printed bandwidth, elementwise kernels of a model's sizes less.
 BANDWIDTH = Cases(0.9, 0.8, 0.6)
 LAUNCH_S = 5e-6
-"""Time that the host takes for a launch [s]; PyTorch needs 4 to 6 us for each operator."""
+"""Time that the host takes to launch a product [s], where nothing was measured: some microseconds."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Speeds:
         attention: measured rates of attention, forward and backward, by the length of a segment [FLOP/s].
         elementwise: measured rates of elementwise operations, by the size of a tensor [byte/s by byte].
         board_power_w: what a device draws at most [W]; None where it is not known.
-        launch_s: time that the host takes for a launch [s]; 0 where nothing is launched ahead.
+        host_s: that the host takes for a linear module and what stands around it, forward and backward [s].
+        runs_ahead: whether the host launches while the device computes; a CPU does one after the other.
     """
 
     name: str
@@ -77,7 +78,8 @@ class Speeds:
     attention: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     elementwise: Mapping[int, float] = field(default_factory=dict)
     board_power_w: float | None = None
-    launch_s: float = LAUNCH_S
+    host_s: float = 3 * LAUNCH_S
+    runs_ahead: bool = True
 
     @property
     def is_measured(self) -> bool:
@@ -109,14 +111,14 @@ class Speeds:
         return cls(device.title, peak, rates, source, board_power_w=device.board_power_w)
 
     @classmethod
-    def measured(cls, name: str, peak_flops_per_s: float, rates: ModelRates, launch_s: float = LAUNCH_S) -> "Speeds":
+    def measured(cls, name: str, peak_flops_per_s: float, rates: ModelRates, *, runs_ahead: bool) -> "Speeds":
         """Take the rates that a device was measured to reach at the model's own sizes.
 
         Args:
             name: of the device.
             peak_flops_per_s: best of what was measured elsewhere [FLOP/s]; a faster product here takes its place.
             rates: at the model's sizes.
-            launch_s: time that the host takes for a launch [s].
+            runs_ahead: whether the host launches while the device computes.
         """
         peak_flops_per_s = max(peak_flops_per_s, *rates.products.values())
         source = f"measured at the model's sizes on {name}, {rates.measured_at:%Y-%m-%d}"
@@ -128,7 +130,8 @@ class Speeds:
             rates.products,
             rates.attention,
             rates.bytes_per_s,
-            launch_s=launch_s,
+            host_s=rates.host_s,
+            runs_ahead=runs_ahead,
         )
 
     @cached_property
@@ -181,11 +184,14 @@ class Speeds:
         rates = [_between({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
         return Cases.exact(forward / rates[0] + backward / rates[1])
 
-    def elementwise_s(self, num_bytes: float, tensor_bytes: float) -> Cases:
-        """Predict the time of elementwise operations that move so many bytes, on tensors of a size [s]."""
+    def elementwise_s(self, num_bytes: float) -> Cases:
+        """Predict the time of elementwise operations that move so many bytes [s].
+
+        By the rate of the largest tensors measured: in a step others come between, so none is still in a cache.
+        """
         if not self.elementwise:
             return self.memory_s(num_bytes)
-        return Cases.exact(num_bytes / _between(self.elementwise, tensor_bytes))
+        return Cases.exact(num_bytes / self.elementwise[max(self.elementwise)])
 
     def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""

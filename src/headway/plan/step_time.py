@@ -146,8 +146,6 @@ class StepTimes:
                     kinds[gradient.phase][kind] += gradient.flops
                     alive.add(row.block)
         self._kinds, self._alive = found, alive
-        self._width = max((min(row.features) for row in cost_model.rows if row.features), default=1)
-        self._products = sum(1 + sum(gradient.runs(trained) for gradient in row.gradients) for row in cost_model.rows)
 
     def predict(self, work: StepWork, state: State) -> StepForecast:
         """Predict a step.
@@ -179,14 +177,13 @@ class StepTimes:
         lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
         for name, seconds in took.items():
             lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
-        each = work.pack.slots / work.sequence * self._width * state.compute_bytes
-        lines.append(self._line("memory", speeds.elementwise_s(work.packs * self._moved_bytes(work, state), each)))
+        lines.append(self._line("memory", speeds.elementwise_s(work.packs * self._moved_bytes(work, state))))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
-        launched = self._products * work.packs * speeds.launch_s
-        late = Cases(*(max(0.0, launched - seconds) for seconds in computed))
+        host_s = len(self._cost_model.rows) * work.packs * speeds.host_s
+        late = Cases(*(max(0.0, host_s - seconds) if speeds.runs_ahead else host_s for seconds in computed))
         lines.append(self._line("idle.launch", late))
         peak = speeds.peak_flops_per_s * devices
         shown = tuple(line for line in lines if any(line.seconds))
