@@ -94,7 +94,8 @@ def test_the_tables_name_what_does_not_fit(headway):
     result = headway("train", RECIPES / "qwen2.5-7b-text-81920.yaml", "--dry-run", "--set", "speed.recompute=none")
     assert result.code == 1
     text = " ".join(result.out.split())
-    assert "A800-SXM4-80GB's 74.5 GiB: DOES NOT FIT within 90.0 % what fits, by the plan" in text
+    assert "A800-SXM4-80GB's 74.5 GiB: DOES NOT FIT within 90.0 % by moment: built 907.9 MiB, first forward" in text
+    assert "GiB what fits, by the plan" in text
     assert re.search(
         r"speed\.recompute=full,-attention [\d.]+ GiB all of a block but attention is computed twice", text
     )

@@ -34,7 +34,9 @@ from headway.cli import (
     models,
     new_model,
     pack,
+    plan,
     train,
+    tune,
     verify,
 )
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
@@ -67,9 +69,11 @@ app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own cou
 app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
 app.command("look", short_help="See samples as tokens with their loss mask, and packs.")(look.look)
 app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
+app.command("plan", short_help="Predict memory, step time, MFU, days and cost of a run.")(plan.plan)
 app.command("init", short_help="Write a configuration for a model and data.")(init.init)
 app.command("new-model", short_help="Write a small model with random weights, for experiments.")(new_model.new_model)
 app.command("train", short_help="Train a model on packed data.")(train.train)
+app.command("tune", short_help="Search the settings that train fastest within the memory.")(tune.tune)
 app.command("chat", short_help="Talk to a model that was trained.")(chat.chat)
 app.command("generate", short_help="Answer one prompt or a file of them.")(generate.generate)
 app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from headway.devices import Ceiling, Device
     from headway.devices.measure import Measurement
+    from headway.devices.model_rates import ModelRates
 
 
 _KINDS = ("cpu", "cuda", "mps")
@@ -29,15 +30,23 @@ def ceiling(
         list[str] | None,
         typer.Option(metavar="NAME", help="bf16, fp16, fp32, on CUDA tf32, fp8, int8; all that it has. Repeatable."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Measure at this model's own sizes instead, for `headway plan` to use."),
+    ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever is in the cache.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the best rate of matrix products [FLOP/s] and of copies [byte/s] on this device, over several shapes.
 
-    Takes up to five seconds a dtype; the result is cached per device, driver, PyTorch version and thread count.
+    Takes up to five seconds a dtype, two minutes with --model; the result is cached per device, driver, PyTorch version
+    and thread count.
 
     Example: headway ceiling --device cpu --dtype fp32
     """
+    if model is not None:
+        _of_model(model, device, dtype, refresh=refresh, as_json=as_json)
+        return
     with needs_extra("measuring a ceiling"):
         from headway.devices.ceilings import copy_ceiling, dtypes_of, environment, matmul_ceiling
 
@@ -54,6 +63,44 @@ def ceiling(
         print_json(_record(around, products, copy, known))
     else:
         print(_render(around, products, copy, known))
+
+
+def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refresh: bool, as_json: bool) -> None:
+    """Measure a model's products, attention and elementwise operations, and print their rates."""
+    from headway.cli.resolve import resolve_architecture, resolve_cost_model
+
+    cost_model = resolve_cost_model(model)
+    numbers = resolve_architecture(model, cost_model)
+    with needs_extra("measuring a model's rates"):
+        from headway.devices.model_rates import model_rates
+        from headway.plan.step_time import shapes_of
+
+        where = _device(device)
+        for name in dtypes or ["fp32" if where.type == "cpu" else "bf16"]:
+            heads = (numbers.heads, numbers.qk_dim)
+            try:
+                rates = model_rates(where, name, shapes_of(cost_model), heads, refresh=refresh, warn=warn)
+            except UnknownDeviceError as error:
+                raise UsageError(str(error)) from error
+            if as_json:
+                print_json({"model": model, "dtype": name, **rates.as_json()})
+            else:
+                print(_render_model(model, name, rates))
+
+
+def _render_model(model: str, dtype: str, rates: "ModelRates") -> str:
+    columns = [Column("what", "left"), Column("size", "left"), Column("rate")]
+    rows = [
+        [f"{dtype} product", "x".join(map(str, shape)), format_rate(rate)] for shape, rate in rates.products.items()
+    ]
+    for length, both in rates.attention.items():
+        for phase, rate in zip(("forward", "backward"), both, strict=True):
+            rows.append([f"attention, {phase}", f"{length} tokens", format_rate(rate)])
+    rows += [["elementwise", f"{size / 2**20:.3g} MiB", _bandwidth(rate)] for size, rate in rates.bytes_per_s.items()]
+    state = "from the cache; --refresh measures again" if rates.is_cached else "just now"
+    host = f"{1e6 * rates.host_s:.0f} us for a linear module and what stands around it, forward and backward"
+    pairs = [("model", model), ("host", host), ("measured", f"{rates.measured_at:%Y-%m-%d %H:%M} UTC, {state}")]
+    return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 
 
 def _device(given: str | None) -> "torch.device":

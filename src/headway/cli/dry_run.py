@@ -28,19 +28,8 @@ if TYPE_CHECKING:
     from headway.train.dry_run import DryRun, Packs
 
 _NO_ROOM = "DOES NOT FIT"
-_PARTS = (
-    ("weights", "weights", "this device's share, as the optimizer sees them"),
-    ("casts", "weights, cast", "copies in the dtype of the products"),
-    ("gradients", "gradients", "this device's share"),
-    ("optimizer", "optimizer", "moments"),
-    ("average", "average", "moving average of the weights"),
-    ("gathered", "weights, gathered", "whole for a while: the head, two blocks and what is in no block"),
-    ("reducing", "gradients, summing", "of a unit on their way to the other devices"),
-    ("activations", "activations", "kept for backward, of the largest pack"),
-    ("recomputing", "recomputing", "activations of the block that is computed again"),
-    ("passing", "gradients, passing", "of what the block computes that backward is in"),
-    ("head", "logits and loss", "logits at hand, and the gradients made with them"),
-)
+LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
+    "gradients, passing", "head": "logits and loss", "updating": "optimizer, working"}  # fmt: skip
 
 
 def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | None, as_json: bool) -> None:
@@ -64,7 +53,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     name = device or config.plan.device
     cost_model = resolve_cost_model(config.model.path)
     found = named_device(name) if name is not None else None
-    saved = SavedByPrecision(partial(saved_activations, config.model.path))
+    saved = SavedByPrecision(partial(_saved, config))
     planned = dry_run(config, cost_model, saved, devices=count, device=found)
     if as_json:
         print(json.dumps(planned.as_json()))
@@ -72,6 +61,20 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
         print(_render(config, planned).replace(_NO_ROOM, coloured(_NO_ROOM, "red", sys.stdout)))
     if planned.fits is False:
         raise typer.Exit(1)
+
+
+def _saved(config: "TrainConfig", precision: str) -> "SavedActivations":
+    """What autograd saves of a recipe's model: where a part of it is frozen, traced so if torch is there."""
+    from headway.count.models import shipped_name
+
+    if config.model.freeze or config.model.lora:
+        try:
+            from headway.train.saved import saved_of_partly_trained
+        except ModuleNotFoundError:  # the shipped figures are those of a model that learns whole, which saves more
+            return saved_activations(config.model.path, precision)
+        known = shipped_name(config.model.path) or config.model.path
+        return saved_of_partly_trained(resolve_config(known), config.model, precision)
+    return saved_activations(config.model.path, precision)
 
 
 def saved_activations(name: str, precision: str) -> "SavedActivations":
@@ -99,23 +102,60 @@ def _render(config: "TrainConfig", planned: "DryRun") -> str:
             f"each pack" + (f"; experts over {shape.expert}" if shape.expert > 1 else ""),
         ),
     ]
-    sections = [render_pairs(pairs), _memory_table(planned)]
+    sections = [render_pairs(pairs), _memory_table(planned, _residual(config, planned))]
     if planned.ways:
         sections.append(_ways(planned))
     if packs is not None:
         sections += [_flops_table(packs), _packs_pairs(config, planned, packs)]
-    notes = [*planned.notes, "Memory leaves out the CUDA context, communication buffers and what the allocator wastes."]
+    notes = [*planned.notes, _left_out(planned)]
     return "\n\n".join([*sections, render_lines(notes)])
 
 
-def _memory_table(planned: "DryRun") -> str:
+def _residual(config: "TrainConfig", planned: "DryRun") -> dict[str, Any] | None:
+    """What the run of this recipe's folder held beyond its prediction, on this device and with this torch."""
+    if planned.device is None or not (config.run.folder / "memory.json").is_file():  # torch is imported below
+        return None
+    with needs_extra("reading what a run held"):
+        from headway.train.memory_record import last_residual
+
+        return last_residual(config.run.folder, planned.device.names)
+
+
+def _memory_table(planned: "DryRun", residual: dict[str, Any] | None = None) -> str:
+    from headway.plan.moments import PARTS
+
     memory = planned.memory
-    sizes = memory.as_json()
-    rows = [[label, format_bytes(sizes[name]), what] for name, label, what in _PARTS if sizes[name]]
-    footer = ["most at a time", format_bytes(memory.peak), _verdict(planned)]
+    fullest = memory.fullest
+    rows = [[LABELS.get(part, part), format_bytes(size), PARTS[part]] for part, size in fullest.parts.items()]
+    footer = [f"most, in {_in_words(fullest.name)}", format_bytes(memory.peak), _verdict(planned)]
     columns = [Column("memory of each device", "left"), Column("size"), Column("what", "left")]
-    table = render_table(columns, rows, footer=footer)
-    return table + (f"\nin the host's memory: {format_bytes(memory.host)}" if memory.host else "")
+    moments = ", ".join(f"{one.name} {format_bytes(one.total)}" for one in memory.moments)
+    lines = [render_table(columns, rows, footer=footer), f"by moment: {moments}"]
+    if residual is not None:
+        sign = "+" if residual["more"] >= 0 else "-"
+        lines.append(
+            f"last measured {sign}{format_bytes(abs(residual['more']))} on this device, of "
+            f"{format_bytes(residual['predicted'])} predicted then, with torch {residual['torch']}"
+        )
+    if memory.host:
+        lines.append(f"in the host's memory: {format_bytes(memory.host)}")
+    return "\n".join(lines)
+
+
+def _in_words(moment: str) -> str:
+    """Name a moment within a sentence."""
+    return "a model just built" if moment == "built" else f"the {moment}" if " " in moment else moment
+
+
+def _left_out(planned: "DryRun") -> str:
+    from headway.plan.allowance import allowances
+
+    shape = planned.shape
+    groups = sum(size > 1 for size in (shape.fsdp, shape.replicate, shape.sequence, shape.expert))
+    found = allowances(groups)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items())
+    whole = format_bytes(sum(found.values()))
+    return f"Not in the sizes above, and allowed for on a CUDA device: {parts}; {whole} in all."
 
 
 def _verdict(planned: "DryRun") -> str:

@@ -128,7 +128,7 @@ def train(
         )
     with needs_extra("training"):
         if not scale_down and find_spec("torch") is not None:
-            _find_inputs(resolved)
+            find_inputs(resolved)
         from headway.train.loop import train as run
 
     goes_on = None if resume_if_any else resume
@@ -139,7 +139,7 @@ def train(
     print_summary(run(resolved, resume=goes_on, is_smoke=smoke is not None), as_json=as_json)
 
 
-def _find_inputs(config: "TrainConfig") -> None:
+def find_inputs(config: "TrainConfig") -> None:
     """Look for the model and the data before torch is imported, which takes seconds."""
     from headway.data.sources.files import find_files
     from headway.hub import located

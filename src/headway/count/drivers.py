@@ -14,6 +14,7 @@ the like count pairs of such positions.
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -245,6 +246,7 @@ _PARAMETERS = re.compile(r"(.*?)((?<=[:/])\d+(?::\d+)*)?")
 _STEPS = re.compile(r"[1-9]\d*(:-?\d+(:[1-9]\d*)?)?")
 
 
+@cache
 def parse(driver: str) -> Callable[[Workload], int]:
     """Turn a driver's text into the function that evaluates it on a workload.
 

@@ -28,7 +28,7 @@ DTYPES = {
     "mps": ("fp32", "fp16", "bf16"),
 }
 
-_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
 _LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}  # of CUDA devices
 
 _SQUARES = (256, 512, 1024, 1536, 2048)
@@ -105,7 +105,7 @@ def matmul_ceiling(
     if dtype_name not in dtypes_of(device):
         has = ", ".join(dtypes_of(device))
         raise UnknownDeviceError(f"{report(device).name} has no {dtype_name} products to measure; it has {has}.")
-    dtype = _TORCH_NAMES.get(dtype_name, "float32")
+    dtype = TORCH_NAMES.get(dtype_name, "float32")
 
     def measure() -> list[Measurement]:
         before = torch.get_float32_matmul_precision()
@@ -115,7 +115,7 @@ def matmul_ceiling(
         finally:
             torch.set_float32_matmul_precision(before)
 
-    return _cached(device, dtype_name, measure, refresh, warn)
+    return cached_ceiling(device, dtype_name, measure, refresh=refresh, warn=warn)
 
 
 def copy_ceiling(
@@ -138,7 +138,9 @@ def copy_ceiling(
     device = torch.device(device)
     if device.type not in _SIZES:
         raise UnknownDeviceError(f"No copy is measured on {device.type}; known are {', '.join(_SIZES)}.")
-    return _cached(device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh, warn)
+    return cached_ceiling(
+        device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh=refresh, warn=warn
+    )
 
 
 def measure_ceiling(dtype_name: str) -> Peak:
@@ -213,13 +215,23 @@ def _driver() -> str | None:
     return found.group(1) if found else None
 
 
-def _cached(
+def cached_ceiling(
     device: "torch.device",
     what: str,
     measure: Callable[[], list[Measurement]],
-    refresh: bool,
-    warn: Callable[[str], None],
+    *,
+    refresh: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Ceiling:
+    """Take what was measured on a device from the cache, or measure it and keep it there.
+
+    Args:
+        device: that was or is measured.
+        what: names the measurement; another name is another file.
+        measure: measures it.
+        refresh: measure even if the cache has it.
+        warn: told what is wrong with the cache.
+    """
     key = {**environment(device), "what": what, "format": _FORMAT}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = cache_folder() / f"{device.type}-{what}-{digest}.json"

@@ -92,6 +92,32 @@ def sweep_copy(device: "torch.device", sizes: Sequence[int], budget: TimeBudget)
     return found
 
 
+def sweep(
+    device: "torch.device",
+    shapes: Sequence[tuple[int, ...]],
+    make: "Callable[[tuple[int, ...]], tuple[Callable[[], object], int]]",
+    budget: TimeBudget,
+) -> list[Measurement]:
+    """Time problems of any kind, small ones first, until the budget is spent.
+
+    Args:
+        device: where they run.
+        shapes: of the problems, ascending in work.
+        make: gives the function to time and its work [FLOP or byte].
+        budget: how long it may take; the first problem is always measured.
+    """
+    found: list[Measurement] = []
+    deadline_s = time.perf_counter() + budget.total_s
+    for shape in shapes:
+        left_s = deadline_s - time.perf_counter()
+        if found and left_s <= min(found[-1].durations_s) * (budget.min_repeats + 1):
+            break
+        run, work = make(shape)
+        durations_s = _time(run, device, min(budget.shape_s, max(left_s, 0.0)), budget.min_repeats)
+        found.append(Measurement(shape, work, durations_s))
+    return found
+
+
 def _flops(shape: tuple[int, int, int]) -> int:
     rows, inner, columns = shape
     return 2 * rows * inner * columns

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.plan.lines import NAMES
 
 SCHEMA_VERSION = 1
 NO_COMPONENT = "other modules"
@@ -36,14 +37,14 @@ class Need:
 def head_lines(needs: Mapping[str, Need]) -> list[tuple[str, str, int, dict[str, int]]]:
     """The lines that a waterfall begins with: key, name, time [ns], and that of each component."""
     lines = []
-    for key, name, attribute in (
-        ("useful", "needed work at peak", "useful"),
-        ("ceiling", "ceiling loss", "ceiling_loss"),
-        ("recomputation", "recomputation", "recomputed"),
-        ("padding", "padding and masked work", "padding"),
+    for key, attribute in (
+        ("useful", "useful"),
+        ("ceiling", "ceiling_loss"),
+        ("recomputation", "recomputed"),
+        ("padding", "padding"),
     ):
         by_component = {component: ns for component, need in needs.items() if (ns := getattr(need, attribute))}
-        lines.append((key, name, sum(by_component.values()), by_component))
+        lines.append((key, NAMES[key], sum(by_component.values()), by_component))
     return lines
 
 

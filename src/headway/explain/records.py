@@ -16,8 +16,9 @@ from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork, head_lines
 from headway.explain.findings.rules import find
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
 from headway.explain.unprofiled import WAY_OUT, unprofiled
-from headway.explain.waterfall import NAMES, JobExplanation, StepWaterfall
+from headway.explain.waterfall import JobExplanation, StepWaterfall
 from headway.log.jsonl import as_object
+from headway.plan.lines import NAMES
 from headway.report import format_duration
 
 METRICS = "metrics.jsonl"

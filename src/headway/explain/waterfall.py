@@ -23,25 +23,10 @@ from headway.explain.rates import DeviceRates
 from headway.explain.told import ToldTrace, tell
 from headway.explain.trace import Trace
 from headway.explain.traffic import OperandTraffic, operand_traffic
+from headway.plan.lines import NAMES, SLOW
 
 SCHEMA_VERSION = 1
 
-_SLOW = "slow"  # slower than the ceiling; components have long names, and a terminal 80 columns
-NAMES = {
-    MATMUL: "matmul-class kernels",
-    "memory": "memory-bound kernels",
-    "optimizer": "optimizer and clipping",
-    "communication": "exposed communication",
-    "communication.transfer": "exposed communication: transfer",
-    "communication.waiting": "exposed communication: waiting",
-    "copies": "exposed copies",
-    "idle.data": "idle: waiting for data",
-    "idle.launch": "idle: host late (launches)",
-    "idle.sync": "idle: host waits (sync)",
-    "idle.other": "idle: other",
-    "aside": "logging, eval, checkpoint, compile",
-    "unexplained": "unexplained: unknown kernels",
-}
 _NAMES_ON_CPU = {
     MATMUL: "matmul-class operators",
     "memory": "memory-bound operators",
@@ -272,7 +257,7 @@ def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives
         for component, need in needs.items():
             needed[owners.of_component(component)] += need.total
         for owner in [*needed, *(one for one in took if one not in needed)]:
-            amounts.append((f"slow.{owner}", f"{_SLOW}: {owner}", took[owner] - needed[owner], {}))
+            amounts.append((f"{SLOW}.{owner}", f"{SLOW}: {owner}", took[owner] - needed[owner], {}))
     waits = waiting_in(told.collectives, step, others)
     for key in ("memory", "optimizer"):
         amounts.append((key, names[key], spent[key], parts[key]))

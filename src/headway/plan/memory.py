@@ -1,4 +1,4 @@
-"""Memory that one device needs to train, by part, from a cost model, what autograd saves, and how the work is shared.
+"""Memory that one device needs to train, by part and by moment, from a cost model and what autograd saves.
 
 Everything is proportional to a parameter count or to a driver of the largest pack, so that no step has to run:
 
@@ -6,26 +6,27 @@ Everything is proportional to a parameter count or to a driver of the largest pa
 * gathered weights: of FSDP2, the units that are whole at a time, and the gradients of one that wait to be summed;
 * activations: what autograd saves of each block, or what enters it where it is recomputed and what attention gave
   where that is kept, and one block's worth to recompute into;
-* head: chunks of logits, and the gradients that the head's forward makes.
+* head: chunks of logits, and the gradients that the head's forward makes;
+* the update: copies in float32 of what the optimizer does not hold in it.
 
-Not counted: the CUDA context (about 0.5 GiB), communication buffers, attention's log-sum-exp, temporaries of single
-operations and what the allocator cannot use; leave them a tenth of the device.
+Each of these exists at some moments of a step and not at others; the peak is the fullest moment. Held against
+measurement in `benchmarks/results/plan_memory_*.md`. What the allocator and CUDA itself take is `plan.allowance`.
 """
 
 import functools
 import operator
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.recompute import recomputed_blocks
 from headway.count.rows import Parameter, hidden_matrices
+from headway.plan.moments import BFLOAT16, FLOAT32, PARTS, Ends, Moment, Passed, Unit, fullest_of_backward, moment
 from headway.plan.recompute import block_bytes
-
-FLOAT32, BFLOAT16 = 4, 2
-"""Bytes of a number."""
+from headway.plan.updating import UpdateOf, update_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +61,23 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes that one device holds, by part."""
+    """Bytes that one device holds: the most of each part, and what is held at each moment."""
 
     weights: int  # this device's share, as the optimizer sees them
-    casts: int  # copies of the weights in the dtype of the products, where nothing else makes them; as forward ends
-    # of these copies, the ones that exist in backward: of blocks that are not recomputed, and of one that is
-    recasts: int
-    gradients: int  # this device's share, whole at the end of backward
+    gradients: int  # this device's share, or whole ones that wait for a step's last pack
     optimizer: int  # moments
     average: int  # the moving average of the weights
+    casts: int  # copies of the weights in the dtype of the products, where nothing else makes them
     gathered: int  # weights that are whole for a while
     reducing: int  # gradients of a unit on their way to being summed
+    batch: int  # pixels, as bytes and as the tower reads them
     activations: int  # kept from forward to backward
-    recomputing: int  # the largest recomputed block, while it is computed again
-    passing: int  # gradients of activations in the block that backward is in
+    recomputing: int  # a block that is computed again, where backward is fullest
+    passing: int  # gradients of activations where backward is fullest
     head: int  # logits, and gradients made with them
-    head_gradients: int  # gradients that the head leaves to backward: of the hidden states and of its weight
+    updating: int  # copies that the optimizer works on
     host: int  # bytes in the host's memory instead
-    accumulates: bool
+    moments: tuple[Moment, ...]  # what is held when, in the order of a run
 
     @property
     def always(self) -> int:
@@ -85,27 +85,24 @@ class MemoryPlan:
         return self.weights + self.optimizer + self.average
 
     @property
-    def forward_peak(self) -> int:
-        """Bytes at the end of a forward, with the loss at hand."""
-        earlier = self.gradients if self.accumulates else 0
-        return self.always + self.casts + self.gathered + earlier + self.activations + self.head
-
-    @property
-    def backward_peak(self) -> int:
-        """Bytes in backward: as it begins, with all activations and no gradients, or as it ends, with the opposite."""
-        working = self.gathered + self.recasts + self.recomputing + self.passing + self.reducing
-        begins = self.activations + self.head_gradients + (self.gradients if self.accumulates else 0)
-        return self.always + working + max(begins, self.gradients)
+    def fullest(self) -> Moment:
+        """The moment of the peak."""
+        return max(self.moments, key=lambda one: one.total)
 
     @property
     def peak(self) -> int:
         """The most that is held at a time."""
-        return max(self.forward_peak, self.backward_peak)
+        return self.fullest.total
 
-    def as_json(self) -> dict[str, int]:
-        """The parts and peaks by name [bytes]."""
-        parts = {name: value for name, value in asdict(self).items() if name != "accumulates"}
-        return {**parts, "forward_peak": self.forward_peak, "backward_peak": self.backward_peak, "peak": self.peak}
+    def at(self, name: str) -> Moment:
+        """The moment of a name, one of `headway.plan.moments.MOMENTS`."""
+        return next(one for one in self.moments if one.name == name)
+
+    def as_json(self) -> dict[str, Any]:
+        """The parts, the moments with theirs, and the peak [bytes]."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moments"}
+        moments = {one.name: {**one.parts, "total": one.total} for one in self.moments}
+        return {**parts, "moments": moments, "peak_moment": self.fullest.name, "peak": self.peak}
 
 
 def plan_memory(
@@ -130,41 +127,65 @@ def plan_memory(
     moments = sum(p.numel * (1 if p.name in by_muon else 2) for p in trained)
     optimizer = _shared(state.moment_bytes * moments, sharing)
     average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
-    gathered, reducing = _units(cost_model, saved, state, sharing)
-    if not sharing.reduce_each_pack and state.accumulates:
-        gradients += sharing.reduce_bytes * _numel(trained)
+    units = _units(cost_model, saved, state, sharing)
     chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
-    blocks = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sharing.sequence)
-    again = {name: blocks[name].kept(keeps) for name, keeps in chosen.items() if name in blocks}
+    head = _Head.of(cost_model, pack, state, sharing)
+    passed = _passed(cost_model, saved, pack, state, sharing, chosen, units)
     outside = -(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence)
-    kept = outside + sum(again.get(name, block.whole) for name, block in blocks.items())
-    recomputing = max((blocks[name].whole - size for name, size in again.items()), default=0)
-    casts = recasts = 0
-    if not sharing.gathers and state.compute_bytes < state.weight_bytes:
-        casts, recasts = (state.compute_bytes * numel for numel in _cast(cost_model, saved, chosen))
-    passing = 2 * state.compute_bytes * _widest(cost_model, pack, blocks) // sharing.sequence
+    casts = _kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
+    shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
+    updating = update_bytes(
+        (p for p in trained if p.name not in by_muon),
+        ((p, shapes.get(p.name, p.numel)) for p in trained if p.name in by_muon),
+        UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards),
+    )
+    batch = _pixels(cost_model, pack, state)
     host = 0
     if sharing.offload:
         host = held + gradients + optimizer + average
-        held = gradients = optimizer = average = 0
-    head, head_gradients = _head(cost_model, pack, state, sharing)
-    return MemoryPlan(
-        weights=held,
-        casts=casts,
-        recasts=recasts,
-        gradients=gradients,
-        optimizer=optimizer,
-        average=average,
-        gathered=gathered,
-        reducing=reducing,
-        activations=kept,
-        recomputing=recomputing,
-        passing=passing,
-        head=head,
-        head_gradients=head_gradients,
-        host=host,
-        accumulates=state.accumulates,
+        held = gradients = optimizer = average = updating = 0
+    # gradients of the step's earlier packs, which those of this one are added to: no more come then
+    waits = gradients if state.accumulates else 0
+    if state.accumulates and not sharing.reduce_each_pack:
+        waits = sharing.reduce_bytes * _numel(trained)
+    comes = 0 if waits or sharing.offload else gradients
+    in_blocks = sum(block.gradients for block in passed)
+    at_once = _shared(head.weight, sharing)
+    ends = Ends(
+        outside=outside,
+        stream=head.stream,
+        head=at_once if comes else 0,
+        rest=max(0, comes - in_blocks - at_once),
+        tied=head.tied,
+        root=units.get("(root)", Unit()).gathered + units.get("(vision)", Unit()).gathered,
+        head_unit=units.get("(head)", Unit()),
+        embedding_unit=units.get("(embedding)", Unit()),
+        stay_gathered=not sharing.reshard,
     )
+    walk = fullest_of_backward(passed if comes else [replace(block, gradients=0) for block in passed], ends)
+    walk["gradients"] += waits
+    # FSDP2 keeps the buffer of the last gathering of a forward until the next, beside what was copied from it
+    last = ends.head_unit.gathered or (passed[-1].unit.gathered if passed else 0)
+    gathered = ends.root + ends.head_unit.gathered + last
+    if not sharing.reshard:
+        gathered += ends.embedding_unit.gathered + sum(block.unit.gathered for block in passed)
+    always = {"weights": held, "average": average}
+    activations = outside + sum(block.kept for block in passed)
+    kept = {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered, "gradients": waits}
+    found = [moment("built", **always)]
+    for when, ahead in (("first ", 0), ("", optimizer)):
+        forward = moment(f"{when}forward", **always, **kept, optimizer=ahead, head=head.forward)
+        begins = moment(f"{when}backward", **always, **kept, optimizer=ahead, head=head.backward)
+        passes = moment(f"{when}backward", **always, **walk, optimizer=ahead, batch=batch)
+        update = moment(f"{when}update", **always, optimizer=optimizer, gradients=gradients, updating=updating)
+        found += [forward, max(begins, passes, key=lambda one: one.total), update]
+    most = {part: max(walk.get(part, 0), *(one.parts.get(part, 0) for one in found)) for part in PARTS}
+    return MemoryPlan(**most, host=host, moments=tuple(found))
+
+
+def _casts(state: State, sharing: Sharing) -> bool:
+    """Whether autocast makes copies of weights in the dtype of the products."""
+    return not sharing.gathers and state.compute_bytes < state.weight_bytes
 
 
 def _shared(num_bytes: float, sharing: Sharing) -> int:
@@ -182,6 +203,46 @@ def _block_of(parameter: Parameter, saved: SavedActivations) -> str:
     return path
 
 
+def _passed(
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    chosen: Mapping[str, bool],
+    units: Mapping[str, Unit],
+) -> list[Passed]:
+    """What the backward of each block needs and leaves, in the order of forward: towers before the language model."""
+    sizes = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sharing.sequence)
+    gradients: Counter[str] = Counter()
+    for parameter in cost_model.parameters:
+        if parameter.trainable:
+            gradients[_block_of(parameter, saved)] += parameter.numel
+    casts = _cast_weights(cost_model, saved) if _casts(state, sharing) else Counter[str]()
+    widest: Counter[str] = Counter()
+    towers: set[str] = set()
+    for row in cost_model.rows:
+        if row.block in sizes:
+            if row.component.startswith("vision."):
+                towers.add(row.block)
+            if row.features:
+                values = row.forward * drivers.parse(row.driver)(pack) // (2 * min(row.features))
+                widest[row.block] = max(widest[row.block], values)
+    order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
+    return [
+        Passed(
+            sizes[name],
+            kept=sizes[name].kept(chosen[name]) if name in chosen else sizes[name].whole,
+            casts=state.compute_bytes * casts[name],
+            is_recomputed=name in chosen,
+            gradients=_shared(state.weight_bytes * gradients[name], sharing),
+            passing=2 * state.compute_bytes * widest[name] // sharing.sequence,
+            unit=units.get(name, Unit()),
+        )
+        for name in order
+    ]
+
+
 def _of_products(cost_model: CostModel) -> set[int]:
     bits = functools.reduce(
         operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
@@ -189,73 +250,67 @@ def _of_products(cost_model: CostModel) -> set[int]:
     return {i for i in range(len(cost_model.parameters)) if bits >> i & 1}
 
 
-def _cast(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[str, bool]) -> tuple[int, int]:
-    """Numbers of weights that are cast for their products: as forward ends, and in backward.
-
-    Autocast keeps what it cast of a linear layer until forward ends; experts cast their own, which a recomputed block
-    drops with everything else. In backward a recomputed block casts its weights again; the head made its gradients in
-    forward.
-    """
+def _cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
+    """Numbers of weights by block that are cast for their products; the head's under "(head)"."""
     head = _head_parameter(cost_model)
-    linear: Counter[str] = Counter()
-    experts: Counter[str] = Counter()
+    found: Counter[str] = Counter()
     for number in _of_products(cost_model):
         parameter = cost_model.parameters[number]
-        block = "(head)" if number == head else _block_of(parameter, saved)
-        (experts if parameter.component.endswith(".experts") else linear)[block] += parameter.numel
-    whole = linear + experts
-    one_again = max((whole[name] for name in chosen), default=0)
-    backward = sum(numel for name, numel in whole.items() if name not in chosen and name != "(head)") + one_again
-    return linear.total() + sum(numel for name, numel in experts.items() if name not in chosen), backward
+        found["(head)" if number == head else _block_of(parameter, saved)] += parameter.numel
+    return found
 
 
-def _widest(cost_model: CostModel, pack: Workload, blocks: Container[str]) -> int:
-    """Numbers in the largest input or output of a linear module of some blocks.
+def _kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[str, bool]) -> int:
+    """Number of weights whose copies exist as forward ends.
 
-    In backward a gated MLP has the gradients of its gate, of what it gates and of their product, and has let go of the
-    product: two more of these than the block keeps.
+    Autocast keeps what it cast of a linear layer that learns until forward ends. Experts cast their own weights, and of
+    a frozen weight nothing keeps the copy but the graph: those a recomputed block drops with everything else, and a
+    block without a backward at once.
     """
-    return max(
-        (
-            row.forward * drivers.parse(row.driver)(pack) // (2 * min(row.features))
-            for row in cost_model.rows
-            if row.features and row.block in blocks
-        ),
-        default=0,
-    )
+    head = _head_parameter(cost_model)
+    alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
+    kept = 0
+    for number in _of_products(cost_model):
+        parameter = cost_model.parameters[number]
+        block = _block_of(parameter, saved)
+        is_cached = parameter.trainable and not parameter.component.endswith(".experts")
+        if number == head or is_cached or (block in alive and block not in chosen):
+            kept += parameter.numel
+    return kept
 
 
-def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing: Sharing) -> tuple[int, int]:
-    """Bytes of the weights that FSDP2 gathers at a time, and of gradients on their way to being summed.
+def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing: Sharing) -> dict[str, Unit]:
+    """What FSDP2 gathers together, by the name of a block or of what is around the blocks.
 
     Each block is a unit, what is left of a vision tower, the input embedding, the head, and the root with the rest. The
-    root and the head stay gathered through forward and backward; of the others there are two at a time, the one that
-    computes and the one that is fetched meanwhile.
+    root and the head stay gathered until backward has passed them.
     """
     if not sharing.gathers:
-        return 0, 0
+        return {}
     head = _head_parameter(cost_model)
-    units: dict[str, int] = {}
-    trained: dict[str, int] = {}
+    whole: Counter[str] = Counter()
+    learns: Counter[str] = Counter()
     for number, parameter in enumerate(cost_model.parameters):
         size = parameter.numel // (sharing.expert if parameter.component.endswith(".experts") else 1)
         unit = _block_of(parameter, saved) or _outer_unit(number, parameter, cost_model, head)
-        units[unit] = units.get(unit, 0) + size
-        trained[unit] = trained.get(unit, 0) + (size if parameter.trainable else 0)
-    stays = sum(units.pop(name, 0) for name in ("(root)", "(head)"))
-    passing = sorted(units.values(), reverse=True)
-    at_once = passing[:2] if sharing.reshard else passing
-    reducing = max(trained.values()) * (state.compute_bytes + sharing.reduce_bytes)
-    return (stays + sum(at_once)) * state.compute_bytes, reducing
+        whole[unit] += size
+        learns[unit] += size if parameter.trainable else 0
+    return {
+        name: Unit(state.compute_bytes * size, state.compute_bytes * learns[name], sharing.reduce_bytes * learns[name])
+        for name, size in whole.items()
+    }
 
 
 def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: int | None) -> str:
-    tied = head is not None and not any(
-        p.numel == cost_model.parameters[head].numel for i, p in enumerate(cost_model.parameters) if i != head
-    )
-    if head is not None and parameter.numel == cost_model.parameters[head].numel and not tied:
+    if head is not None and parameter.numel == cost_model.parameters[head].numel and not _is_tied(cost_model, head):
         return "(head)" if number == head else "(embedding)"
     return "(vision)" if parameter.component.startswith("vision.") else "(root)"
+
+
+def _is_tied(cost_model: CostModel, head: int) -> bool:
+    """Whether the head's weight is the input embedding's: no other parameter is as large."""
+    size = cost_model.parameters[head].numel
+    return not any(p.numel == size for number, p in enumerate(cost_model.parameters) if number != head)
 
 
 def _head_parameter(cost_model: CostModel) -> int | None:
@@ -267,21 +322,66 @@ def _head_parameter(cost_model: CostModel) -> int | None:
     return None
 
 
-def _head(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> tuple[int, int]:
-    """Bytes of logits and of what is made with them, and of the gradients that backward begins with.
+def head_features(cost_model: CostModel) -> tuple[int, int] | None:
+    """Width of the hidden states and size of the vocabulary; None without a language head."""
+    rows = (row for row in cost_model.rows if row.component == "language.head")
+    return next((row.features for row in rows if row.features), None)
 
-    In chunks: the hidden states' gradient, the weight's summed in float32, and a chunk's logits, log-probabilities in
-    float32 and slopes. Whole: logits, their log-probabilities in float32, and the gradients of both.
+
+def _pixels(cost_model: CostModel, pack: Workload, state: State) -> int:
+    """Bytes of a pack's pixels: as bytes, scaled to float32, and where autocast is, once more for the product.
+
+    A value of a patch is multiplied into each channel of the tower once, which gives how many there are.
     """
-    row = next((row for row in cost_model.rows if row.component == "language.head" and row.features), None)
-    if row is None or row.features is None:
-        return 0, 0
-    width, vocabulary = row.features
-    slots = -(-pack.slots // sharing.sequence)
-    each = state.compute_bytes + FLOAT32
-    head = _head_parameter(cost_model)
-    learns = head is not None and cost_model.parameters[head].trainable
-    gradients = state.compute_bytes * slots * width + (FLOAT32 * width * vocabulary if learns else 0)
-    if state.chunk is None:
-        return slots * vocabulary * 2 * each, gradients
-    return gradients + min(state.chunk, slots) * vocabulary * (each + state.compute_bytes), gradients
+    row = next((row for row in cost_model.rows if row.component == "vision.embed"), None)
+    width = min(
+        (min(r.features) for r in cost_model.rows if r.features and r.block and r.component.startswith("vision.")),
+        default=0,
+    )
+    if row is None or not width:
+        return 0
+    values = row.forward * drivers.parse(row.driver)(pack) // (2 * width)
+    copies = FLOAT32 + (state.compute_bytes if state.compute_bytes < FLOAT32 else 0)
+    return values * (1 + copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Bytes of the output layer and its loss."""
+
+    forward: int  # at the fullest point of its forward
+    backward: int  # at the fullest point of its backward, where whole logits have one
+    weight: int  # of its weight's gradient, which backward begins with
+    tied: int  # of the input embedding's gradient, where it is added to the head's
+    stream: int  # of the hidden states in float32
+
+    @staticmethod
+    def of(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> "_Head":
+        """Add up a head.
+
+        In chunks (`headway.models.losses.linear_losses`): the hidden states' gradient, the weight's summed in float32,
+        and a chunk's logits, their copy in float32 that log-softmax takes, and its result. As the last chunk ends, both
+        gradients are cast to what they belong to. Whole: the same of a whole pack; in backward log-softmax has its
+        result, the gradient of that and the gradient of its input, all in float32.
+        """
+        features = head_features(cost_model)
+        if features is None:
+            return _Head(0, 0, 0, 0, 0)
+        width, vocabulary = features
+        slots = -(-pack.slots // sharing.sequence)
+        compute = state.compute_bytes
+        casts = _casts(state, sharing)
+        number = _head_parameter(cost_model)
+        learns = number is not None and cost_model.parameters[number].trainable
+        numel = width * vocabulary if learns else 0
+        seen = state.weight_bytes if not sharing.gathers else compute  # bytes of a weight as the head sees it
+        logit = compute + FLOAT32 + (FLOAT32 if compute < FLOAT32 else 0)
+        tied = numel if learns and number is not None and _is_tied(cost_model, number) else 0
+        stream, weight = FLOAT32 * slots * width, state.weight_bytes * numel
+        if state.chunk is None:
+            return _Head(slots * vocabulary * logit, 3 * FLOAT32 * slots * vocabulary, weight, seen * tied, stream)
+        hidden = compute * slots * width
+        copied = hidden if casts else 0  # the norm before gives float32
+        working = hidden + copied + FLOAT32 * numel + min(state.chunk, slots) * vocabulary * logit
+        ends = hidden + copied + (stream if casts else 0) + numel * (FLOAT32 + (seen if seen < FLOAT32 else 0))
+        return _Head(max(working, ends), 0, weight, seen * tied, stream)

@@ -36,16 +36,12 @@ def block_bytes(
         sequence: processes that share the pack.
     """
     alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
-    return {
-        name: BlockBytes(
-            *(
-                -(-bytes_of(rows, pack) // sequence)
-                for rows in (block.fused if fused else block.plain, block.entry, block.attention)
-            )
-        )
-        for name, block in saved.blocks.items()
-        if name and name in alive
-    }
+    sizes: dict[int, BlockBytes] = {}  # blocks of one stack are mostly one object
+    for block in saved.blocks.values():
+        if id(block) not in sizes:
+            parts = (block.fused if fused else block.plain, block.entry, block.attention)
+            sizes[id(block)] = BlockBytes(*(-(-bytes_of(rows, pack) // sequence) for rows in parts))
+    return {name: sizes[id(block)] for name, block in saved.blocks.items() if name and name in alive}
 
 
 def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, bool]) -> int:

@@ -5,15 +5,17 @@ they made where an elementwise operation's backward needs it; what is elementwis
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers.integrations import moe
 
 from headway.count.activations import SavedActivations, SavedBlock
 from headway.tracing import build
@@ -51,8 +53,7 @@ def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> 
     for workload in workloads:
         arguments = in_dtype(model_inputs.arguments(workload), floats)
         run = _BlockRecorder(twin, of, blocks=blocks)
-        context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-        with recording(twin, run), context:
+        with recording(twin, run), _autocast(autocast):
             call(twin, arguments)
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
@@ -80,6 +81,38 @@ def saved_of_config(config: Any, precision: str) -> SavedActivations:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = build.model_on_shapes(config, dtype)
     return saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
+
+
+@contextmanager
+def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Enter autocast as training on CUDA has it; None for none.
+
+    A trace runs on a CPU, whose autocast leaves two things in the dtype in which they come: layer norms, which CUDA's
+    computes in float32, and grouped products, to which `headway.models.experts` gives autocast's dtype.
+
+    Source: docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".
+    """
+    if dtype is None:
+        yield
+        return
+    grouped, norm = moe._grouped_mm, F.layer_norm
+
+    def in_dtype(rows: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        product: torch.Tensor = grouped(rows.to(dtype), weight.to(dtype), *args, **kwargs)
+        return product
+
+    def in_float32(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return norm(x.float(), *args, **kwargs)
+
+    replaced = ((moe, "_grouped_mm", grouped, in_dtype), (F, "layer_norm", norm, in_float32))
+    with torch.autocast("cpu", dtype):
+        for module, name, _, stand_in in replaced:
+            setattr(module, name, stand_in)
+        try:
+            yield
+        finally:
+            for module, name, own, _ in replaced:
+                setattr(module, name, own)
 
 
 def _by_block(

@@ -21,8 +21,9 @@ from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanRepo
 from headway.packing.budget import square_grid
 from headway.packing.lengths import MIXES, LengthTable, read_lengths
 from headway.packing.measure import report_on
-from headway.plan.memory import BFLOAT16, FLOAT32, MemoryPlan, Sharing, State, plan_memory
+from headway.plan.memory import MemoryPlan, Sharing, State, plan_memory
 from headway.plan.mesh import MeshShape
+from headway.plan.moments import BFLOAT16, FLOAT32
 from headway.plan.recompute import block_bytes, least_recomputed
 from headway.train.config import TrainConfig
 from headway.train.fitting import Way, ways_to_fit
@@ -49,6 +50,7 @@ class Packs:
         samples_per_pack: mean number of segments in a pack.
         most_tokens: of the fullest pack [tokens].
         most_patches: of the pack with the most [patches].
+        mean_patches: of a pack on average [patches].
         flops: of a mean step, all devices together, by component.
     """
 
@@ -58,11 +60,12 @@ class Packs:
     samples_per_pack: float
     most_tokens: int
     most_patches: int
+    mean_patches: float
     flops: FlopCount
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        names = ("lengths", "samples_per_pack", "most_tokens", "most_patches")
+        names = ("lengths", "samples_per_pack", "most_tokens", "most_patches", "mean_patches")
         one = {name: getattr(self, name) for name in names}
         return {**one, **self.report.to_dict(), "overlong": self.counts.to_dict()}
 
@@ -139,12 +142,10 @@ def dry_run(
         UsageError: a pattern that matches nothing.
     """
     shape = config.parallel.mesh_shape(devices)
-    learning = cost_model.freeze(config.model.freeze)
-    if config.model.lora is not None:
-        learning = learning.lora(config.model.lora.rank, config.model.lora.targets)
+    learning = learning_model(config, cost_model)
     left_out = saved[precision_of(config, devices)].left_out
     notes = []
-    packs = _plan_packs(config, learning, shape, _recompute(config, learning, saved, shape))
+    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape))
     if packs is None:
         notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
@@ -168,6 +169,13 @@ def dry_run(
     if left_out:
         notes.append(f"activations of {', '.join(left_out[:3])} are not explained, and missing")
     return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes))
+
+
+def learning_model(config: TrainConfig, cost_model: CostModel) -> CostModel:
+    """Freeze what a recipe freezes, and put its adapters in place."""
+    learning = cost_model.freeze(config.model.freeze)
+    lora = config.model.lora
+    return learning if lora is None else learning.lora(lora.rank, lora.targets)
 
 
 def memory_plan(
@@ -196,9 +204,9 @@ def memory_plan(
         raise ConfigError("parallel.offload has no effect on one process, which keeps its model whole.")
     bucket = config.data.bucket_tokens or 1
     slots = -(-tokens // bucket) * bucket
-    pack = Workload([tokens], images=_one_picture(patches, cost_model), slots=slots)
+    pack = Workload([tokens], images=one_picture(patches, cost_model), slots=slots)
     precision = precision_of(config, devices)
-    state = _state(config, precision, _recompute(config, cost_model, saved, shape))
+    state = state_of(config, precision, recompute_of(config, cost_model, saved, shape))
     return plan_memory(cost_model, saved[precision], pack, state, _sharing(config, shape))
 
 
@@ -215,10 +223,10 @@ def precision_of(config: TrainConfig, devices: int) -> Precision:
     return "bfloat16" if devices > 1 or dtype == "bfloat16-params" else "bfloat16-autocast"
 
 
-def _recompute(
+def recompute_of(
     config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], shape: MeshShape
 ) -> str:
-    """Blocks to recompute, as `CostModel.count` takes them; `memory:SIZE` is resolved as in training."""
+    """Name the blocks to recompute, as `CostModel.count` takes them; `memory:SIZE` is resolved as in training."""
     size = config.speed.recompute_bytes
     if size is None:
         return config.speed.recompute
@@ -231,7 +239,7 @@ def _recompute(
 
 def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:
     """The largest pack that fits the budget: one segment, with a picture of as many patches as there may be."""
-    images = _one_picture(_most_patches(config, cost_model), cost_model)
+    images = one_picture(_most_patches(config, cost_model), cost_model)
     return Workload([config.data.tokens_per_pack], images=images)
 
 
@@ -242,7 +250,8 @@ def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
     return config.data.patches_per_pack or config.data.tokens_per_pack * cost_model.merge_group
 
 
-def _state(config: TrainConfig, precision: Precision, recompute: str) -> State:
+def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
+    """Dtypes and bytes of what a recipe holds, and how its forward computes."""
     weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
     moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
     return State(
@@ -272,28 +281,36 @@ def _sharing(config: TrainConfig, shape: MeshShape) -> Sharing:
     )
 
 
-def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, recompute: str) -> Packs | None:
+def plan_packs(
+    config: TrainConfig,
+    cost_model: CostModel,
+    shape: MeshShape,
+    recompute: str,
+    lengths: tuple[str, LengthTable] | None = None,
+) -> Packs | None:
+    """Plan the packs of some steps with the planner that training uses.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen.
+        shape: how the devices share the work.
+        recompute: blocks to compute again, as `CostModel.count` takes them.
+        lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
+
+    Returns:
+        None where there are no lengths.
+
+    Raises:
+        ConfigError: none of the lengths fits a pack, or too many samples would have to be planned.
+        DataError: a sample exceeds a pack and `data.overlong` is "error".
+    """
+    found = lengths or lengths_of(config, cost_model, shape)
+    if found is None:
+        return None
+    name, table = found
     data, accumulation = config.data, config.optim.accumulation
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
     ranks = shape.world_size // shape.sequence
-    if config.plan.lengths is not None:
-        name, table = str(config.plan.lengths), _with_grids(read_lengths(config.plan.lengths), cost_model)
-    elif config.plan.mix is not None:
-        mix = MIXES[config.plan.mix]
-        name = f"{mix.name}: {mix.description}"
-        mean = float(mix.lengths(2000).tokens.mean())
-        filled = min(mean * (budget.items or np.inf), budget.tokens)
-        samples = int((STEPS + 1) * ranks * accumulation * filled / mean) + 1000
-        if samples > _MOST_SAMPLES:
-            raise ConfigError(
-                f"{ranks} ranks x {accumulation} packs of {budget.tokens} tokens need {samples:,} samples of "
-                f"{mix.name} in {STEPS} steps, and a dry run plans {_MOST_SAMPLES:,} at most. Lower "
-                "data.tokens_per_pack, optim.accumulation or --devices."
-            )
-        table = mix.lengths(samples)
-        table = _without_media(table) if not cost_model.has_vision else table
-    else:
-        return None
     items, counts = Items.build({"planned": table}, budget, data.overlong, cost_model)
     if not len(items):
         raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
@@ -309,11 +326,38 @@ def _plan_packs(config: TrainConfig, cost_model: CostModel, shape: MeshShape, re
     grids = table.grids[np.isin(table.grid_rows, rows)]
     work = Workload(items.tokens[chosen], images=grids, packs=len(whole) * ranks * accumulation)
     count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
-    segments = len(chosen) / sum(len(step.packs) for step in whole)
+    num_packs = sum(len(step.packs) for step in whole)
     most = [
         max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
     ]
-    return Packs(name, report, counts["planned"], segments, most[0], most[1], count)
+    segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
+    return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count)
+
+
+def lengths_of(config: TrainConfig, cost_model: CostModel, shape: MeshShape) -> tuple[str, LengthTable] | None:
+    """Name and table of the lengths that a recipe's plan section names, enough for some steps; None without any.
+
+    Raises:
+        ConfigError: steps so large that too many samples would have to be planned.
+        DataError: the file of lengths cannot be read.
+    """
+    data, accumulation = config.data, config.optim.accumulation
+    if config.plan.lengths is not None:
+        return str(config.plan.lengths), _with_grids(read_lengths(config.plan.lengths), cost_model)
+    if config.plan.mix is None:
+        return None
+    mix, ranks = MIXES[config.plan.mix], shape.world_size // shape.sequence
+    mean = float(mix.lengths(2000).tokens.mean())
+    filled = min(mean * (data.samples_per_pack or np.inf), data.tokens_per_pack)
+    samples = int((STEPS + 1) * ranks * accumulation * filled / mean) + 1000
+    if samples > _MOST_SAMPLES:
+        raise ConfigError(
+            f"{ranks} ranks x {accumulation} packs of {data.tokens_per_pack} tokens need {samples:,} samples of "
+            f"{mix.name} in {STEPS} steps, and a dry run plans {_MOST_SAMPLES:,} at most. Lower "
+            "data.tokens_per_pack, optim.accumulation or --devices."
+        )
+    table = mix.lengths(samples)
+    return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)
 
 
 def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
@@ -331,8 +375,8 @@ def _without_media(table: LengthTable) -> LengthTable:
     return LengthTable(table.tokens, np.zeros_like(table.patches), none, none[:, 0])
 
 
-def _one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
-    """Grid of one picture with so many patches; saved activations depend on their number alone."""
+def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
+    """Make the grid of one picture with so many patches; saved activations depend on their number alone."""
     return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []
 
 

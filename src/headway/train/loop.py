@@ -33,6 +33,7 @@ from headway.train.checkpoint import Checkpoint
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
 from headway.train.memory_error import Explanation
+from headway.train.memory_record import record_memory
 from headway.train.optim import learning_rate, set_learning_rate, take_step
 from headway.train.prepare import Run, prepare, save
 from headway.train.profiling import ProfileWindow
@@ -202,6 +203,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
     if ranks.is_first:
         run.exports.make(last)
         write_json(config.run.folder / SUMMARY, summary.as_json())
+        record_memory(run, config, utilisation.peak_memory_bytes)
     return summary
 
 

@@ -15,12 +15,14 @@ from headway.count.activations import SavedByPrecision
 from headway.errors import ConfigError, HeadwayError
 from headway.models.blocks import blocks
 from headway.models.parallel import local
+from headway.plan.memory import MemoryPlan
+from headway.plan.moments import PARTS
 from headway.report import format_bytes, format_count
 from headway.train.config import SpeedConfig, TrainConfig
 from headway.train.dry_run import USABLE, memory_plan
 from headway.train.fitting import ways_to_fit
 from headway.train.prepare import Run
-from headway.train.speed import saved_of
+from headway.train.saved import saved_as_trained
 from headway.train.watch import LoopPhase
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
@@ -60,8 +62,21 @@ class Explanation:
             f"out of memory on {run.device} (rank {run.ranks.rank}) in {phase}"
             f"{f', when {format_bytes(asked)} more were asked for' if asked else ''}. Held were {format_bytes(total)}: "
             f"{parts}.{pack} {self._way_out(held, activations + (asked or 0))} "
-            "The last checkpoint is whole; change the setting and go on with --resume where it may be changed."
+            f"{self._snapshot()}The last checkpoint is whole; change the setting and go on with --resume where it may "
+            "be changed."
         )
+
+    def _snapshot(self) -> str:
+        """Write what CUDA's allocator holds, for https://docs.pytorch.org/memory_viz; say where."""
+        run = self._run
+        if run.device.type != "cuda":
+            return ""
+        path = self._config.run.folder / f"memory-rank-{run.ranks.rank}.pickle"
+        try:
+            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # torch leaves it so
+        except (OSError, RuntimeError, AttributeError) as error:
+            return f"No snapshot of the allocator could be written: {error}. "
+        return f"What the allocator held is in {path}; open it at https://docs.pytorch.org/memory_viz. "
 
     def _way_out(self, held: dict[str, int], activations: int) -> str:
         """Say which settings fit the device by the memory plan; without a plan, which would need less."""
@@ -86,20 +101,30 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
     """
     room, devices = int(USABLE * total_bytes), run.ranks.size
     try:
-        saved = SavedByPrecision(partial(saved_of, config.model.path))
+        saved = SavedByPrecision(partial(saved_as_trained, config))
 
-        def peak(changed: TrainConfig, devices: int) -> int:
+        def plan(changed: TrainConfig, devices: int) -> MemoryPlan:
             fill = min(1.0, changed.data.tokens_per_pack / config.data.tokens_per_pack)
             sizes = math.ceil(fill * slots), math.ceil(fill * patches)
-            return memory_plan(changed, run.trained.cost_model, saved, devices, *sizes).peak
+            return memory_plan(changed, run.trained.cost_model, saved, devices, *sizes)
 
-        now, ways = peak(config, devices), ways_to_fit(config, devices, room, peak)
+        planned = plan(config, devices)
+        ways = ways_to_fit(config, devices, room, lambda changed, devices: plan(changed, devices).peak)
     except HeadwayError:
         return None
-    expected = f"The memory plan expects {format_bytes(now)} of this pack, where {format_bytes(total_bytes)} are there"
+    now, fullest = planned.peak, planned.fullest
+    largest, *others = sorted(fullest.parts.items(), key=lambda part: -part[1])
+    rest = ", ".join(f"{part} {format_bytes(size)}" for part, size in others)
+    expected = (
+        f"The memory plan expects {format_bytes(now)} of this pack, where {format_bytes(total_bytes)} are there; it is "
+        f"fullest in {fullest.name}, and most of that is {largest[0]}, {PARTS[largest[0]]}: {format_bytes(largest[1])} "
+        f"(then {rest})"
+    )
     if ways[0].peak_bytes > room:
         return f"{expected}, and no settings that fit; the least is {ways[0]}, {format_bytes(ways[0].peak_bytes)}."
-    fitting = "; ".join(f"{way}: {format_bytes(way.peak_bytes)}" for way in ways)
+    fitting = "; ".join(
+        f"{way}: {format_bytes(way.peak_bytes)}, {format_bytes(now - way.peak_bytes)} less" for way in ways
+    )
     return f"{expected}. What fits, by the plan, the gentlest first: {fitting}."
 
 

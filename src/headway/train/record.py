@@ -8,6 +8,7 @@ samples.jsonl   answers in words, if `eval.generate` asks for them
 profile/        traces of the steps that `run.profile` names
 explain.json    what `headway explain` says of the run, once it was asked
 summary.json    the run in one object, written at the end
+memory.json     memory as predicted and as measured, by part; on CUDA
 checkpoints/    see `checkpoint/`
 export/         model folders made of checkpoints, one for each exported step
 """

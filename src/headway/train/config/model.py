@@ -9,7 +9,9 @@ from headway.count.recompute import is_for_training
 from headway.plan.mesh import MeshShape
 from headway.train.config.sections import Fraction, Positive, Section, Share, changed
 
-_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+"""Units of sizes, and their bytes."""
 
 
 class LoraConfig(Section):
@@ -123,7 +125,7 @@ class SpeedConfig(Section):
         if not is_for_training(recompute) and _size(recompute) is None:
             raise ValueError(
                 f"{recompute!r} is not none, full, every:N, one of these with ,-attention behind it, or memory:SIZE "
-                f"with a size such as 40GiB; units are {', '.join(_BYTES)}"
+                f"with a size such as 40GiB; units are {', '.join(SIZE_UNITS)}"
             )
         return recompute
 
@@ -155,5 +157,14 @@ class SpeedConfig(Section):
 
 
 def _size(recompute: str) -> int | None:
-    match = re.fullmatch(rf"memory:(\d+(?:\.\d+)?) ?({'|'.join(_BYTES)})", recompute)
-    return round(float(match[1]) * _BYTES[match[2]]) if match else None
+    return bytes_in(recompute.removeprefix("memory:")) if recompute.startswith("memory:") else None
+
+
+def bytes_in(text: str) -> int | None:
+    """Read a size such as 40GiB [bytes]; None where it is none.
+
+    >>> bytes_in("1.5 KiB")
+    1536
+    """
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(SIZE_UNITS)})", text)
+    return round(float(match[1]) * SIZE_UNITS[match[2]]) if match else None

@@ -1,0 +1,174 @@
+"""Predicted step times beside measured ones: small models trained on this CPU in 24 configurations, on one thread.
+
+    .venv/bin/python benchmarks/plan_time.py        # some ten minutes on a core
+
+Each configuration is predicted before it runs, from the recipe, the lengths of its samples and the rates that
+`headway ceiling --model` measures: nothing is fitted to the steps. Then `headway train`'s loop takes its steps in this
+process. The median processor time of their thread counts, which other processes disturb less than wall time; the thread
+that makes the packs is not in it.
+
+Writes benchmarks/results/plan_time_<hardware>_<yyyymm>.json and the .md table rendered from it.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from scipy.stats import spearmanr
+
+from headway.cli.dry_run import saved_activations
+from headway.cli.index import build_indices
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.count.activations import SavedByPrecision
+from headway.data.sources import open_source
+from headway.devices.ceilings import matmul_ceiling
+from headway.devices.model_rates import model_rates
+from headway.plan.speeds import Speeds
+from headway.plan.step_time import StepForecast, shapes_of
+from headway.synthetic.digits import write_digits, write_reader
+from headway.train.config import TrainConfig, parse_config
+from headway.train.dry_run import learning_model, plan_packs
+from headway.train.forecast import Forecaster
+from headway.train.loop import train
+from headway.train.optim import Optimizer
+from headway.train.tune.lengths import joined
+from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
+
+WARM, STEPS = 2, 5
+# width, inner width, layers of the language model; the vision tower has the same widths and its own two layers
+MODELS = {"small": (128, 384, 3), "middle": (256, 768, 4), "large": (512, 1536, 4)}
+# model, packing length, accumulation, recomputation, frozen parts
+CONFIGURATIONS = [
+    *((model, slots, 1, "none", []) for model in MODELS for slots in (256, 512, 1024)),
+    *((model, 512, 2, "full", []) for model in MODELS),
+    *((model, 512, 1, "none", ["vision"]) for model in MODELS),
+    *((model, 1024, 1, "full", ["vision"]) for model in MODELS),
+    *((model, 256, 4, "none", []) for model in MODELS),
+    ("small", 2048, 1, "none", []),
+    ("middle", 2048, 1, "full", []),
+    ("large", 512, 1, "every:2", []),
+]
+
+
+def main() -> None:
+    """Predict, train, write the record, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
+    parser.add_argument("--only", type=int, help="only so many configurations, for a try")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {"what": "plan_time", "environment": environment(torch.device("cpu"))}
+    record |= {"steps": STEPS, "rows": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_digits(folder / "data", num_one_digit=300, num_train=3000, num_eval=4, renderings=1)
+        speeds = {name: measured_speeds(folder, name) for name in MODELS}
+        for number, configuration in enumerate(CONFIGURATIONS[: options.only]):
+            record["rows"].append(one_row(folder, number, configuration, speeds))
+            print(json.dumps(record["rows"][-1]), flush=True)
+    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in record["rows"]]
+    order = spearmanr([row["predicted_s"] for row in record["rows"]], [row["measured_s"] for row in record["rows"]])
+    record |= {"median_error": statistics.median(errors), "rank_correlation": float(order.statistic)}
+    table = render(record)
+    write(result_paths(options.out, record), record, table)
+    print(table)
+
+
+def measured_speeds(folder: Path, name: str) -> Speeds:
+    """Write a model, and measure the rates of its sizes."""
+    write_reader(folder / name)
+    path = folder / name / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    width, inner, layers = MODELS[name]
+    rope = {**config["text_config"]["rope_parameters"], "mrope_section": [6, 5, 5]}
+    sizes = {"hidden_size": width, "intermediate_size": inner}
+    heads = {"num_attention_heads": width // 32, "num_key_value_heads": width // 64, "head_dim": 32}
+    config["text_config"] |= {**sizes, **heads, "num_hidden_layers": layers, "rope_parameters": rope}
+    config["vision_config"] |= {**sizes, "num_heads": width // 32, "out_hidden_size": width}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    cost_model = resolve_cost_model(str(folder / name))
+    found = resolve_architecture(str(folder / name), cost_model)
+    rates = model_rates(
+        "cpu", "fp32", shapes_of(cost_model, (128, 512, 2048)), (found.heads, found.qk_dim), refresh=True
+    )
+    peak = matmul_ceiling("cpu", "fp32").peak().flops_per_s
+    return Speeds.measured("this CPU", peak, rates, runs_ahead=False)
+
+
+def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: dict[str, Speeds]) -> dict[str, Any]:
+    """Predict one configuration, then train it."""
+    model, slots, accumulation, recompute, frozen = configuration
+    config = parse_config(
+        {
+            "model": {"path": str(folder / model), "random_init": True, "freeze": frozen},
+            "data": {
+                "train": [{"path": str(folder / "data/train.jsonl")}],
+                "tokens_per_pack": slots, "workers": 0,
+            },
+            "optim": {"steps": WARM + STEPS, "lr": 1e-4, "accumulation": accumulation},
+            "speed": {"compile": False, "recompute": recompute},
+            "run": {"folder": str(folder / f"run-{number}"), "device": "cpu", "threads": 1},
+        }
+    )  # fmt: skip
+    predicted = predict(config, speeds[model])
+    times: list[float] = []
+    plain = Optimizer.step
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        times.append(time.thread_time())
+        return result
+
+    with patch.object(Optimizer, "step", timed):
+        train(config)
+    measured = [after - before for before, after in pairwise(times[WARM - 1 :])]
+    return {
+        "model": model, "slots": slots, "accumulation": accumulation, "recompute": recompute,
+        "frozen": ", ".join(frozen), "predicted_s": predicted.step_s, "measured_s": statistics.median(measured),
+        "least_s": min(measured), "most_s": max(measured),
+        "lines": {line.key: line.seconds.expected for line in predicted.lines},
+    }  # fmt: skip
+
+
+def predict(config: TrainConfig, speeds: Speeds) -> StepForecast:
+    """Predict a step from the recipe and the lengths of its samples."""
+    source = open_source(str(config.data.train[0].path), name="digits")
+    lengths = joined(build_indices([source], str(config.model.path), None))
+    learning = learning_model(config, resolve_cost_model(str(config.model.path)))
+    shape = config.parallel.mesh_shape(1)
+    packs = plan_packs(config, learning, shape, "none", ("digits", lengths))
+    assert packs is not None
+    saved = SavedByPrecision(partial(saved_activations, str(config.model.path)))
+    return Forecaster(learning, saved, speeds, 1).predict(config, packs)
+
+
+def render(record: dict[str, Any]) -> str:
+    """The table, and what it comes to."""
+    headings = ["model", "slots", "packs", "recomputed", "frozen", "predicted ms", "measured ms", "range", "error"]
+    rows = [
+        [
+            row["model"], str(row["slots"]), str(row["accumulation"]), row["recompute"], row["frozen"],
+            f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * row['measured_s']:.1f}",
+            f"{1e3 * row['least_s']:.1f} to {1e3 * row['most_s']:.1f}",
+            f"{100 * (row['predicted_s'] / row['measured_s'] - 1):+.1f} %",
+        ]
+        for row in record["rows"]
+    ]  # fmt: skip
+    said = (
+        f"{len(rows)} configurations: median error {100 * record['median_error']:.1f} %, rank correlation "
+        f"{record['rank_correlation']:.3f}. Processor time of a step on one thread, median of {record['steps'] - 1}; "
+        "predicted before each ran, from the recipe, its samples' lengths and `headway ceiling --model`."
+    )
+    return "\n\n".join([describe_environment(record), markdown_table(headings, rows), said]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

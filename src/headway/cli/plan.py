@@ -1,0 +1,245 @@
+"""`headway plan`: will it fit, how long will a step take, what will the run cost."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.dry_run import saved_activations
+from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.train import SetOption
+from headway.count.models import shipped_name
+from headway.errors import PlanError, UsageError
+from headway.report import (
+    Column,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_share,
+    render_lines,
+    render_pairs,
+    render_table,
+)
+
+if TYPE_CHECKING:
+    from headway.count import CostModel
+    from headway.devices import Device
+    from headway.plan.speeds import Cases, Speeds
+    from headway.plan.step_time import StepForecast
+    from headway.train.config import TrainConfig
+    from headway.train.dry_run import DryRun
+
+SCHEMA_VERSION = 1
+_PACK = 8192  # tokens of a pack, where MODEL alone is named
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What a whole run takes; of each quantity the best, the expected and the worst case."""
+
+    tokens: float
+    seconds: "Cases"
+    device_hours: "Cases"
+    cost: "Cases | None"
+    energy_kwh: "Cases | None"
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A training configuration, or a model.")],
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Device that `headway devices` lists; plan.device if not given.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Devices, a process each; plan.devices if not given.")
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(metavar="T", min=1, help="Tokens to train on, such as 2e9; for time and cost.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="P", min=0, help="Price of a device-hour, in any currency.")
+    ] = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict memory, step time by part, MFU, tokens per second, days, cost and energy of a run; trains nothing.
+
+    The step's lines are those of `headway explain`. Each has a range, from what devices reach at best to what they
+    should reach at least; `headway ceiling --model` measures this machine's own rates.
+
+    Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
+    """
+    from headway.count.activations import SavedByPrecision
+    from headway.devices import named_device
+    from headway.train.dry_run import dry_run, learning_model
+    from headway.train.forecast import Forecaster
+
+    if price is not None and tokens is None:
+        raise UsageError("--price is for a whole run; give its --tokens too.")
+    cost_model, config = _recipe(recipe, tuple(settings or ()))
+    name = device or config.plan.device
+    found = named_device(name) if name is not None else None
+    count = devices or config.plan.devices or 1
+    saved = SavedByPrecision(partial(saved_activations, config.model.path))
+    planned = dry_run(config, cost_model, saved, devices=count, device=found)
+    if planned.packs is None:
+        raise PlanError(
+            "nothing says how long the samples are, without which a step has no work. Set plan.mix or plan.lengths, "
+            "such as --set plan.mix=chats."
+        )
+    speeds = speeds_of(config, cost_model, found, count)
+    forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count)
+    time = forecaster.predict(config, planned.packs)
+    run = None if tokens is None else _run(tokens, time, count, price, speeds)
+    if as_json:
+        print_json(_record(planned, time, speeds, run))
+    else:
+        print(_render(config, planned, time, speeds, run, count))
+
+
+def _recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainConfig]":
+    """The cost model and the configuration that are named; of a model alone, packs of usual samples in AdamW."""
+    from headway.train.config import load_config
+    from headway.train.config.read import with_overrides
+
+    if Path(recipe).suffix in (".yaml", ".yml"):
+        config = load_config(Path(recipe), settings)
+        return resolve_cost_model(config.model.path), config
+    cost_model = resolve_cost_model(recipe)
+    mix = "images" if cost_model.has_vision else "chats"
+    raw = {
+        "model": {"path": recipe},
+        "data": {"train": [{"path": "data.jsonl"}], "tokens_per_pack": _PACK, "overlong": "truncate"},
+        "optim": {"steps": 1000, "lr": 1e-5},
+        "run": {"folder": "runs/plan"},
+        "plan": {"mix": mix},
+    }
+    return cost_model, with_overrides(raw, settings)
+
+
+def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | None", devices: int) -> "Speeds":
+    """Rates of the device that is named, or of this machine, measured at the model's sizes.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model.
+        device: of the table; None for this machine.
+        devices: processes, a device each.
+
+    Raises:
+        PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
+    """
+    from headway.plan.speeds import Speeds
+    from headway.train.dry_run import precision_of
+
+    dtype = _DTYPES[precision_of(config, devices)]
+    if device is not None:
+        return Speeds.of_device(device, dtype)
+    with needs_extra("planning for this machine"):
+        from headway.devices.ceilings import matmul_ceiling
+        from headway.devices.model_rates import model_rates, this_device
+        from headway.plan.step_time import shapes_of
+
+    where = this_device()
+    if where.type == "cpu" and config.run.device != "cpu":
+        raise PlanError(
+            "no device is named, so neither memory nor time can be planned: give --device, set plan.device, or plan "
+            "for this machine's processor with --set run.device=cpu."
+        )
+    numbers = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
+    rates = model_rates(where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), warn=warn)
+    peak = matmul_ceiling(where, dtype, warn=warn).peak()
+    return Speeds.measured(peak.name, peak.flops_per_s, rates, runs_ahead=where.type != "cpu")
+
+
+def _run(tokens: float, time: "StepForecast", devices: int, price: float | None, speeds: "Speeds") -> WholeRun:
+    seconds = time.seconds.times(tokens / time.tokens)
+    hours = seconds.times(devices / 3600)
+    power_w = speeds.board_power_w
+    return WholeRun(
+        tokens,
+        seconds,
+        hours,
+        None if price is None else hours.times(price),
+        None if power_w is None else hours.times(power_w / 1000),
+    )
+
+
+def _record(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None) -> dict[str, Any]:
+    dry = planned.as_json()
+    dry.pop("schema_version")
+    whole = run and {
+        "tokens": run.tokens,
+        "seconds": [*run.seconds],
+        "device_hours": [*run.device_hours],
+        "cost": None if run.cost is None else [*run.cost],
+        "energy_kwh": None if run.energy_kwh is None else [*run.energy_kwh],
+    }
+    source = {"device": speeds.name, "source": speeds.source, "measured": speeds.is_measured}
+    return {"schema_version": SCHEMA_VERSION, **dry, "speeds": source, "time": time.as_json(), "run": whole}
+
+
+def _render(
+    config: "TrainConfig", planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None, devices: int
+) -> str:
+    packs = planned.packs
+    assert packs is not None
+    pairs = [
+        (
+            "model",
+            f"{planned.model}, {planned.params.total:,} parameters, {planned.params.trainable:,} of them trained",
+        ),
+        ("devices", f"{devices:,} x {speeds.name}"),
+        ("packs", f"{config.data.tokens_per_pack:,} tokens, {format_share(packs.report.fill)} full"),
+        ("lengths", packs.lengths.partition(":")[0]),
+        ("memory", _memory(planned)),
+        ("step", _cases(time.seconds, format_duration)),
+        ("MFU", _cases(time.mfu, format_share)),
+        ("tokens/s", _cases(time.tokens_per_s, lambda rate: format_count(round(rate)))),
+    ]
+    if run is not None:
+        pairs += [
+            (f"{format_count(round(run.tokens))} tokens", _cases(run.seconds, format_duration)),
+            ("device-hours", _cases(run.device_hours, lambda hours: f"{hours:,.4g}")),
+        ]
+        if run.cost is not None:
+            pairs.append(("cost", _cases(run.cost, lambda cost: f"{cost:,.4g}")))
+        if run.energy_kwh is not None:
+            pairs.append(("energy", _cases(run.energy_kwh, lambda energy: f"{energy:,.4g} kWh") + ", boards alone"))
+    notes = [*planned.notes, f"Rates: {speeds.source}."]
+    if devices > 1:
+        notes.append("Exchanges between devices are taken to hide behind computing; what does not comes on top.")
+    return "\n\n".join([render_pairs(pairs), _lines(time), render_lines(notes)])
+
+
+def _lines(time: "StepForecast") -> str:
+    whole = time.step_s
+    columns = [Column("where the time will go", "left"), Column("ms"), Column("share"), Column("best"), Column("worst")]
+    rows = [
+        [line.name, *_milliseconds(line.seconds, whole)]
+        for line in time.lines
+        if abs(line.seconds.worst) >= 5e-4 * time.seconds.worst
+    ]
+    return render_table(columns, rows, footer=["the step", *_milliseconds(time.seconds, whole)])
+
+
+def _milliseconds(seconds: "Cases", whole: float) -> list[str]:
+    best, expected, worst = (f"{1e3 * value:,.2f}" for value in seconds)
+    return [expected, format_share(seconds.expected / whole), best, worst]
+
+
+def _cases(span: "Cases", write: Any) -> str:
+    """The expected case, and the two others behind it: "2.40 s (1.90 to 3.80)"."""
+    return f"{write(span.expected)} ({write(span.best)} at best, {write(span.worst)} at worst)"
+
+
+def _memory(planned: "DryRun") -> str:
+    peak = format_bytes(planned.memory.peak)
+    if planned.device is None or planned.device.memory_bytes is None:
+        return f"{peak} of each device at most"
+    verdict = "fits" if planned.fits else "DOES NOT FIT"
+    return f"{peak} of {format_bytes(planned.device.memory_bytes)}: {verdict} (headway train --dry-run has the parts)"

@@ -1,0 +1,312 @@
+"""`headway tune`: which packing length, accumulation, recomputation and sharing trains a recipe fastest."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cache import write_whole
+from headway.cli.dry_run import saved_activations
+from headway.cli.index import build_indices
+from headway.cli.options import JsonOption
+from headway.cli.output import needs_extra, print_json
+from headway.cli.plan import speeds_of
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.train import SetOption, find_inputs
+from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
+from headway.errors import DataError, HeadwayError, PlanError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headway.devices import Device
+    from headway.packing.lengths import LengthTable
+    from headway.plan.speeds import Speeds
+    from headway.train.config import TrainConfig
+    from headway.train.tune import Candidate, Search, Trial
+
+_SHOWN = 5
+
+
+def tune(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run; recipes/ has some.")],
+    settings: SetOption = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Devices, a process each; plan.devices if not given.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A device that `headway devices` lists; plan.device if not given."),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lengths of the samples, as `headway pack` reads; plan's if not given."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="D", help="Instead: datasets, measured with the model's own processor. Repeatable."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What a run may hold on each device, as 70GiB; 90 % of it if not given."),
+    ] = None,
+    tokens_per_step: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N+-P%", help="Tokens of a step, as '2M +-5%'; as many as the recipe's packs hold if not given."
+        ),
+    ] = None,
+    meshes: Annotated[
+        bool,
+        typer.Option(
+            "--meshes",
+            help="Vary sharding, replication, sequence and expert degree too; the time of communication is not "
+            "predicted, so hold these against a measurement.",
+        ),
+    ] = False,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Choices that are shown.")] = _SHOWN,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best as a recipe that extends RECIPE.")
+    ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=1, help="Run the best K here for some steps, and rank again by what was seen."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Steps of a measured run, after two that warm up [steps].")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search packing length, accumulation, recomputation, sharding and the loss's chunks for the fastest that fits.
+
+    Every choice is held against the memory limit; packs of those that fit are planned over the real lengths, and the
+    time of a step is predicted as by `headway plan`. Trains nothing unless asked to measure.
+
+    Example: headway tune recipes/qwen2.5-7b-text-81920.yaml --write best.yaml
+    """
+    from headway.train.config import load_config
+
+    if steps is not None and measure is None:
+        raise UsageError(f"--steps {steps} cannot take effect without --measure.")
+    if write is not None:
+        _check_target(write, recipe)
+    config = load_config(recipe, tuple(settings or ()))
+    config = _planned_for(config, devices, device, lengths, measured=bool(data))
+    if measure is not None:
+        _check_data(config)
+    search, found_device, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes)
+    tuned = _tuned(recipe, search, found_device, speeds, top, measure, steps)
+    if write is not None:
+        _write(write, recipe, tuned)
+    if as_json:
+        print_json(as_record(tuned))
+    else:
+        print(as_text(tuned))
+
+
+def _planned_for(
+    config: "TrainConfig", devices: int | None, device: str | None, lengths: Path | None, *, measured: bool
+) -> "TrainConfig":
+    """The recipe with what the command line says of devices and lengths."""
+    from headway.train.config import parse_config
+
+    if lengths is not None and measured:
+        raise UsageError("--lengths and --data are two places for lengths; give one of them.")
+    raw = config.as_dict()
+    plan = raw["plan"]
+    plan["devices"] = devices or plan["devices"] or 1
+    plan["device"] = device or plan["device"]
+    if lengths is not None:
+        plan |= {"lengths": str(lengths), "mix": None}
+    return parse_config(raw)
+
+
+def _tuned(
+    recipe: Path,
+    search: "Search",
+    device: "Device | None",
+    speeds: "Speeds",
+    top: int,
+    measure: int | None,
+    steps: int | None,
+) -> Tuned:
+    """Search, and measure the best where that is asked for."""
+    from headway.train.dry_run import precision_of
+    from headway.train.tune import corrected, distinct, front
+
+    found = search.run()
+    best = distinct(found.ranked, max(top, measure or 0))
+    if measure is not None and measure > len(best):
+        raise UsageError(
+            f"--measure {measure}: only {len(best)} choices that differ in more than details fit. Give at most that."
+        )
+    seen = _run(best[:measure], search.devices, steps) if measure else {}
+    again = corrected(found.ranked, seen) if seen else []
+    left_out = search.saved[precision_of(search.config, search.devices)].left_out
+    notes = [
+        note_on_tokens(best[0]),
+        f"activations of {', '.join(left_out[:3])} are not explained, and missing" if left_out else "",
+        "" if search.devices == 1 else "The time of communication is not predicted; meshes are told apart by the rest.",
+        "Memory leaves out the CUDA context, communication buffers and what the allocator wastes.",
+    ]
+    return Tuned(
+        recipe=str(recipe),
+        model=search.cost_model.name,
+        device=device,
+        devices=search.devices,
+        lengths=search.lengths[0],
+        step_tokens=search.space.step_tokens,
+        tolerance=search.space.tolerance,
+        peak_flops_per_s=speeds.peak_flops_per_s if device is not None else None,
+        source=speeds.source.partition(" (")[0],
+        found=found,
+        best=best[:top],
+        front=front(found.candidates),
+        seen=seen,
+        again=again,
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def search_of(
+    config: "TrainConfig", memory: str | None, tokens_per_step: str | None, data: list[str], *, meshes: bool = False
+) -> "tuple[Search, Device | None, Speeds]":
+    """Put together what is searched.
+
+    Args:
+        config: the recipe, with devices and device in its plan section.
+        memory: what each device may hold, such as 70GiB; nine tenths of it when None.
+        tokens_per_step: such as "2M +-5%"; as many as the recipe's packs hold when None.
+        data: datasets whose samples' lengths are taken; the plan section's lengths when empty.
+        meshes: whether processes may share model and packs in other ways than in the recipe.
+
+    Returns:
+        The search, the device that it plans for, None for this machine's processor, and its speeds.
+
+    Raises:
+        HeadwayError: a size or device that is not known, or nothing that says how long samples are.
+    """
+    from headway.count.activations import SavedByPrecision
+    from headway.count.models import shipped_name
+    from headway.devices import named_device
+    from headway.train.dry_run import learning_model, lengths_of
+    from headway.train.forecast import Forecaster
+    from headway.train.tune import Search, Space, parse_step_tokens
+
+    count, name = config.plan.devices or 1, config.plan.device
+    found = named_device(name) if name is not None else None
+    room = _room(memory, found)
+    cost_model = resolve_cost_model(config.model.path)
+    architecture = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
+    learning = learning_model(config, cost_model)
+    wanted, tolerance = (None, None) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
+    space = Space.of(
+        config,
+        count,
+        num_heads=architecture.heads,
+        num_experts=architecture.num_experts,
+        step_tokens=wanted,
+        meshes=meshes,
+        **({} if tolerance is None else {"tolerance": tolerance}),
+    )
+    shape = config.parallel.mesh_shape(count)
+    lengths = _measured(data, config) if data else lengths_of(_of_size(config, space.step_tokens), learning, shape)
+    if lengths is None:
+        raise PlanError(
+            "nothing says how long the samples are: give --lengths FILE or --data D, or set plan.lengths or plan.mix "
+            "in the recipe."
+        )
+    saved = SavedByPrecision(partial(saved_activations, config.model.path))
+    speeds = speeds_of(config, cost_model, found, count)
+    timer = Forecaster(learning, saved, speeds, count).predict
+    return Search(config, learning, saved, count, room, lengths, timer, space), found, speeds
+
+
+def _room(memory: str | None, device: "Device | None") -> int | None:
+    """What each device may hold [bytes]; None where nothing says so."""
+    from headway.train.config.model import SIZE_UNITS, bytes_in
+    from headway.train.dry_run import USABLE
+
+    whole = None if device is None else device.memory_bytes
+    if memory is None:
+        return None if whole is None else int(USABLE * whole)
+    size = bytes_in(memory.strip())
+    if not size:
+        raise UsageError(
+            f"--memory {memory[:40]!r} is no size. Write a number and a unit, such as 70GiB; units are "
+            f"{', '.join(SIZE_UNITS)}."
+        )
+    if whole is not None and size > whole and device is not None:
+        raise PlanError(
+            f"--memory {memory} is more than the {whole / 2**30:.1f} GiB that {device.title} has. Give less, or name "
+            "another --device."
+        )
+    return size
+
+
+def _of_size(config: "TrainConfig", step_tokens: int) -> "TrainConfig":
+    """The recipe with steps at least as large as those asked for, so that enough samples are drawn."""
+    from headway.train.tune.space import changed_config
+
+    shape = config.parallel.mesh_shape(config.plan.devices or 1)
+    packs = shape.world_size // shape.sequence * config.data.tokens_per_pack
+    larger = changed_config(config, {"optim.accumulation": max(config.optim.accumulation, -(-step_tokens // packs))})
+    return larger or config
+
+
+def _measured(data: list[str], config: "TrainConfig") -> "tuple[str, LengthTable]":
+    """Lengths of datasets, by the model's own processor."""
+    with needs_extra("indexing"):
+        from headway.data.sources import open_source
+        from headway.data.sources.opening import own_names
+    from headway.train.tune.lengths import joined
+
+    named = zip(data, own_names(data), strict=True)
+    sources = [open_source(path, name=name) for path, name in named]
+    indices = build_indices(sources, config.model.path, config.data.max_characters)
+    return ", ".join(source.name for source in sources), joined(indices)
+
+
+def _check_data(config: "TrainConfig") -> None:
+    """Refuse to measure where model or data are not here."""
+    try:
+        find_inputs(config)
+    except HeadwayError as error:
+        raise DataError(
+            f"--measure trains on the recipe's own data with the recipe's own model, and one of them is missing: "
+            f"{error} Set data.train and model.path (--set), or leave --measure out."
+        ) from error
+
+
+def _check_target(write: Path, recipe: Path) -> None:
+    if write.resolve() == recipe.resolve():
+        raise UsageError(f"--write {write} is the recipe itself, which the new one extends. Give another file.")
+    if not write.parent.is_dir():
+        raise UsageError(f"--write {write}: the folder {write.parent} does not exist. Make it, or name another.")
+
+
+def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[Candidate, Trial]":
+    from headway.train.tune import measure
+    from headway.train.tune.measure import STEPS
+
+    seen = {}
+    for number, one in enumerate(best, start=1):
+        print(f"measuring choice {number} of {len(best)} ...", file=sys.stderr, flush=True)
+        seen[one] = measure(one.config, devices, steps=steps or STEPS)
+    return seen
+
+
+def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
+    """Write the best, by what was measured where that was asked for."""
+    from headway.train.tune import recipe_text
+
+    best = tuned.again[0][0] if tuned.again else tuned.best[0]
+    where = "this machine" if tuned.device is None else tuned.device.title
+    remark = (
+        f"Found by headway tune: the fastest of {tuned.found.fitting:,} choices that fit, {tuned.devices:,} x {where}."
+    )
+    text = recipe_text(recipe, best.config, path, remark)
+    write_whole(path, lambda file: file.write(text.encode()))
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,224 @@
+"""Rates at a model's own sizes on this very device: matrix products, attention, and elementwise operations.
+
+Measured as eager PyTorch runs them, with results that are allocated anew; kept beside the ceilings.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headway.devices.ceilings import TORCH_NAMES, cached_ceiling, copy_ceiling
+from headway.devices.measure import TimeBudget, sweep
+from headway.errors import UnknownDeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+    Run = Callable[[], object]
+
+Shape = tuple[int, ...]
+_PRODUCTS = TimeBudget(shape_s=0.15, total_s=90.0, min_repeats=3)
+_OTHERS = TimeBudget(shape_s=0.2, total_s=10.0, min_repeats=3)
+_LENGTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192), "mps": (256, 1024, 4096)}
+_ELEMENTS = {"cpu": (2**16, 2**19, 2**22), "cuda": (2**20, 2**24, 2**27), "mps": (2**18, 2**22, 2**25)}
+_MOVES = 5  # of a saved byte: twice in forward, three times in backward
+_WIDTH = 256  # of a row that is normalised
+_MODULES = 24  # linear ones, of which three make an MLP with a gate and a norm
+
+
+@dataclass(frozen=True)
+class ModelRates:
+    """What a device does per second at a model's sizes; medians of repetitions.
+
+    Attributes:
+        products: by (m, k, n) [FLOP/s].
+        attention: forward and backward of causal attention by length of the segment [FLOP/s].
+        bytes_per_s: of a norm and a gate, forward and backward, by the bytes of one of their tensors [byte/s].
+        copied_bytes_per_s: of copies of large tensors [byte/s].
+        host_s: that the host takes for a linear module and the operators around it, forward and backward [s].
+        measured_at: when, in UTC.
+        is_cached: whether it was read from the cache.
+    """
+
+    products: dict[tuple[int, int, int], float]
+    attention: dict[int, tuple[float, float]]
+    bytes_per_s: dict[int, float]
+    copied_bytes_per_s: float
+    host_s: float
+    measured_at: datetime
+    is_cached: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "products": [{"shape": [*shape], "flops_per_s": rate} for shape, rate in self.products.items()],
+            "attention": [
+                {"length": length, "forward_flops_per_s": forward, "backward_flops_per_s": backward}
+                for length, (forward, backward) in self.attention.items()
+            ],
+            "elementwise": [{"bytes": size, "bytes_per_s": rate} for size, rate in self.bytes_per_s.items()],
+            "copied_bytes_per_s": self.copied_bytes_per_s,
+            "host_s": self.host_s,
+            "measured_at": self.measured_at.isoformat(timespec="seconds"),
+            "cached": self.is_cached,
+        }
+
+
+def this_device() -> "torch.device":
+    """The accelerator that PyTorch sees here, or the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def model_rates(
+    device: "torch.device | str",
+    dtype_name: str,
+    shapes: Sequence[tuple[int, int, int]],
+    heads: tuple[int, int],
+    *,
+    refresh: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
+) -> ModelRates:
+    """Measure the rates of a model's sizes, or take them from the cache.
+
+    Args:
+        device: a torch.device or its string; "cpu", "cuda" or "mps".
+        dtype_name: "fp32", "bf16" or "fp16".
+        shapes: (m, k, n) of its products; those that do not fit into the time are left out, the largest first.
+        heads: number and size of its attention's heads.
+        refresh: measure even if the cache has them.
+        warn: told what is wrong with the cache.
+
+    Raises:
+        UnknownDeviceError: a device or dtype that is not measured.
+    """
+    import torch
+
+    where = torch.device(device)
+    if where.type not in _LENGTHS or dtype_name not in ("fp32", "bf16", "fp16"):
+        raise UnknownDeviceError(
+            f"Rates of a model are measured on cpu, cuda and mps in fp32, bf16 and fp16, not on {where.type} in "
+            f"{dtype_name!r}."
+        )
+    dtype = getattr(torch, TORCH_NAMES.get(dtype_name, "float32"))
+    ordered = sorted(shapes, key=lambda shape: (shape[0] * shape[1] * shape[2], shape))
+    lengths = [(*heads, length) for length in _LENGTHS[where.type]]
+    sizes = [(size,) for size in _ELEMENTS[where.type]]
+    problems: dict[str, tuple[Sequence[Shape], Callable[[Shape], tuple[Run, int]], TimeBudget]] = {
+        "products": (ordered, partial(_product, where, dtype), _PRODUCTS),
+        "forward": (lengths, partial(_attention, where, dtype, backward=False), _OTHERS),
+        "backward": (lengths, partial(_attention, where, dtype, backward=True), _OTHERS),
+        "elementwise": (sizes, partial(_elementwise, where, dtype), _OTHERS),
+        "host": ([(_MODULES,)], partial(_modules, where, dtype), _OTHERS),
+    }
+    found = {}
+    for name, (asked, make, budget) in problems.items():
+        digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
+        what = f"{name}-{dtype_name}-{digest}"
+        measure = partial(sweep, where, asked, make, budget)
+        found[name] = cached_ceiling(where, what, measure, refresh=refresh, warn=warn)
+    by_shape = {name: {one.shape: one for one in ceiling.measurements} for name, ceiling in found.items()}
+    return ModelRates(
+        products={(m, k, n): one.median_per_s for (m, k, n), one in by_shape["products"].items()},
+        attention={
+            shape[2]: (one.median_per_s, by_shape["backward"][shape].median_per_s)
+            for shape, one in by_shape["forward"].items()
+            if shape in by_shape["backward"]
+        },
+        bytes_per_s={size * dtype.itemsize: one.median_per_s for (size,), one in by_shape["elementwise"].items()},
+        copied_bytes_per_s=copy_ceiling(where, refresh=refresh, warn=warn).best.best_per_s,
+        host_s=1 / found["host"].best.median_per_s,
+        measured_at=found["products"].measured_at,
+        is_cached=all(ceiling.is_cached for ceiling in found.values()),
+    )
+
+
+def _product(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
+    import torch
+
+    m, k, n = shape
+    a_MK = torch.randn(m, k, device=device, dtype=dtype)
+    b_KN = torch.randn(n, k, device=device, dtype=dtype).t()  # a weight lies so
+    return lambda: torch.mm(a_MK, b_KN), 2 * m * k * n
+
+
+def _attention(device: "torch.device", dtype: "torch.dtype", shape: Shape, *, backward: bool) -> "tuple[Run, int]":
+    """Causal attention of one segment, or its gradients, with the FLOPs of the pairs that the mask leaves."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    heads, size, length = shape
+    q, k, v = (torch.randn(1, heads, length, size, device=device, dtype=dtype, requires_grad=backward) for _ in "qkv")
+    forward = 4 * heads * size * (length * (length + 1) // 2)
+    if not backward:
+        return lambda: scaled_dot_product_attention(q, k, v, is_causal=True), forward
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    slopes = torch.randn_like(out)
+
+    def run() -> object:
+        with torch.inference_mode(mode=False):
+            return torch.autograd.grad(out, (q, k, v), slopes, retain_graph=True)
+
+    return run, 2 * forward
+
+
+def _elementwise(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
+    """A norm and a gate as models write them out, forward and backward; its work is what they move for what is saved.
+
+    Each saved byte counts as often as a plan counts it (`headway.plan.step_time`), so that a rate is what the bytes of
+    a plan go by.
+    """
+    import torch
+
+    width = min(_WIDTH, shape[0])
+    size = (shape[0] // width, width)
+    x, gate = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight, slopes = torch.ones(width, device=device, dtype=dtype, requires_grad=True), torch.randn_like(x)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def run() -> object:
+        with torch.inference_mode(mode=False):
+            normed = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+            return torch.autograd.grad(torch.nn.functional.silu(gate) * normed, (x, gate, weight), slopes)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return run, _MOVES * sum(saved.values())
+
+
+def _modules(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
+    """A stack of small MLPs with a gate and a norm, whose arithmetic takes no time beside their operators'."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import silu
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16, device=device, dtype=dtype))
+            self.gate, self.up, self.down = (nn.Linear(16, 16, bias=False, device=device, dtype=dtype) for _ in "gud")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+            out: torch.Tensor = x + self.down(silu(self.gate(normed)) * self.up(normed))
+            return out
+
+    stack = nn.Sequential(*(Gated() for _ in range(shape[0] // 3)))
+    x = torch.randn(1, 4, 16, device=device, dtype=dtype)
+
+    def run() -> object:
+        with torch.inference_mode(mode=False):
+            return torch.autograd.grad(stack(x).sum(), [*stack.parameters()])
+
+    return run, shape[0]

@@ -1,0 +1,214 @@
+"""How fast a device computes what a step consists of: measured at the model's own shapes, or a share of its peak."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from headway.devices import Device
+from headway.devices.model_rates import ModelRates
+from headway.errors import PlanError
+
+Shape = tuple[int, int, int]
+"""(m, k, n) of a product of an m x k and a k x n matrix."""
+
+
+class Cases(NamedTuple):
+    """A number that is not known exactly: from its best case to its worst."""
+
+    best: float
+    expected: float
+    worst: float
+
+    @classmethod
+    def exact(cls, value: float) -> "Cases":
+        """A number that is known."""
+        return cls(value, value, value)
+
+    def __add__(self, other: "Cases") -> "Cases":  # type: ignore[override]  # sums, where a tuple would join
+        return Cases(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __sub__(self, other: "Cases") -> "Cases":
+        """Case by case: what is left of a sum that the other is a part of."""
+        return Cases(*(a - b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> "Cases":
+        """Each case times a factor."""
+        return Cases(*(factor * value for value in self))
+
+
+# Large products reach 80 % of a datasheet's dense peak on NVIDIA's A100 and H100 and some 55 % on AMD's MI300X; those
+# of a model's sizes less, and power limits take their part.
+# Source: AMD, "Measuring Max-Achievable FLOPs", part 2, February 2025 (MI300X); `headway ceiling` gives your own.
+PRODUCTS = Cases(0.8, 0.65, 0.45)
+# FlashAttention-2 reaches 50 to 73 % of an A100's peak and 35 % of an H100's, FlashAttention-3 75 % of an H100's;
+# backward reaches less than forward.
+# Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
+ATTENTION = Cases(0.65, 0.45, 0.25)
+# Copies reach some 90 % of the printed bandwidth, elementwise kernels of a model's sizes less.
+BANDWIDTH = Cases(0.9, 0.8, 0.6)
+LAUNCH_S = 5e-6
+"""Time that the host takes to launch a product [s], where nothing was measured: some microseconds."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a device does per second.
+
+    Attributes:
+        name: of the device.
+        peak_flops_per_s: dense, in the precision of the products [FLOP/s].
+        bytes_per_s: of its memory [byte/s].
+        source: where these numbers are from, as a sentence.
+        products: measured rates of matrix products by their shape [FLOP/s].
+        attention: measured rates of attention, forward and backward, by the length of a segment [FLOP/s].
+        elementwise: measured rates of elementwise operations, by the size of a tensor [byte/s by byte].
+        board_power_w: what a device draws at most [W]; None where it is not known.
+        host_s: that the host takes for a linear module and what stands around it, forward and backward [s].
+        runs_ahead: whether the host launches while the device computes; a CPU does one after the other.
+    """
+
+    name: str
+    peak_flops_per_s: float
+    bytes_per_s: Cases
+    source: str
+    products: Mapping[Shape, float] = field(default_factory=dict)
+    attention: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    elementwise: Mapping[int, float] = field(default_factory=dict)
+    board_power_w: float | None = None
+    host_s: float = 3 * LAUNCH_S
+    runs_ahead: bool = True
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rates are those of the model's own shapes on this device."""
+        return bool(self.products)
+
+    @classmethod
+    def of_device(cls, device: Device, dtype: str) -> "Speeds":
+        """Take the rates of a device from the table.
+
+        Args:
+            device: of the table.
+            dtype: of the products, such as "bf16".
+
+        Raises:
+            PlanError: the table has no peak in that precision, or no bandwidth.
+        """
+        peak, bandwidth = device.peak_flops_per_s.get(dtype), device.memory_bytes_per_s
+        if peak is None or bandwidth is None:
+            lacks = f"its dense peak in {dtype}" if peak is None else "the bandwidth of its memory"
+            raise PlanError(
+                f"{device.title}: {lacks} is not known, without which a step has no time. Put it into your own table "
+                "($HEADWAY_PEAKS; docs/devices.md), or name another device."
+            )
+        source = (
+            f"usual shares of the printed peak and bandwidth of {device.title} (`headway devices` has their source)"
+        )
+        rates = Cases(*(share * bandwidth for share in BANDWIDTH))
+        return cls(device.title, peak, rates, source, board_power_w=device.board_power_w)
+
+    @classmethod
+    def measured(cls, name: str, peak_flops_per_s: float, rates: ModelRates, *, runs_ahead: bool) -> "Speeds":
+        """Take the rates that a device was measured to reach at the model's own sizes.
+
+        Args:
+            name: of the device.
+            peak_flops_per_s: best of what was measured elsewhere [FLOP/s]; a faster product here takes its place.
+            rates: at the model's sizes.
+            runs_ahead: whether the host launches while the device computes.
+        """
+        peak_flops_per_s = max(peak_flops_per_s, *rates.products.values())
+        source = f"measured at the model's sizes on {name}, {rates.measured_at:%Y-%m-%d}"
+        return cls(
+            name,
+            peak_flops_per_s,
+            Cases.exact(rates.copied_bytes_per_s),
+            source,
+            rates.products,
+            rates.attention,
+            rates.bytes_per_s,
+            host_s=rates.host_s,
+            runs_ahead=runs_ahead,
+        )
+
+    @cached_property
+    def ceiling_flops_per_s(self) -> float:
+        """The best rate of a product that was measured, or the peak [FLOP/s]."""
+        return max(self.products.values(), default=self.peak_flops_per_s)
+
+    @cached_property
+    def _logs(self) -> list[tuple[tuple[float, ...], float]]:
+        return [(tuple(map(math.log, shape)), rate) for shape, rate in self.products.items()]
+
+    def product_s(self, flops: float, shape: Shape | None, number_bytes: int) -> Cases:
+        """Predict the time of matrix products [s].
+
+        Args:
+            flops: of all of them.
+            shape: of each; None where it is not known.
+            number_bytes: of each number of the factors and the product.
+        """
+        if not self.products:
+            computed = Cases(*(flops / (share * self.peak_flops_per_s) for share in PRODUCTS))
+            if shape is None:
+                return computed
+            m, k, n = shape
+            moved = self.memory_s(flops / (2 * m * k * n) * (m * k + k * n + m * n) * number_bytes)
+            return Cases(*map(max, computed, moved))
+        if shape is None:
+            return Cases.exact(flops / self.ceiling_flops_per_s)
+        return Cases.exact(flops / self._rate(shape))
+
+    def _rate(self, shape: Shape) -> float:
+        """Rate of the four measured shapes nearest to one, each weighted by its nearness in sizes' logarithms."""
+        if shape in self.products:
+            return self.products[shape]
+        at = tuple(math.log(max(size, 1)) for size in shape)
+        near = sorted((math.dist(at, there), rate) for there, rate in self._logs)[:4]
+        weights = [1 / (distance + 1e-9) ** 2 for distance, _ in near]
+        return math.exp(sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights))
+
+    def attention_s(self, forward: float, backward: float, length: float) -> Cases:
+        """Predict the time of attention [s].
+
+        Args:
+            forward: FLOPs of forward.
+            backward: FLOPs of backward.
+            length: of a segment [tokens].
+        """
+        if not self.attention:
+            return Cases(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
+        rates = [_between({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
+        return Cases.exact(forward / rates[0] + backward / rates[1])
+
+    def elementwise_s(self, num_bytes: float) -> Cases:
+        """Predict the time of elementwise operations that move so many bytes [s].
+
+        By the rate of the largest tensors measured: in a step others come between, so none is still in a cache.
+        """
+        if not self.elementwise:
+            return self.memory_s(num_bytes)
+        return Cases.exact(num_bytes / self.elementwise[max(self.elementwise)])
+
+    def memory_s(self, num_bytes: float) -> Cases:
+        """Predict the time in which so many bytes are moved [s]."""
+        return Cases(*(num_bytes / rate for rate in self.bytes_per_s))
+
+
+def _between(rates: Mapping[int, float], size: float) -> float:
+    """Rate at a size between two that were measured, on a line over its logarithm; beyond them that of the nearest.
+
+    >>> _between({100: 1.0, 10000: 3.0}, 1000)
+    2.0
+    """
+    sizes = sorted(rates)
+    if size <= sizes[0] or len(sizes) == 1:
+        return rates[sizes[0]]
+    for low, high in pairwise(sizes):
+        if size <= high:
+            share = math.log(size / low) / math.log(high / low)
+            return rates[low] + share * (rates[high] - rates[low])
+    return rates[sizes[-1]]

@@ -1,0 +1,75 @@
+"""Time of a recipe's step: its packs, its settings and a device's speeds, put together."""
+
+import math
+from collections.abc import Mapping
+
+from headway.count import CostModel, Workload
+from headway.count.activations import SavedActivations
+from headway.errors import ConfigError
+from headway.plan.speeds import Speeds
+from headway.plan.step_time import StepForecast, StepTimes, StepWork
+from headway.train.config import TrainConfig
+from headway.train.dry_run import Packs, one_picture, precision_of, recompute_of, state_of
+
+
+class Forecaster:
+    """Predicts the steps of one model's recipes on one kind of device.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of it, by precision.
+        speeds: of the device.
+        devices: processes, a device each.
+
+    Raises:
+        ConfigError: of the model no saved activations are known, which tell what elementwise operations move.
+    """
+
+    def __init__(
+        self, cost_model: CostModel, saved: Mapping[str, SavedActivations], speeds: Speeds, devices: int
+    ) -> None:
+        self._cost_model, self._saved, self._devices = cost_model, saved, devices
+        self._speeds = speeds
+        self._times: dict[str, StepTimes] = {}
+
+    def predict(self, config: TrainConfig, packs: Packs) -> StepForecast:
+        """Predict a mean step of a recipe; a millisecond once the first is known.
+
+        Args:
+            config: the recipe.
+            packs: planned for it.
+
+        Raises:
+            UsageError: its recomputation chooses no block.
+        """
+        shape = config.parallel.mesh_shape(self._devices)
+        precision = precision_of(config, self._devices)
+        if precision not in self._times:
+            saved = self._saved[precision]
+            if not saved.blocks:
+                raise ConfigError(
+                    f"no saved activations of {self._cost_model.name} are known, so the time of its elementwise "
+                    "operations cannot be predicted. Name the folder of its config.json, so that its code is traced."
+                )
+            self._times[precision] = StepTimes(self._cost_model, saved, self._speeds)
+        recompute = recompute_of(config, self._cost_model, self._saved, shape)
+        ranks = shape.world_size // shape.sequence
+        tokens = packs.report.fill * config.data.tokens_per_pack
+        bucket = config.data.bucket_tokens or 1
+        whole = math.ceil(tokens)
+        work = StepWork(
+            flops=packs.flops,
+            pack=Workload(
+                [whole],
+                images=one_picture(round(packs.mean_patches), self._cost_model),
+                slots=-(-whole // bucket) * bucket,
+            ),
+            segment=tokens / packs.samples_per_pack,
+            packs=config.optim.accumulation,
+            tokens=tokens * ranks * config.optim.accumulation,
+            devices=self._devices,
+            sequence=shape.sequence,
+            shards=shape.fsdp,
+            balance=packs.report.balance,
+        )
+        return self._times[precision].predict(work, state_of(config, precision, recompute))

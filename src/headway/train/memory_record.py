@@ -1,0 +1,83 @@
+"""What a run's memory was predicted to be and what it was, kept beside the run as memory.json; on CUDA alone.
+
+A CPU has no allocator of its own to ask, and the memory of the whole process says little of tensors.
+"""
+
+import json
+from collections.abc import Collection
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.count.activations import SavedByPrecision
+from headway.errors import HeadwayError
+from headway.train.config import TrainConfig
+from headway.train.dry_run import fullest_pack, memory_plan
+from headway.train.memory_error import held_bytes
+from headway.train.prepare import Run
+from headway.train.record import write_json
+from headway.train.saved import saved_as_trained
+
+FILE_NAME = "memory.json"
+SCHEMA_VERSION = 1
+
+
+def record_memory(run: Run, config: TrainConfig, peak_bytes: int) -> Path | None:
+    """Write a run's predicted and measured memory by part.
+
+    Args:
+        run: after its last step.
+        config: its settings.
+        peak_bytes: the most that tensors held on any rank [bytes].
+
+    Returns:
+        The file; None on a CPU, and where what the model saves cannot be traced.
+    """
+    if run.device.type != "cuda":
+        return None
+    cost_model = run.trained.cost_model
+    pack = fullest_pack(config, cost_model)
+    try:
+        saved = SavedByPrecision(partial(saved_as_trained, config))
+        planned = memory_plan(config, cost_model, saved, run.ranks.size, pack.tokens, pack.patches)
+    except HeadwayError:
+        return None
+    free, total = torch.cuda.mem_get_info(run.device)
+    reserved = torch.cuda.memory_reserved(run.device)
+    measured = {**held_bytes(run), "peak": peak_bytes, "reserved": reserved, "outside": total - free - reserved}
+    path = config.run.folder / FILE_NAME
+    write_json(
+        path,
+        {
+            "schema_version": SCHEMA_VERSION,
+            "device": torch.cuda.get_device_name(run.device),
+            "torch": torch.__version__,
+            "processes": run.ranks.size,
+            "predicted": planned.as_json(),
+            "measured": measured,
+        },
+    )
+    return path
+
+
+def last_residual(folder: Path, names: Collection[str]) -> dict[str, Any] | None:
+    """What the last run in a folder held beyond its prediction.
+
+    Args:
+        folder: of the run.
+        names: of the device, as its driver gives them.
+
+    Returns:
+        `predicted` and `more` [bytes], and `torch`; None without a record of this device and the installed torch.
+    """
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["device"] not in names or found["torch"] != version("torch"):
+        return None
+    predicted, measured = found["predicted"]["peak"], found["measured"]["peak"]
+    return {"predicted": predicted, "more": measured - predicted, "torch": found["torch"]}

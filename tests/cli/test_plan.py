@@ -1,0 +1,90 @@
+"""`headway plan`: what it prints, what follows from what, and what it refuses."""
+
+import json
+
+import pytest
+
+from headway.devices import named_device
+from helpers.processes import ROOT
+
+RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
+MODEL = ("plan", "qwen3-0.6b", "--device", "H100", "--devices", 8)
+
+
+def test_a_model_alone_is_planned_and_what_follows_agrees(headway):
+    result = headway(*MODEL, "--tokens", "1e9", "--price", 2, "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert (found["schema_version"], found["model"], found["devices"]) == (1, "qwen3-0.6b", 8)
+    time, run = found["time"], found["run"]
+    for case in range(3):
+        assert time["step_s"][case] == pytest.approx(sum(line["seconds"][case] for line in time["lines"]))
+        assert time["mfu"][case] == pytest.approx(time["flops"] / time["step_s"][case] / time["peak_flops_per_s"])
+        assert time["tokens_per_s"][case] == pytest.approx(time["tokens"] / time["step_s"][case])
+        assert run["seconds"][case] == pytest.approx(1e9 / time["tokens_per_s"][case])
+        assert run["device_hours"][case] == pytest.approx(8 * run["seconds"][case] / 3600)
+        assert run["cost"][case] == pytest.approx(2 * run["device_hours"][case])
+        power_w = named_device("H100").board_power_w
+        assert run["energy_kwh"][case] == pytest.approx(run["device_hours"][case] * power_w / 1000)
+    assert time["step_s"] == sorted(time["step_s"])
+    assert time["flops"] == found["flops"]["total"]
+    assert time["peak_flops_per_s"] == 8 * named_device("H100").peak_flops_per_s["bf16"]
+
+
+def test_a_recipe_is_planned_for_its_own_devices_within_eighty_columns(headway, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = headway("plan", RECIPE)
+    assert result.code == 0, result.err
+    assert [line for line in result.out.splitlines() if len(line) > 80] == []
+    assert "32 x NVIDIA A800-SXM4-80GB" in result.out
+    assert "needed work at peak" in result.out
+    assert "Exchanges between devices are taken to hide behind computing" in result.out
+
+
+def test_settings_change_the_plan(headway):
+    plain, again = (
+        json.loads(headway(*MODEL, "--json", *more).out)["time"] for more in ((), ("--set", "speed.recompute=full"))
+    )
+    assert plain["flops"] == again["flops"]
+    assert plain["step_s"] < again["step_s"]
+    assert "recomputation" in {line["key"] for line in again["lines"]} - {line["key"] for line in plain["lines"]}
+
+
+def test_this_processor_is_measured_at_the_models_sizes_and_kept(headway, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("headway.devices.model_rates._LENGTHS", {"cpu": (16,)})
+    monkeypatch.setattr("headway.devices.model_rates._ELEMENTS", {"cpu": (64,)})
+    monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (2**16,)})
+    monkeypatch.setattr("headway.plan.step_time.shapes_of", lambda _: [(8, 4, 2), (16, 4, 2)])
+    measured = headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--dtype", "fp32")
+    assert measured.code == 0, measured.err
+    assert "fp32 product         8x4x2" in measured.out
+    assert "just now" in measured.out
+    assert json.loads(headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--json").out)["cached"]
+    planned = headway("plan", "qwen3-0.6b", "--set", "run.device=cpu", "--json")
+    assert planned.code == 0, planned.err
+    speeds = json.loads(planned.out)["speeds"]
+    assert speeds["measured"]
+    assert speeds["source"].startswith("measured at the model's sizes on")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("plan", "qwen3-0.6b"), "no device is named"),
+        (("plan", "qwen3-0.6b", "--device", "H999"), "H999"),
+        (("plan", "qwen3-0.6b", "--device", "rtx-3090-ti"), "the bandwidth of its memory is not known"),
+        ((*MODEL, "--price", 2), "give its --tokens too"),
+        ((*MODEL, "--set", "plan.mix=null"), "nothing says how long the samples are"),
+        ((*MODEL, "--set", "parallel.replicate=3"), "does not divide the 8 processes"),
+        (("plan", "no-such-model", "--device", "H100"), "no-such-model"),
+        (("plan", "no/such.yaml", "--device", "H100"), "no/such.yaml"),
+        ((*MODEL, "--set", "speed.recompute=nothing.*"), "speed.recompute"),
+    ],
+)
+def test_bad_input_is_one_clear_error(headway, options, words):
+    result = headway(*options)
+    assert result.code in (1, 2)
+    assert result.out == ""
+    assert words in " ".join(result.err.split())
+    assert "Traceback" not in result.err

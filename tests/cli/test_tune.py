@@ -1,0 +1,127 @@
+"""`headway tune`: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from headway.train.config import load_config
+from headway.train.tune import Trial
+from helpers.processes import ROOT
+
+RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
+FEW = ("--devices", 4, "--device", "H200", "--set", "data.tokens_per_pack=32768")
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lengths") / "lengths.csv"
+    path.write_text("tokens\n" + "".join(f"{200 + 37 * i % 3000}\n" for i in range(2500)))
+    return path
+
+
+@pytest.fixture
+def tune(headway, lengths):
+    return lambda *options: headway("tune", RECIPE, *FEW, "--lengths", lengths, *options)
+
+
+def test_it_ranks_what_fits_and_writes_a_recipe_that_a_dry_run_takes(tune, headway, lengths, tmp_path):
+    result = tune("--json", "--write", tmp_path / "best.yaml")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert (found["schema_version"], found["devices"], found["model"]) == (1, 4, "qwen2.5-7b")
+    best = found["best"]
+    assert all(one["fits"] and one["memory"]["peak"] <= found["room_bytes"] for one in best)
+    assert best[0]["flops_per_s"] >= found["as_it_is"]["flops_per_s"]
+    assert best[0]["mfu"] == pytest.approx(best[0]["flops_per_s"] / 4 / 989e12, rel=0.01)
+    assert all(one["step_tokens"] == pytest.approx(4 * 32_768, rel=0.05) for one in best)
+    peaks = [one["memory"]["peak"] for one in found["front"]]
+    assert peaks == sorted(peaks)
+    plan = json.loads(headway("train", tmp_path / "best.yaml", "--dry-run", "--json").out)
+    assert plan["fits"]
+    assert plan["memory"]["peak"] == best[0]["memory"]["peak"]
+    assert load_config(tmp_path / "best.yaml").plan.lengths == lengths
+
+
+def test_what_is_printed_keeps_to_eighty_columns_and_says_what_is_next(tune, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = tune("--memory", "60GiB")
+    assert result.code == 0, result.err
+    assert [line for line in result.out.splitlines() if len(line) > 80] == []
+    text = " ".join(result.out.split())
+    assert "60.0 GiB on each device, 45.7 % of 131.3 GiB" in text
+    assert "a GiB buys" in text
+    assert "more than the limit (+" in text  # why the next faster one does not fit
+    assert "The time of communication is not predicted" in text
+
+
+def test_meshes_are_varied_where_that_is_asked_for(tune):
+    own, every = (json.loads(tune("--json", *more).out) for more in ((), ("--meshes",)))
+    assert own["tried"] < every["tried"]
+    assert {one["mesh"]["sequence"] for one in own["front"]} == {1}
+
+
+def test_what_was_measured_is_shown_and_ranks_again(tune, monkeypatch, tmp_path):
+    runs = iter([Trial("out of memory", reason="it burst"), Trial("measured", 4e14, 2.0), Trial("measured", 5e14, 1.6)])
+    monkeypatch.setattr("headway.train.tune.measure", lambda *_, **_more: next(runs))
+    monkeypatch.setattr("headway.cli.tune.find_inputs", print)
+    result = tune("--measure", 3, "--write", tmp_path / "best.yaml")
+    assert result.code == 0, result.err
+    assert "out of memory: it burst" in result.out
+    assert "The best by what was seen is choice 3, 500.0 TFLOP/s (measured)." in result.out
+    runs = iter([Trial("failed", reason="a fault")])
+    assert "None of them could be measured" in tune("--measure", 1).out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--memory", "1GiB"), 2, "choices fits 1.0 GiB on each of 4 devices. The least that was found takes"),
+        (("--memory", "500GiB"), 2, "is more than the 131.3 GiB that NVIDIA H200 has"),
+        (("--memory", "lots"), 2, "--memory 'lots' is no size"),
+        (("--tokens-per-step", "2M or so"), 2, "is no number of tokens with a tolerance"),
+        (("--tokens-per-step", "131072 +-0.0001%"), 2, "ranks x accumulation x packing length must come near"),
+        (("--measure", 2), 1, "one of them is missing"),
+        (("--steps", 2), 2, "--steps 2 cannot take effect without --measure"),
+        (("--data", "x.jsonl"), 2, "--lengths and --data are two places"),
+        (("--write", RECIPE), 2, "is the recipe itself"),
+        (("--write", "/nowhere/at/all.yaml"), 2, "the folder /nowhere/at does not exist"),
+        (("--device", "H2000"), 1, "H2000"),
+    ],
+)
+def test_wrong_uses_are_told_in_a_sentence(tune, options, code, message):
+    result = tune(*options)
+    assert result.code == code
+    assert message in " ".join(result.err.split())
+
+
+def test_more_runs_than_choices_that_fit_are_refused(tune, monkeypatch):
+    monkeypatch.setattr("headway.cli.tune.find_inputs", print)
+    result = tune("--measure", 500)
+    assert (result.code, "choices that differ in more than details fit" in result.err) == (2, True)
+
+
+def test_without_lengths_it_says_how_to_give_them(headway):
+    result = headway("tune", RECIPE, "--set", "plan.mix=null")
+    assert (result.code, "nothing says how long the samples are" in " ".join(result.err.split())) == (2, True)
+
+
+def test_a_device_without_bandwidth_is_refused(headway, monkeypatch, tmp_path):
+    table = tmp_path / "peaks.toml"
+    table.write_text(
+        '[mine]\ntitle = "My card"\naliases = ["mine"]\ntflops = { bf16 = 100.0 }\nmemory_gb = 80\n'
+        'source = "me"\nread_on = 2026-11-23\n'
+    )
+    monkeypatch.setenv("HEADWAY_PEAKS", str(table))
+    result = headway("tune", RECIPE, "--device", "mine")
+    assert (result.code, "bandwidth of its memory is not known" in " ".join(result.err.split())) == (2, True)
+
+
+def test_a_model_without_saved_activations_is_refused(headway, monkeypatch):
+    monkeypatch.setattr("headway.count.activations._shipped", dict)
+    result = headway("tune", RECIPE)
+    assert (result.code, "no saved activations of 'qwen2.5-7b' ship" in result.err) == (1, True)
+
+
+def test_without_a_device_this_processor_is_asked_for_by_name(headway):
+    result = headway("tune", RECIPE, "--set", "plan.device=null")
+    assert (result.code, "no device is named" in " ".join(result.err.split())) == (2, True)

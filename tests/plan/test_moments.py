@@ -1,0 +1,67 @@
+"""The plan's moments against what the engine's code holds, on a pretended device and among made-up processes.
+
+benchmarks/plan_memory.py measures many more settings; here are those that differ in kind.
+"""
+
+import pytest
+
+from fake_cuda.moments import MOMENTS, run_moments, settings
+from fake_cuda.shared import run_shared
+from headway.plan.moments import MOMENTS as PLANNED
+from headway.plan.moments import moment
+from headway.plan.updating import AT_ONCE
+from headway.train.optim import parts
+
+TARGET = 0.05
+ON_CUDA = {
+    "text": ("text",),
+    "bfloat16 and 8-bit moments": (
+        "text", "run.dtype=bfloat16-params", "optim.state=8bit", "speed.recompute=full", "speed.loss_chunk=512"
+    ),
+    "Muon": ("text", "optim.name=muon", "speed.recompute=full", "speed.loss_chunk=512"),
+    "a frozen part": ("text", "model.freeze=[language.mlp]", "speed.loss_chunk=null"),
+    "experts": ("experts", "optim.accumulation=2", "speed.recompute=every:2"),
+}  # fmt: skip
+SLOW = {
+    "adapters": ("experts", "model.lora={rank: 8}"),
+    "images": ("image", "speed.recompute=full,-attention"),
+    "videos": ("video", "model.freeze=[language]"),
+}
+
+
+def check(found, plan):
+    assert plan.peak == pytest.approx(found.peak, rel=TARGET)
+    assert tuple(one.name for one in plan.moments) == MOMENTS == PLANNED
+    for one in plan.moments:  # a moment that is not the fullest is allowed what is small beside the peak
+        assert one.total == pytest.approx(found.peaks[one.name], rel=TARGET, abs=TARGET * found.peak)
+    for part, size in found.held.items():
+        assert getattr(plan, part) == pytest.approx(size, rel=0.02)
+
+
+@pytest.mark.parametrize("case", [*ON_CUDA, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_one_device_holds_what_the_plan_says(case):
+    kind, *overrides = (ON_CUDA | SLOW)[case]
+    check(*run_moments(kind, settings(*overrides)))
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides"),
+    [
+        (1, ("run.dtype=float32",)),
+        (2, ("run.dtype=bfloat16-autocast", "speed.recompute=full")),
+        (4, ("run.dtype=bfloat16-autocast", "parallel.sequence=2", "speed.recompute=full")),
+    ],
+)
+def test_one_of_several_processes_holds_what_the_plan_says(processes, overrides):
+    base = ("speed.loss_chunk=256", "parallel.reduce_dtype=float32")
+    check(*run_shared("little text", settings(*base, *overrides), processes))
+
+
+def test_the_update_works_on_as_many_values_as_the_optimizer():
+    assert parts.AT_ONCE == AT_ONCE
+
+
+def test_a_moment_is_the_sum_of_parts_that_are_there():
+    one = moment("update", updating=3, weights=5, optimizer=0)
+    assert list(one.parts.items()) == [("weights", 5), ("updating", 3)]
+    assert one.total == 8
