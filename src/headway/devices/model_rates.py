@@ -32,7 +32,7 @@ _MODULES = 24  # linear ones, of which three make an MLP with a gate and a norm
 
 @dataclass(frozen=True)
 class ModelRates:
-    """What a device does per second at a model's sizes; medians of repetitions.
+    """What a device does per second at a model's sizes: the best repetition of each, which nothing interrupted.
 
     Attributes:
         products: by (m, k, n) [FLOP/s].
@@ -126,15 +126,15 @@ def model_rates(
         found[name] = cached_ceiling(where, what, measure, refresh=refresh, warn=warn)
     by_shape = {name: {one.shape: one for one in ceiling.measurements} for name, ceiling in found.items()}
     return ModelRates(
-        products={(m, k, n): one.median_per_s for (m, k, n), one in by_shape["products"].items()},
+        products={(m, k, n): one.best_per_s for (m, k, n), one in by_shape["products"].items()},
         attention={
-            shape[2]: (one.median_per_s, by_shape["backward"][shape].median_per_s)
+            shape[2]: (one.best_per_s, by_shape["backward"][shape].best_per_s)
             for shape, one in by_shape["forward"].items()
             if shape in by_shape["backward"]
         },
-        bytes_per_s={size * dtype.itemsize: one.median_per_s for (size,), one in by_shape["elementwise"].items()},
+        bytes_per_s={size * dtype.itemsize: one.best_per_s for (size,), one in by_shape["elementwise"].items()},
         copied_bytes_per_s=copy_ceiling(where, refresh=refresh, warn=warn).best.best_per_s,
-        host_s=1 / found["host"].best.median_per_s,
+        host_s=1 / found["host"].best.best_per_s,
         measured_at=found["products"].measured_at,
         is_cached=all(ceiling.is_cached for ceiling in found.values()),
     )
