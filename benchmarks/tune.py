@@ -1,4 +1,4 @@
-"""The choices of `headway tune` against an exhaustive run of all of them: a small model on one thread of a CPU.
+"""Hold `headway tune` against an exhaustive search: every choice is trained, on one thread of a CPU.
 
     .venv/bin/python benchmarks/tune.py            # ten minutes; no wall time counts, so other work may go on
 

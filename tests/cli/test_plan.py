@@ -60,12 +60,31 @@ def test_this_processor_is_measured_at_the_models_sizes_and_kept(headway, monkey
     assert measured.code == 0, measured.err
     assert "fp32 product         8x4x2" in measured.out
     assert "just now" in measured.out
-    assert json.loads(headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--json").out)["cached"]
+    again = json.loads(headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--json").out)
+    assert (again["schema_version"], again["model"], again["device"]["type"]) == (1, "qwen3-0.6b", "cpu")
+    assert [(one["dtype"], one["cached"]) for one in again["rates"]] == [("fp32", True)]
     planned = headway("plan", "qwen3-0.6b", "--set", "run.device=cpu", "--json")
     assert planned.code == 0, planned.err
     speeds = json.loads(planned.out)["speeds"]
     assert speeds["measured"]
     assert speeds["source"].startswith("measured at the model's sizes on")
+
+
+@pytest.mark.parametrize("setting", ["model.freeze=[language.mlp]", "model.lora={rank: 8}"])
+def test_plan_tune_and_a_dry_run_expect_the_same_memory_of_a_model_that_learns_in_part(headway, setting):
+    few = ("--set", "data.tokens_per_pack=8192", "--set", setting, "--device", "H200", "--devices", 2, "--json")
+    planned = json.loads(headway("plan", RECIPE, *few).out)
+    assert planned["memory"] == json.loads(headway("train", RECIPE, "--dry-run", *few).out)["memory"]
+    tuned = json.loads(headway("tune", RECIPE, *few).out)
+    assert planned["memory"] == tuned["as_it_is"]["memory"]
+    assert planned["time"]["step_s"][1] == pytest.approx(tuned["as_it_is"]["step_s"])
+
+
+def test_a_run_that_does_not_fit_is_told_and_fails(headway):
+    result = headway("plan", RECIPE, "--device", "H100", "--devices", 2)
+    assert result.code == 1
+    assert "DOES NOT FIT within 90.0 %" in " ".join(result.out.split())
+    assert json.loads(headway("plan", RECIPE, "--device", "H100", "--devices", 2, "--json").out)["fits"] is False
 
 
 @pytest.mark.parametrize(

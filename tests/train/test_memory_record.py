@@ -56,6 +56,12 @@ def test_a_later_dry_run_reads_by_how_much_it_was_off(recorded):
     assert last_residual(recorded.parent, names) is None
 
 
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "[" * 100_000, "{}", '{"device": [], "torch": 3}'])
+def test_a_record_that_is_not_whole_is_none(recorded, damaged):
+    recorded.write_text(damaged)
+    assert last_residual(recorded.parent, ["NVIDIA H100 80GB HBM3"]) is None
+
+
 def test_a_cpu_has_nothing_to_record(raw, tmp_path):
     raw["run"]["folder"] = str(tmp_path)
     run = SimpleNamespace(device=torch.device("cpu"))

@@ -7,12 +7,15 @@ import typer
 
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.count.models import shipped_name
 from headway.errors import UnknownDeviceError, UsageError
 from headway.report import Column, format_rate, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
     import torch
 
+    from headway.count import CostModel
     from headway.devices import Ceiling, Device
     from headway.devices.measure import Measurement
     from headway.devices.model_rates import ModelRates
@@ -50,7 +53,7 @@ def ceiling(
     with needs_extra("measuring a ceiling"):
         from headway.devices.ceilings import copy_ceiling, dtypes_of, environment, matmul_ceiling
 
-        where = _device(device)
+        where = local_device(device)
         names = dtype or list(dtypes_of(where))
         try:
             products = [matmul_ceiling(where, name, refresh=refresh, warn=warn) for name in names]
@@ -67,25 +70,46 @@ def ceiling(
 
 def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refresh: bool, as_json: bool) -> None:
     """Measure a model's products, attention and elementwise operations, and print their rates."""
-    from headway.cli.resolve import resolve_architecture, resolve_cost_model
-
     cost_model = resolve_cost_model(model)
-    numbers = resolve_architecture(model, cost_model)
     with needs_extra("measuring a model's rates"):
-        from headway.devices.model_rates import model_rates
-        from headway.plan.step_time import shapes_of
+        from headway.devices.ceilings import environment
 
-        where = _device(device)
-        for name in dtypes or ["fp32" if where.type == "cpu" else "bf16"]:
-            heads = (numbers.heads, numbers.qk_dim)
-            try:
-                rates = model_rates(where, name, shapes_of(cost_model), heads, refresh=refresh, warn=warn)
-            except UnknownDeviceError as error:
-                raise UsageError(str(error)) from error
-            if as_json:
-                print_json({"model": model, "dtype": name, **rates.as_json()})
-            else:
-                print(_render_model(model, name, rates))
+        where = local_device(device)
+        names = dtypes or ["fp32" if where.type == "cpu" else "bf16"]
+        found = {name: local_rates(model, cost_model, where, name, refresh=refresh) for name in names}
+        around = environment(where)
+    if as_json:
+        rates = [{"dtype": name, **one.as_json()} for name, one in found.items()]
+        print_json({"model": model, "device": around, "rates": rates})
+    else:
+        print("\n\n".join(_render_model(model, name, one) for name, one in found.items()))
+
+
+def local_rates(
+    model: str, cost_model: "CostModel", where: "torch.device", dtype: str, *, refresh: bool = False
+) -> "ModelRates":
+    """Rates at a model's sizes on a device of this machine, measured now or before.
+
+    Args:
+        model: as `resolve_cost_model` takes it.
+        cost_model: of the model.
+        where: the device.
+        dtype: of the products, such as "bf16".
+        refresh: measure even if the cache has them.
+
+    Raises:
+        UsageError: a dtype that is not measured.
+    """
+    from headway.devices.model_rates import model_rates
+    from headway.plan.step_time import shapes_of
+
+    numbers = resolve_architecture(shipped_name(model) or model, cost_model)
+    try:
+        return model_rates(
+            where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), refresh=refresh, warn=warn
+        )
+    except UnknownDeviceError as error:
+        raise UsageError(str(error)) from error
 
 
 def _render_model(model: str, dtype: str, rates: "ModelRates") -> str:
@@ -103,7 +127,12 @@ def _render_model(model: str, dtype: str, rates: "ModelRates") -> str:
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 
 
-def _device(given: str | None) -> "torch.device":
+def local_device(given: str | None) -> "torch.device":
+    """A device of this machine: the one named, or the accelerator, or the CPU.
+
+    Raises:
+        UsageError: PyTorch sees no such device here.
+    """
     import torch
 
     here = ["cpu"]

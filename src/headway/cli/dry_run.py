@@ -23,11 +23,11 @@ from headway.report import (
 from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
-    from headway.count.activations import SavedActivations
+    from headway.count.activations import SavedActivations, SavedByPrecision
     from headway.train.config import TrainConfig
     from headway.train.dry_run import DryRun, Packs
 
-_NO_ROOM = "DOES NOT FIT"
+NO_ROOM = "DOES NOT FIT"
 LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
     "gradients, passing", "head": "logits and loss", "updating": "optimizer, working"}  # fmt: skip
 
@@ -45,7 +45,6 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
         HeadwayError: an unknown model or device, a mesh that does not fit, or a setting that cannot take effect.
         typer.Exit: the run does not fit the device; exit code 1.
     """
-    from headway.count.activations import SavedByPrecision
     from headway.devices import named_device
     from headway.train.dry_run import dry_run
 
@@ -53,18 +52,24 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     name = device or config.plan.device
     cost_model = resolve_cost_model(config.model.path)
     found = named_device(name) if name is not None else None
-    saved = SavedByPrecision(partial(_saved, config))
-    planned = dry_run(config, cost_model, saved, devices=count, device=found)
+    planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=found)
     if as_json:
         print(json.dumps(planned.as_json()))
     else:
-        print(_render(config, planned).replace(_NO_ROOM, coloured(_NO_ROOM, "red", sys.stdout)))
+        print(_render(config, planned).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
     if planned.fits is False:
         raise typer.Exit(1)
 
 
+def saved_of_recipe(config: "TrainConfig") -> "SavedByPrecision":
+    """Activations that autograd saves of a recipe's model, with its frozen parts and adapters, by precision."""
+    from headway.count.activations import SavedByPrecision
+
+    return SavedByPrecision(partial(_saved, config))
+
+
 def _saved(config: "TrainConfig", precision: str) -> "SavedActivations":
-    """What autograd saves of a recipe's model: where a part of it is frozen, traced so if torch is there."""
+    """Read what ships of a model that learns whole; trace one that is partly frozen or adapted, if torch is there."""
     from headway.count.models import shipped_name
 
     if config.model.freeze or config.model.lora:
@@ -127,7 +132,7 @@ def _memory_table(planned: "DryRun", residual: dict[str, Any] | None = None) -> 
     memory = planned.memory
     fullest = memory.fullest
     rows = [[LABELS.get(part, part), format_bytes(size), PARTS[part]] for part, size in fullest.parts.items()]
-    footer = [f"most, in {_in_words(fullest.name)}", format_bytes(memory.peak), _verdict(planned)]
+    footer = [f"most, in {_in_words(fullest.name)}", format_bytes(memory.peak), verdict(planned)]
     columns = [Column("memory of each device", "left"), Column("size"), Column("what", "left")]
     moments = ", ".join(f"{one.name} {format_bytes(one.total)}" for one in memory.moments)
     lines = [render_table(columns, rows, footer=footer), f"by moment: {moments}"]
@@ -158,7 +163,8 @@ def _left_out(planned: "DryRun") -> str:
     return f"Not in the sizes above, and allowed for on a CUDA device: {parts}; {whole} in all."
 
 
-def _verdict(planned: "DryRun") -> str:
+def verdict(planned: "DryRun") -> str:
+    """Say whether a run fits its device, and by what share of its memory."""
     from headway.train.dry_run import USABLE
 
     device = planned.device
@@ -166,7 +172,7 @@ def _verdict(planned: "DryRun") -> str:
         return "name a device with --device to see whether it fits"
     share = format_share(planned.memory.peak / device.memory_bytes)
     whole = f"{share} of {device.title}'s {format_bytes(device.memory_bytes)}"
-    return whole if planned.fits else f"{whole}: {_NO_ROOM} within {format_share(USABLE)}"
+    return whole if planned.fits else f"{whole}: {NO_ROOM} within {format_share(USABLE)}"
 
 
 def _ways(planned: "DryRun") -> str:

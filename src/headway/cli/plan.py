@@ -1,18 +1,19 @@
 """`headway plan`: will it fit, how long will a step take, what will the run cost."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.dry_run import saved_activations
+from headway.cli.ceiling import local_device, local_rates
+from headway.cli.dry_run import NO_ROOM, saved_of_recipe, verdict
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, warn
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import resolve_cost_model
 from headway.cli.train import SetOption
-from headway.count.models import shipped_name
 from headway.errors import PlanError, UsageError
 from headway.report import (
     Column,
@@ -24,6 +25,7 @@ from headway.report import (
     render_pairs,
     render_table,
 )
+from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
     from headway.count import CostModel
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from headway.train.config import TrainConfig
     from headway.train.dry_run import DryRun
 
-SCHEMA_VERSION = 1
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
 
@@ -42,11 +43,11 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
 class WholeRun:
     """What a whole run takes; of each quantity the best, the expected and the worst case."""
 
-    tokens: float
-    seconds: "Cases"
-    device_hours: "Cases"
-    cost: "Cases | None"
-    energy_kwh: "Cases | None"
+    tokens: float  # to train on
+    seconds: "Cases"  # of the run [s]
+    device_hours: "Cases"  # of all devices [h]
+    cost: "Cases | None"  # in the currency of the price; None without one
+    energy_kwh: "Cases | None"  # of the boards [kWh]; None where their power is not known
 
 
 def plan(
@@ -71,9 +72,10 @@ def plan(
     The step's lines are those of `headway explain`. Each has a range, from what devices reach at best to what they
     should reach at least; `headway ceiling --model` measures this machine's own rates.
 
+    Exit code 1 if the run does not fit the device.
+
     Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
     """
-    from headway.count.activations import SavedByPrecision
     from headway.devices import named_device
     from headway.train.dry_run import dry_run, learning_model
     from headway.train.forecast import Forecaster
@@ -84,7 +86,7 @@ def plan(
     name = device or config.plan.device
     found = named_device(name) if name is not None else None
     count = devices or config.plan.devices or 1
-    saved = SavedByPrecision(partial(saved_activations, config.model.path))
+    saved = saved_of_recipe(config)
     planned = dry_run(config, cost_model, saved, devices=count, device=found)
     if planned.packs is None:
         raise PlanError(
@@ -98,7 +100,9 @@ def plan(
     if as_json:
         print_json(_record(planned, time, speeds, run))
     else:
-        print(_render(config, planned, time, speeds, run, count))
+        print(_render(config, planned, time, speeds, run, count).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
+    if planned.fits is False:
+        raise typer.Exit(1)
 
 
 def _recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainConfig]":
@@ -141,17 +145,14 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
         return Speeds.of_device(device, dtype)
     with needs_extra("planning for this machine"):
         from headway.devices.ceilings import matmul_ceiling
-        from headway.devices.model_rates import model_rates, this_device
-        from headway.plan.step_time import shapes_of
 
-    where = this_device()
+        where = local_device(None)
     if where.type == "cpu" and config.run.device != "cpu":
         raise PlanError(
             "no device is named, so neither memory nor time can be planned: give --device, set plan.device, or plan "
             "for this machine's processor with --set run.device=cpu."
         )
-    numbers = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
-    rates = model_rates(where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), warn=warn)
+    rates = local_rates(config.model.path, cost_model, where, dtype)
     peak = matmul_ceiling(where, dtype, warn=warn).peak()
     return Speeds.measured(peak.name, peak.flops_per_s, rates, runs_ahead=where.type != "cpu")
 
@@ -180,7 +181,7 @@ def _record(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: Whol
         "energy_kwh": None if run.energy_kwh is None else [*run.energy_kwh],
     }
     source = {"device": speeds.name, "source": speeds.source, "measured": speeds.is_measured}
-    return {"schema_version": SCHEMA_VERSION, **dry, "speeds": source, "time": time.as_json(), "run": whole}
+    return {**dry, "speeds": source, "time": time.as_json(), "run": whole}
 
 
 def _render(
@@ -232,14 +233,13 @@ def _milliseconds(seconds: "Cases", whole: float) -> list[str]:
     return [expected, format_share(seconds.expected / whole), best, worst]
 
 
-def _cases(span: "Cases", write: Any) -> str:
-    """The expected case, and the two others behind it: "2.40 s (1.90 to 3.80)"."""
-    return f"{write(span.expected)} ({write(span.best)} at best, {write(span.worst)} at worst)"
+def _cases(cases: "Cases", write: Callable[[float], str]) -> str:
+    """The expected case, and the two others behind it: "2.40 s (1.90 s at best, 3.80 s at worst)"."""
+    return f"{write(cases.expected)} ({write(cases.best)} at best, {write(cases.worst)} at worst)"
 
 
 def _memory(planned: "DryRun") -> str:
+    """The peak and whether it fits; `headway train --dry-run` has the parts."""
     peak = format_bytes(planned.memory.peak)
-    if planned.device is None or planned.device.memory_bytes is None:
-        return f"{peak} of each device at most"
-    verdict = "fits" if planned.fits else "DOES NOT FIT"
-    return f"{peak} of {format_bytes(planned.device.memory_bytes)}: {verdict} (headway train --dry-run has the parts)"
+    known = planned.device is not None and planned.device.memory_bytes is not None
+    return f"{peak}, {verdict(planned)}" if known else f"{peak} of each device"

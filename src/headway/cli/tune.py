@@ -1,14 +1,13 @@
 """`headway tune`: which packing length, accumulation, recomputation and sharing trains a recipe fastest."""
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cache import write_whole
-from headway.cli.dry_run import saved_activations
+from headway.cli.dry_run import saved_of_recipe
 from headway.cli.index import build_indices
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json
@@ -173,7 +172,7 @@ def _tuned(
 def search_of(
     config: "TrainConfig", memory: str | None, tokens_per_step: str | None, data: list[str], *, meshes: bool = False
 ) -> "tuple[Search, Device | None, Speeds]":
-    """Put together what is searched.
+    """Build the search from a recipe and the command line's options.
 
     Args:
         config: the recipe, with devices and device in its plan section.
@@ -188,7 +187,6 @@ def search_of(
     Raises:
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
     """
-    from headway.count.activations import SavedByPrecision
     from headway.count.models import shipped_name
     from headway.devices import named_device
     from headway.train.dry_run import learning_model, lengths_of
@@ -218,7 +216,7 @@ def search_of(
             "nothing says how long the samples are: give --lengths FILE or --data D, or set plan.lengths or plan.mix "
             "in the recipe."
         )
-    saved = SavedByPrecision(partial(saved_activations, config.model.path))
+    saved = saved_of_recipe(config)
     speeds = speeds_of(config, cost_model, found, count)
     timer = Forecaster(learning, saved, speeds, count).predict
     return Search(config, learning, saved, count, room, lengths, timer, space), found, speeds

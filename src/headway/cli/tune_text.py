@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _GIB, _MIB = 2**30, 2**20
 _SMALL = 8 * _GIB  # limits below it are told in MiB
-_LEAST_GAIN = 0.01  # of a line of the table of what memory buys over the one before
+_LEAST_GAIN = 0.01  # in speed, by which a line of the table of memory and speed exceeds the one before
 
 
 @dataclass(frozen=True)

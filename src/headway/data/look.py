@@ -181,7 +181,7 @@ def used_of(items: Items, source: int, row: int) -> list[tuple[int, int]]:
 
 
 def why_not_whole(sample: ShownSample, budget: Budget) -> str | None:
-    """Why a plan leaves out a sample or a part of it; None where all of it is used."""
+    """Say why a plan drops or cuts a sample; None where it uses all of it."""
     tokens, patches = sample.lengths.tokens, sample.lengths.patches
     over = [f"{tokens:,} tokens are more than a pack's {budget.tokens:,}"] if tokens > budget.tokens else []
     if budget.patches is not None and patches > budget.patches:

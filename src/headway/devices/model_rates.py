@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
     Run = Callable[[], object]
 
+FORWARD_MOVES, BACKWARD_MOVES = 2, 3
+"""How often elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
+read once more, and its gradient is written and read."""
+
 Shape = tuple[int, ...]
 _PRODUCTS = TimeBudget(shape_s=0.15, total_s=90.0, min_repeats=3)
 _OTHERS = TimeBudget(shape_s=0.2, total_s=10.0, min_repeats=3)
 _LENGTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192), "mps": (256, 1024, 4096)}
 _ELEMENTS = {"cpu": (2**16, 2**19, 2**22), "cuda": (2**20, 2**24, 2**27), "mps": (2**18, 2**22, 2**25)}
-_MOVES = 5  # of a saved byte: twice in forward, three times in backward
 _WIDTH = 256  # of a row that is normalised
 _MODULES = 24  # linear ones, of which three make an MLP with a gate and a norm
 
@@ -66,15 +69,6 @@ class ModelRates:
             "measured_at": self.measured_at.isoformat(timespec="seconds"),
             "cached": self.is_cached,
         }
-
-
-def this_device() -> "torch.device":
-    """The accelerator that PyTorch sees here, or the CPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def model_rates(
@@ -170,10 +164,10 @@ def _attention(device: "torch.device", dtype: "torch.dtype", shape: Shape, *, ba
 
 
 def _elementwise(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
-    """A norm and a gate as models write them out, forward and backward; its work is what they move for what is saved.
+    """Forward and backward of an RMSNorm written out in PyTorch and a SiLU gate.
 
-    Each saved byte counts as often as a plan counts it (`headway.plan.step_time`), so that a rate is what the bytes of
-    a plan go by.
+    The work is the bytes that a plan expects of it (`FORWARD_MOVES`, `BACKWARD_MOVES` of each byte that autograd
+    saves), so that the rate fits the bytes of a plan.
     """
     import torch
 
@@ -194,11 +188,11 @@ def _elementwise(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> 
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         run()
-    return run, _MOVES * sum(saved.values())
+    return run, (FORWARD_MOVES + BACKWARD_MOVES) * sum(saved.values())
 
 
 def _modules(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
-    """A stack of small MLPs with a gate and a norm, whose arithmetic takes no time beside their operators'."""
+    """Forward and backward of gated MLPs so small that the host's time for each operator is all that counts."""
     import torch
     from torch import nn
     from torch.nn.functional import silu

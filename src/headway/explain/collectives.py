@@ -46,7 +46,7 @@ def find_collectives(measured: MeasuredTrace) -> Collectives:
 
 
 def waiting_in(own: Collectives, step: MeasuredStep, others: Sequence[Collectives]) -> list[int] | None:
-    """Time of a step's exposed communication in which a rank waits for each of the others [ns].
+    """How long a rank waits for each of the others in a step's exposed communication [ns].
 
     A collective takes the shortest time on the rank that came last, and for that rank the others wait. None where no
     other rank has the same collectives.

@@ -124,8 +124,7 @@ def plan_memory(
     held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
     gradients = _shared(state.weight_bytes * _numel(trained), sharing)
     by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if state.muon else frozenset()
-    moments = sum(p.numel * (1 if p.name in by_muon else 2) for p in trained)
-    optimizer = _shared(state.moment_bytes * moments, sharing)
+    optimizer = _shared(state.moment_bytes * num_moments(cost_model, muon=state.muon), sharing)
     average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
     units = _units(cost_model, saved, state, sharing)
     chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
@@ -181,6 +180,12 @@ def plan_memory(
         found += [forward, max(begins, passes, key=lambda one: one.total), update]
     most = {part: max(walk.get(part, 0), *(one.parts.get(part, 0) for one in found)) for part in PARTS}
     return MemoryPlan(**most, host=host, moments=tuple(found))
+
+
+def num_moments(cost_model: CostModel, *, muon: bool) -> int:
+    """Numbers that the optimizer keeps of the weights that learn: two each, one of a matrix that Muon updates."""
+    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if muon else frozenset()
+    return sum(p.numel * (1 if p.name in by_muon else 2) for p in cost_model.parameters if p.trainable)
 
 
 def _casts(state: State, sharing: Sharing) -> bool:

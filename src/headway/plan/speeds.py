@@ -39,15 +39,13 @@ class Cases(NamedTuple):
         return Cases(*(factor * value for value in self))
 
 
-# Large products reach 80 % of a datasheet's dense peak on NVIDIA's A100 and H100 and some 55 % on AMD's MI300X; those
-# of a model's sizes less, and power limits take their part.
-# Source: AMD, "Measuring Max-Achievable FLOPs", part 2, February 2025 (MI300X); `headway ceiling` gives your own.
+# Assumed, for lack of a device to measure: one share for all devices and sizes. `headway ceiling` gives your own.
 PRODUCTS = Cases(0.8, 0.65, 0.45)
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak and 35 % of an H100's, FlashAttention-3 75 % of an H100's;
 # backward reaches less than forward.
 # Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
 ATTENTION = Cases(0.65, 0.45, 0.25)
-# Copies reach some 90 % of the printed bandwidth, elementwise kernels of a model's sizes less.
+# Assumed likewise.
 BANDWIDTH = Cases(0.9, 0.8, 0.6)
 LAUNCH_S = 5e-6
 """Time that the host takes to launch a product [s], where nothing was measured: some microseconds."""

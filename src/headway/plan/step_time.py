@@ -18,15 +18,15 @@ from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
 from headway.count.recompute import recomputed_blocks
 from headway.count.step_facts import flops_on_padding
+from headway.devices.model_rates import BACKWARD_MOVES, FORWARD_MOVES
 from headway.plan.lines import NAMES, SLOW
-from headway.plan.memory import State, head_features
+from headway.plan.memory import State, head_features, num_moments
 from headway.plan.moments import FLOAT32
 from headway.plan.speeds import Cases, Shape, Speeds
 
 ROWS = (512, 2048, 8192)
 """Rows of inputs for which the rates of products are measured; others lie between or near."""
 
-_FORWARD, _BACKWARD = 2, 3  # how often each saved byte is moved
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 _Kind = tuple[bool, tuple[int, int] | None]  # whether it is attention, and the features of a linear module
 
@@ -243,7 +243,7 @@ class StepTimes:
             sums["all"] += size
             sums["alive"] += size if name in self._alive else 0
             sums["again"] += size if name in chosen else 0
-        moved = _FORWARD * (sums["all"] + sums["again"]) + _BACKWARD * sums["alive"]
+        moved = FORWARD_MOVES * (sums["all"] + sums["again"]) + BACKWARD_MOVES * sums["alive"]
         features = head_features(self._cost_model)
         if features is not None:  # logits are read, their log-probabilities written and read, their gradient written
             moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
@@ -256,8 +256,8 @@ class StepTimes:
 
     def _optimizer_bytes(self, work: StepWork, state: State) -> float:
         """Gradients are read for their norm, scaled and read again; weights and moments are read and written."""
-        each = (4 + 2) * state.weight_bytes + 2 * state.moment_bytes * (1 if state.muon else 2)
-        return each * self._trained / work.shards
+        moments = num_moments(self._cost_model, muon=state.muon)
+        return ((4 + 2) * state.weight_bytes * self._trained + 2 * state.moment_bytes * moments) / work.shards
 
 
 def product_shape(phase: str, units: int, features: tuple[int, int] | None) -> Shape | None:

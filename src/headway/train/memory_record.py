@@ -71,13 +71,13 @@ def last_residual(folder: Path, names: Collection[str]) -> dict[str, Any] | None
         names: of the device, as its driver gives them.
 
     Returns:
-        `predicted` and `more` [bytes], and `torch`; None without a record of this device and the installed torch.
+        `predicted` and `more` [bytes], and `torch`; None without a whole record of this device and the installed torch.
     """
-    path = folder / FILE_NAME
-    if not path.is_file():
+    try:
+        found = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        if found["device"] not in names or found["torch"] != version("torch"):
+            return None
+        predicted, measured = int(found["predicted"]["peak"]), int(found["measured"]["peak"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or one that is not whole
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found["device"] not in names or found["torch"] != version("torch"):
-        return None
-    predicted, measured = found["predicted"]["peak"], found["measured"]["peak"]
     return {"predicted": predicted, "more": measured - predicted, "torch": found["torch"]}

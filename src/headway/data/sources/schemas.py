@@ -1,4 +1,4 @@
-"""Rows as typed samples: which form a row has, which column is the question or the picture, and what becomes of it."""
+"""Turn rows into typed samples: find a row's format, and its columns of questions, answers and media."""
 
 import difflib
 from collections.abc import Mapping

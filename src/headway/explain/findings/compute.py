@@ -125,7 +125,7 @@ def unfused_chains(evidence: Evidence) -> Seen | None:
 
 
 def _num_kernels(events: Sequence[Spent], *, is_cpu: bool) -> int:
-    """Kernels; of a CPU the operators that a module calls itself, as one of them calls others that compute nothing."""
+    """Count the kernels among events; on a CPU the operators that a module calls directly, not those inside them."""
     if not is_cpu:
         return len(events)
     depths: dict[Phase, Counter[int]] = defaultdict(Counter)
@@ -222,7 +222,7 @@ def padding(evidence: Evidence) -> Seen | None:
 
 
 def component_ns(evidence: Evidence, begins: str) -> int:
-    """Time of the matmul-class kernels of all components whose names begin so [ns]."""
+    """Time of the matmul-class kernels of the components whose names begin with a prefix [ns]."""
     split = (evidence.parts(key) for key in ("useful", "ceiling", "recomputation", "padding"))
     shared = sum(ns for parts in split for name, ns in parts.items() if name.startswith(begins))
     slow = {name.removeprefix("slow.") for step in evidence.steps for line in step.lines for name in [line.key]}

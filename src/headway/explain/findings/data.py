@@ -20,7 +20,7 @@ _ADVICE = {
 
 
 def waiting(evidence: Evidence, part: str) -> Seen | None:
-    """The loop waits for data, and most of their making is one part of it.
+    """The loop waits for data, and one part of making a batch takes longest.
 
     Args:
         evidence: of the steps.

@@ -153,7 +153,7 @@ class Evidence:
         return all(step.measured is not None and step.measured[0].trace.is_cpu_only for step in self.steps)
 
     def ns(self, key: str) -> int:
-        """Time of a line, or of all lines whose keys begin with it and a dot [ns]."""
+        """Time of the line with a key, and of the lines below it, such as `idle.data` below `idle` [ns]."""
         return sum(ns for name, ns in self._lines.items() if name == key or name.startswith(f"{key}."))
 
     def parts(self, key: str) -> Counter[str]:
@@ -176,7 +176,7 @@ class Evidence:
         return said.get(name) if isinstance(said, Mapping) else None
 
     def total(self, name: str) -> float | None:
-        """The sum over all steps of a number that the loop said of each; None where one of them lacks it."""
+        """Add up a number that the loop recorded for each step; None where a step lacks it."""
         said = [self.step_fact(step, name) for step in self.steps]
         known = [one for one in map(as_number, said) if one is not None]
         return sum(known) if len(known) == len(said) else None

@@ -35,8 +35,8 @@ def slow_rank(evidence: Evidence) -> Seen | None:
 def _waited_for(evidence: Evidence, causes: Collection[str], cause: str, advice: str) -> Seen | None:
     """What ranks waited for others in the steps in which one of some causes was why."""
     found = {one.step: one for one in evidence.waits if one.cause in causes}
-    waited: Counter[int] = Counter()  # by the rank, and by the step of it that was waited for longest
-    in_step: Counter[tuple[int, int]] = Counter()
+    waited: Counter[int] = Counter()  # time that the others waited for each rank [ns]
+    in_step: Counter[tuple[int, int]] = Counter()  # the same by rank and step
     for step in evidence.steps:
         if step.step in found:
             ns = sum(line.ns for line in step.lines if line.key == "communication.waiting")

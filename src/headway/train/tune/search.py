@@ -107,7 +107,6 @@ class Found:
         candidates: choices whose time was predicted, the fastest first; those beyond the limit are among them.
         tried: choices whose memory was planned, or known from a thriftier one's.
         fitting: those within the limit.
-        least: the least memory of any choice [bytes].
         packings: packs that were planned.
         room_bytes: the limit [bytes]; None for none.
         seconds: that the search took, wall time [s].
