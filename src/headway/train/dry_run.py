@@ -207,7 +207,7 @@ def memory_plan(
     pack = Workload([tokens], images=one_picture(patches, cost_model), slots=slots)
     precision = precision_of(config, devices)
     state = state_of(config, precision, recompute_of(config, cost_model, saved, shape))
-    return plan_memory(cost_model, saved[precision], pack, state, _sharing(config, shape))
+    return plan_memory(cost_model, saved[precision], pack, state, sharing_of(config, shape))
 
 
 def _room(device: Device | None) -> int | None:
@@ -267,7 +267,8 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
     )
 
 
-def _sharing(config: TrainConfig, shape: MeshShape) -> Sharing:
+def sharing_of(config: TrainConfig, shape: MeshShape) -> Sharing:
+    """How the processes of a recipe share its model."""
     parallel = config.parallel
     return Sharing(
         shards=shape.fsdp,
