@@ -112,8 +112,8 @@ class StepWork:
         sequence: devices that share each pack.
         shards: devices that share one copy of the optimizer's state.
         balance: mean over heaviest FLOPs of the ranks, a fraction.
-        exchanges: what a device exchanges for a pack.
-        links: between the devices; None where they are not known, and exchanges are taken to hide behind computing.
+        exchanges: what a device exchanges for a pack; None where that is taken to hide behind computing.
+        links: between the devices; None with `exchanges`.
     """
 
     flops: FlopCount
@@ -125,7 +125,7 @@ class StepWork:
     sequence: int = 1
     shards: int = 1
     balance: float = 1.0
-    exchanges: Exchanges = Exchanges()
+    exchanges: Exchanges | None = None
     links: Links | None = None
 
 
@@ -183,11 +183,11 @@ class StepTimes:
         lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
         for name, seconds in took.items():
             lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
-        copied = work.exchanges.copied_bytes if work.links is not None else 0
+        copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
         lines.append(self._line("memory", speeds.elementwise_s(work.packs * (self._moved_bytes(work, state) + copied))))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
-        if work.links is not None:
+        if work.exchanges is not None and work.links is not None:
             forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
             waits = exposed_s(work.exchanges, work.packs, passes.times(forward), passes.times(1 - forward), work.links)
             lines.append(self._line("communication.transfer", waits))

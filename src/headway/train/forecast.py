@@ -7,7 +7,6 @@ from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations
 from headway.errors import ConfigError
 from headway.plan.collectives import Links
-from headway.plan.communication import Exchanges
 from headway.plan.exchanges import exchanges_of
 from headway.plan.speeds import Speeds
 from headway.plan.step_time import StepForecast, StepTimes, StepWork
@@ -73,7 +72,7 @@ class Forecaster:
             slots=-(-whole // bucket) * bucket,
         )
         state = state_of(config, precision, recompute)
-        exchanges = Exchanges()
+        exchanges = None
         if self._links is not None:
             self._links.require(self._devices)
             sharing = sharing_of(config, shape)
