@@ -1,5 +1,6 @@
 """`headway plan`: will it fit, how long will a step take, what will the run cost."""
 
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,13 @@ from headway.report import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from headway.count import CostModel
+    from headway.count.activations import SavedActivations
     from headway.devices import Device
+    from headway.plan.collectives import Links
+    from headway.plan.failures import Reliability
     from headway.plan.speeds import Cases, Speeds
     from headway.plan.step_time import StepForecast
     from headway.train.config import TrainConfig
@@ -36,6 +42,32 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
+
+
+SAVE_S, RESTART_S = 30.0, 300.0
+
+
+@dataclass(frozen=True)
+class GivenLinks:
+    """What the command line says of links, instead of the table of devices [GB/s]."""
+
+    link: float | None
+    network: float | None
+    per_node: int | None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether it says anything."""
+        return any(value is not None for value in (self.link, self.network, self.per_node))
+
+    def of(self, device: "Device | None") -> "Links | None":
+        """Links of a device; None of this machine, or where nothing is known."""
+        from headway.plan.collectives import Links
+
+        if device is None:
+            return None
+        link, network = (None if one is None else one * 1e9 for one in (self.link, self.network))
+        return Links.of_device(device, link_bytes_per_s=link, network_bytes_per_s=network, per_node=self.per_node)
 
 
 @dataclass(frozen=True)
@@ -63,6 +95,34 @@ def plan(
     price: Annotated[
         float | None, typer.Option(metavar="P", min=0, help="Price of a device-hour, in any currency.")
     ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measured lengths, CSV or Parquet; plan.lengths or plan.mix if not given."),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="How the step grows with devices: plans packs of all ranks at each size."),
+    ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(metavar="H", help="With --scale: mean time between failures of a device with its host [hours]."),
+    ] = None,
+    save: Annotated[
+        float | None, typer.Option(metavar="S", help=f"With --mtbf: pause for a checkpoint [s]; {SAVE_S:g}.")
+    ] = None,
+    restart: Annotated[
+        float | None,
+        typer.Option(metavar="S", help=f"With --mtbf: from a failure to the next step [s]; {RESTART_S:g}."),
+    ] = None,
+    link: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, help="Bandwidth of a device to the others of its node, one way."),
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, help="A device's share of its node's network, one way."),
+    ] = None,
+    per_node: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices of a node.")] = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,11 +140,21 @@ def plan(
 
     if price is not None and tokens is None:
         raise UsageError("--price is for a whole run; give its --tokens too.")
-    cost_model, config = _recipe(recipe, tuple(settings or ()))
+    of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
+    cost_model, config = _recipe(recipe, (*of_lengths, *(settings or ())))
     name = device or config.plan.device
     found = named_device(name) if name is not None else None
-    count = devices or config.plan.devices or 1
     saved = SavedByPrecision(partial(saved_activations, config.model.path))
+    given = GivenLinks(link, network, per_node)
+    reliability = _reliability(scale, mtbf, save, restart)
+    if scale is not None:
+        _refuse_with_scale({"--devices": devices, "--tokens": tokens})
+        _print_scale(scale, config, cost_model, found, saved, given, reliability, as_json=as_json)
+        return
+    count = devices or config.plan.devices or 1
+    links = given.of(found)
+    if links is not None and not links.reaches(count) and not given.are_given:
+        links = None
     planned = dry_run(config, cost_model, saved, devices=count, device=found)
     if planned.packs is None:
         raise PlanError(
@@ -92,13 +162,74 @@ def plan(
             "such as --set plan.mix=chats."
         )
     speeds = speeds_of(config, cost_model, found, count)
-    forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count)
+    forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links)
     time = forecaster.predict(config, planned.packs)
     run = None if tokens is None else _run(tokens, time, count, price, speeds)
     if as_json:
         print_json(_record(planned, time, speeds, run))
     else:
-        print(_render(config, planned, time, speeds, run, count))
+        print(_render(config, planned, time, speeds, run, count, links))
+
+
+def _refuse_with_scale(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"{name} {value:g} is for one size of a run, and cannot take effect with --scale.")
+
+
+def _reliability(
+    scale: str | None, mtbf: float | None, save: float | None, restart: float | None
+) -> "Reliability | None":
+    """How often devices fail, as the options say; None where they do not."""
+    from headway.plan.failures import Reliability
+
+    for name, value, needed, given in (
+        ("--mtbf", mtbf, "--scale", scale),
+        ("--save", save, "--mtbf", mtbf),
+        ("--restart", restart, "--mtbf", mtbf),
+    ):
+        if value is not None and given is None:
+            raise UsageError(f"{name} {value:g} cannot take effect without {needed}.")
+        if value is not None and value < 0:
+            raise UsageError(f"{name} {value:g} is no time; give a positive number.")
+    if mtbf is None:
+        return None
+    return Reliability(mtbf * 3600, SAVE_S if save is None else save, RESTART_S if restart is None else restart)
+
+
+def _print_scale(
+    scale: str,
+    config: "TrainConfig",
+    cost_model: "CostModel",
+    device: "Device | None",
+    saved: "Mapping[str, SavedActivations]",
+    given: "GivenLinks",
+    reliability: "Reliability | None",
+    *,
+    as_json: bool,
+) -> None:
+    from headway.cli.scale_text import as_record, as_text
+    from headway.train.dry_run import learning_model
+    from headway.train.scale import Scaling, sizes_of
+
+    sizes = sizes_of(scale)
+    if device is None:
+        raise PlanError("no device is named, and --scale needs one: give --device, or set plan.device.")
+    links = given.of(device)
+    if links is None:
+        raise PlanError(
+            f"how fast {device.title} is joined to others is not known. Give --link in GB/s and --per-node, with "
+            "--network for more than one node, or put link_gb_per_s, devices_per_node and network_gb_per_s into your "
+            "own table ($HEADWAY_PEAKS; docs/devices.md)."
+        )
+    links.require(max(sizes))
+    speeds = speeds_of(config, cost_model, device, max(sizes))
+    scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability)
+    runs = [scaling.at(config, devices) for devices in sizes]
+    if as_json:
+        print_json(as_record(config, scaling, runs))
+    else:
+        print(as_text(config, scaling, runs))
 
 
 def _recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainConfig]":
@@ -184,7 +315,13 @@ def _record(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: Whol
 
 
 def _render(
-    config: "TrainConfig", planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None, devices: int
+    config: "TrainConfig",
+    planned: "DryRun",
+    time: "StepForecast",
+    speeds: "Speeds",
+    run: WholeRun | None,
+    devices: int,
+    links: "Links | None",
 ) -> str:
     packs = planned.packs
     assert packs is not None
@@ -211,8 +348,10 @@ def _render(
         if run.energy_kwh is not None:
             pairs.append(("energy", _cases(run.energy_kwh, lambda energy: f"{energy:,.4g} kWh") + ", boards alone"))
     notes = [*planned.notes, f"Rates: {speeds.source}."]
-    if devices > 1:
+    if devices > 1 and links is None:
         notes.append("Exchanges between devices are taken to hide behind computing; what does not comes on top.")
+    elif links is not None and devices > 1:
+        notes.append(f"Links: {links.source}.")
     return "\n\n".join([render_pairs(pairs), _lines(time), render_lines(notes)])
 
 

@@ -191,8 +191,9 @@ def search_of(
     from headway.count.activations import SavedByPrecision
     from headway.count.models import shipped_name
     from headway.devices import named_device
-    from headway.train.dry_run import learning_model, lengths_of
+    from headway.train.dry_run import learning_model
     from headway.train.forecast import Forecaster
+    from headway.train.planned_lengths import lengths_of
     from headway.train.tune import Search, Space, parse_step_tokens
 
     count, name = config.plan.devices or 1, config.plan.device

@@ -90,13 +90,17 @@ class Links:
         network = None if between is None else Link(between, BETWEEN_S)
         return cls(Link(inside, INSIDE_S), network, joined, device.title, source)
 
+    def reaches(self, devices: int) -> bool:
+        """Whether as much is known as so many devices need."""
+        return devices <= self.per_node or self.between is not None
+
     def require(self, devices: int) -> None:
         """Check that the links reach so many devices.
 
         Raises:
             PlanError: they are on several nodes, and nothing is known of the network between these.
         """
-        if devices > self.per_node and self.between is None:
+        if not self.reaches(devices):
             raise PlanError(
                 f"{devices:,} devices are {-(-devices // self.per_node):,} nodes of {self.per_node}, and the network "
                 f"between nodes of {self.device} is not known. Give each device's share with --network, in GB/s, or "

@@ -187,11 +187,11 @@ class StepTimes:
         lines.append(self._line("memory", speeds.elementwise_s(work.packs * (self._moved_bytes(work, state) + copied))))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
+        computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         if work.exchanges is not None and work.links is not None:
             forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
             waits = exposed_s(work.exchanges, work.packs, passes.times(forward), passes.times(1 - forward), work.links)
             lines.append(self._line("communication.transfer", waits))
-        computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
         host_s = len(self._cost_model.rows) * work.packs * speeds.host_s
