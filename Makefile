@@ -1,6 +1,6 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
 # make check  set up, then lint, types and the fastest tests (two minutes, three the first time)
-# make test   set up, then the tests: all that are fast, and one slow case of each law (11 minutes on two cores)
+# make test   set up, then the tests: all that are fast, and one slow case of each law (6 to 11 minutes on two cores)
 # make test-all   set up, then every test but the long ones (CI runs it)
 # make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (five minutes)

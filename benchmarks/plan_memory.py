@@ -50,6 +50,9 @@ ON_CUDA: tuple[tuple[str, ...], ...] = (
     ("image", "model.freeze=[vision]"), ("image", _TWICE, _HALF), ("image", _LORA, _FULL), ("video",), ("video", _FULL),
     ("video", _PARAMS, _KEPT), ("video", "model.freeze=[language]"), ("video", "model.freeze=[vision]"), ("experts",),
     ("experts", _FULL), ("experts", _PARAMS), ("experts", _CODES, _HALF), ("experts", _MUON), ("experts", _LORA),
+    # models on which no rule of the plan was mended
+    ("llama",), ("llama", _KEPT), ("llama", _PARAMS, _MUON), ("llama", _CODES, _FULL), ("llama", _LORA, _TWICE),
+    ("mixtral",), ("mixtral", _FULL), ("mixtral", _PARAMS, _CHUNK),
 )  # fmt: skip
 """Kind of model and settings, on one pretended CUDA device."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen3Config, Qwen3MoeConfig, Qwen3VLConfig
+from transformers import LlamaConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3Config, Qwen3MoeConfig, Qwen3VLConfig
 
 from fake_cuda import steps
 from fake_cuda.backward import backward
@@ -57,6 +57,10 @@ _LITTLE_TEXT: dict[str, Any] = {
 _LITTLE_VISION: dict[str, Any] = {
     **_VISION, "hidden_size": 192, "intermediate_size": 512, "num_heads": 3, "out_hidden_size": 256
 }  # fmt: skip
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 640, "num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 32_000,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _TOKENS: dict[str, Any] = {
     "image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6
 }  # fmt: skip
@@ -68,8 +72,13 @@ def small_config(kind: str) -> Any:
 
     Args:
         kind: text, tied (head and embedding share a weight), experts, image or video; after "little ", one that a CPU
-            computes for real in seconds.
+            computes for real in seconds. llama and mixtral have sizes of their own: no rule of the plan was read off
+            them.
     """
+    if kind == "llama":
+        return LlamaConfig(**_LLAMA | {"num_hidden_layers": 8}, intermediate_size=1792, num_attention_heads=10)
+    if kind == "mixtral":
+        return MixtralConfig(**_LLAMA, intermediate_size=768, num_local_experts=4, num_attention_heads=10)
     text, vision, kind = (_TEXT, _VISION, kind) if kind == _kind(kind) else (_LITTLE_TEXT, _LITTLE_VISION, _kind(kind))
     if kind in ("text", "tied"):
         return Qwen3Config(**text, tie_word_embeddings=kind == "tied")
@@ -93,6 +102,7 @@ PACKS: dict[str, list[tuple[int, list[Any]]]] = {
     "text": [(700, []), (1500, []), (96, []), (1800, [])],
     "image": [(600, [[1, 32, 32], [1, 16, 24]]), (900, [[1, 40, 48]]), (548, [])],
     "video": [(1024, [[8, 16, 16]]), (1024, [[6, 20, 20]])],
+    "llama": [(2600, []), (300, []), (1100, [])],
     "little text": [(350, []), (500, []), (174, [])],
     "little image": [(300, [[1, 16, 16]]), (400, [[1, 20, 24], [1, 16, 16]]), (324, [])],
 }

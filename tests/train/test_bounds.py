@@ -62,7 +62,7 @@ def test_truth_values_stay_where_they_belong():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("run: " + "[" * 600 + "]" * 600, "nested too deeply"),
+        ("run: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ("run: {seed: " + "9" * 5000 + "}", "out of range"),
         ("run: {folder: 2026-99-99}", "out of range"),
     ],

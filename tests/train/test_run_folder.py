@@ -87,7 +87,7 @@ def test_a_refused_write_at_resume_leaves_the_configuration_as_it_was(config):
     assert go_on(config)
 
 
-@pytest.mark.parametrize("damaged", [None, "", "\0\0", "model: [1", "[" * 600, f"run: {'9' * 5000}"])
+@pytest.mark.parametrize("damaged", [None, "", "\0\0", "model: [1", "[" * 5000, f"run: {'9' * 5000}"])
 def test_a_lost_configuration_says_how_to_put_it_back(config, damaged):
     begin(config)
     path = config.run.folder / "config.yaml"
