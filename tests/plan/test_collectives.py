@@ -4,7 +4,7 @@ import pytest
 
 from headway.devices import named_device
 from headway.errors import PlanError
-from headway.plan.collectives import REACHED, Group, Link, Links, bus_bytes_per_s, collective_s
+from headway.plan.collectives import REACHED, Link, Links, RankGroup, bus_bytes_per_s, collective_s
 
 LINKS = Links(Link(400.0, 0.0), Link(100.0, 0.0), 8, "card", "")
 GB = 10**9
@@ -22,42 +22,42 @@ def without_latency(kind, num_bytes, group, links=LINKS):
 )
 def test_inside_a_node_the_bus_bandwidth_is_that_of_the_link(kind, factor):
     """NCCL tests, doc/PERFORMANCE.md: bus bandwidth is size / time x (n - 1) / n, and twice that for all-reduce."""
-    seconds = without_latency(kind, 1e6, Group(8, 8))
+    seconds = without_latency(kind, 1e6, RankGroup(8, 8))
     assert 1e6 / seconds * factor == pytest.approx(400.0)
 
 
 def test_between_nodes_the_shares_of_a_node_add_up_until_the_link_is_slower():
-    assert bus_bytes_per_s(Group(32, 8), LINKS) == 400.0  # eight shares of 100
-    assert bus_bytes_per_s(Group(32, 2), LINKS) == 200.0
-    assert bus_bytes_per_s(Group(4, 1), LINKS) == 100.0  # copies: one of them in each node
-    seconds = without_latency("all-gather", 1e6, Group(16, 2))
+    assert bus_bytes_per_s(RankGroup(32, 8), LINKS) == 400.0  # eight shares of 100
+    assert bus_bytes_per_s(RankGroup(32, 2), LINKS) == 200.0
+    assert bus_bytes_per_s(RankGroup(4, 1), LINKS) == 100.0  # copies: one of them in each node
+    seconds = without_latency("all-gather", 1e6, RankGroup(16, 2))
     assert 1e6 / seconds * 15 / 16 == pytest.approx(200.0)
 
 
 def test_an_all_to_all_sends_to_other_nodes_over_its_own_share():
-    assert without_latency("all-to-all", 1600.0, Group(16, 8)) == pytest.approx(1600 * 8 / 16 / 100)
-    assert without_latency("all-to-all", 1600.0, Group(2, 2)) == pytest.approx(1600 / 2 / 400)
+    assert without_latency("all-to-all", 1600.0, RankGroup(16, 8)) == pytest.approx(1600 * 8 / 16 / 100)
+    assert without_latency("all-to-all", 1600.0, RankGroup(2, 2)) == pytest.approx(1600 / 2 / 400)
 
 
 def test_latency_grows_with_the_ring_and_in_trees_with_its_logarithm():
     """NCCL, ncclTopoTuneModel: a ring of n ranks has n - 1 steps, a tree climbs and descends log2(nodes)."""
     links = Links(Link(1.0, 1.0), Link(1.0, 10.0), 8, "card", "")
-    of = {kind: collective_s(kind, 0, Group(32, 8), links).expected for kind in ("all-gather", "all-reduce")}
+    of = {kind: collective_s(kind, 0, RankGroup(32, 8), links).expected for kind in ("all-gather", "all-reduce")}
     assert of["all-gather"] == pytest.approx((31 - 3) * 1 + 3 * 10, rel=1e-4)
     assert of["all-reduce"] == pytest.approx(2 * (7 * 4e-6 + 2 * 10), rel=1e-4)
-    big = collective_s("all-reduce", 1e9, Group(32, 8), links).expected
+    big = collective_s("all-reduce", 1e9, RankGroup(32, 8), links).expected
     assert big == pytest.approx(2 * 1e9 * 31 / 32 / 0.8, rel=1e-2)  # in a ring, which sends less than a tree
 
 
 def test_one_rank_exchanges_nothing():
-    assert collective_s("all-reduce", 1e9, Group(1, 1), LINKS).worst == 0
+    assert collective_s("all-reduce", 1e9, RankGroup(1, 1), LINKS).worst == 0
 
 
 def test_groups_of_a_mesh_lie_as_ranks_are_numbered():
-    assert Group.of(32, 1, LINKS) == Group(32, 8)  # shards
-    assert Group.of(4, 8, LINKS) == Group(4, 1)  # copies of eight shards
-    assert Group.of(4, 2, LINKS) == Group(4, 4)  # copies of two shards, all in a node
-    assert Group.of(4, 8, LINKS).nodes == 4
+    assert RankGroup.of(32, 1, LINKS) == RankGroup(32, 8)  # shards
+    assert RankGroup.of(4, 8, LINKS) == RankGroup(4, 1)  # copies of eight shards
+    assert RankGroup.of(4, 2, LINKS) == RankGroup(4, 4)  # copies of two shards, all in a node
+    assert RankGroup.of(4, 8, LINKS).nodes == 4
 
 
 def test_links_come_from_the_table_or_are_given():
@@ -75,4 +75,4 @@ def test_a_network_that_nobody_knows_is_refused():
     with pytest.raises(PlanError, match=r"16 devices are 2 nodes of 8.*V100.*--network.*network_gb_per_s"):
         links.require(16)
     with pytest.raises(PlanError, match="--network"):
-        collective_s("all-gather", 1, Group(16, 8), links)
+        collective_s("all-gather", 1, RankGroup(16, 8), links)

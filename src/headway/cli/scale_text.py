@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headway.train.scale import Scaling, SizedRun
 
 SCHEMA_VERSION = 1
+MUCH_PADDING = 1.1
+"""Numbers gathered over weights from which on it is told."""
 
 
 def as_record(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRun]") -> dict[str, Any]:
@@ -121,6 +123,14 @@ def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[Sized
         "Gathers and sums hide behind the computing of the block beside them, and slow it down by nothing.",
         "Not in a step: loading data, stragglers among equal devices, messages between hosts, evaluations.",
     ]
+    uneven = [run for run in runs if run.padding > MUCH_PADDING]
+    if uneven:
+        worst = max(uneven, key=lambda run: run.padding)
+        found.append(
+            f"Slices: tensors are cut by rows, and those with fewer rows than shards are filled up. {worst.devices:,} "
+            f"devices gather {worst.padding:,.3g} times the weights, which the memory above leaves out; fewer shards "
+            "and copies of them (--set parallel.shard=32) do not."
+        )
     reliability = scaling.reliability
     if reliability is not None:
         found.append(

@@ -109,7 +109,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that exchange something.
 
     Attributes:
@@ -121,7 +121,7 @@ class Group:
     per_node: int
 
     @classmethod
-    def of(cls, size: int, stride: int, links: Links) -> "Group":
+    def of(cls, size: int, stride: int, links: Links) -> "RankGroup":
         """Make a group of every `stride`-th rank of neighbours."""
         return cls(size, max(1, min(size, links.per_node // stride)))
 
@@ -131,7 +131,7 @@ class Group:
         return -(-self.size // self.per_node)
 
 
-def collective_s(kind: Kind, num_bytes: float, group: Group, links: Links) -> Cases:
+def collective_s(kind: Kind, num_bytes: float, group: RankGroup, links: Links) -> Cases:
     """Predict the time of a collective.
 
     Args:
@@ -168,7 +168,7 @@ def collective_s(kind: Kind, num_bytes: float, group: Group, links: Links) -> Ca
     return Cases(*map(min, ring, tree))
 
 
-def bus_bytes_per_s(group: Group, links: Links) -> float:
+def bus_bytes_per_s(group: RankGroup, links: Links) -> float:
     """Printed bandwidth that limits a ring [byte/s]: a device's link, or the network of a node's ranks together."""
     if group.nodes == 1 or links.between is None:
         return links.inside.bytes_per_s
@@ -176,7 +176,7 @@ def bus_bytes_per_s(group: Group, links: Links) -> float:
     return crossing if group.per_node == 1 else min(links.inside.bytes_per_s, crossing)
 
 
-def _all_to_all_s(num_bytes: float, group: Group, links: Links) -> float:
+def _all_to_all_s(num_bytes: float, group: RankGroup, links: Links) -> float:
     """Time at the printed bandwidth: each rank sends to those of its node and, over its own share, to all others."""
     inside = num_bytes * (group.per_node - 1) / group.size / links.inside.bytes_per_s
     if group.nodes == 1 or links.between is None:

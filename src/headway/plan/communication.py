@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from headway.plan.collectives import Group, Kind, Links, collective_s
+from headway.plan.collectives import Kind, Links, RankGroup, collective_s
 from headway.plan.speeds import Cases
 
 Phase = Literal["forward", "backward"]
@@ -129,6 +129,6 @@ class _Timeline:
     def _seconds(self, one: Exchange) -> Cases:
         key = (one.kind, one.num_bytes, one.ranks, one.stride)
         if key not in self._known:
-            group = Group.of(one.ranks, one.stride, self._links)
+            group = RankGroup.of(one.ranks, one.stride, self._links)
             self._known[key] = collective_s(one.kind, one.num_bytes, group, self._links)
         return self._known[key]

@@ -92,6 +92,20 @@ def _of_weights(
             yield Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once)
 
 
+def padding_of(cost_model: CostModel, shape: MeshShape) -> float:
+    """Numbers that a gather of all weights moves over those that there are: 1 where every slice is even.
+
+    FSDP2 cuts a tensor by its rows, so one with fewer rows than processes grows to a row for each of them.
+    """
+    rows = _Rows(cost_model)
+    padded = sum(
+        rows.padded(one, shape.fsdp, shape.expert if one.component.endswith(".experts") else 1)
+        * (shape.expert if one.component.endswith(".experts") else 1)
+        for one in cost_model.parameters
+    )
+    return padded / max(1, sum(one.numel for one in cost_model.parameters))
+
+
 class _Rows:
     """Rows of parameters, by which FSDP2 cuts them: each process has as many as any other, the last ones padded."""
 

@@ -15,6 +15,7 @@ from headway.count.activations import SavedActivations
 from headway.errors import PlanError
 from headway.packing.lengths import LengthTable, Numbers
 from headway.plan.collectives import Links
+from headway.plan.exchanges import padding_of
 from headway.plan.failures import Interruptions, Reliability
 from headway.plan.memory import MemoryPlan
 from headway.plan.mesh import MeshShape
@@ -41,6 +42,7 @@ class SizedRun:
         memory: of each device.
         time: of a step.
         interruptions: by failures; None where nothing was said of them.
+        padding: numbers that are gathered of the weights over those that there are.
     """
 
     shape: MeshShape
@@ -49,6 +51,7 @@ class SizedRun:
     memory: MemoryPlan
     time: StepForecast
     interruptions: Interruptions | None
+    padding: float = 1.0
 
     @property
     def devices(self) -> int:
@@ -83,6 +86,7 @@ class SizedRun:
             "fill": self.packs.report.fill,
             "balance": self.packs.report.balance,
             "memory_bytes": self.memory.peak,
+            "padding": self.padding,
             "time": self.time.as_json(),
             "exposed_s": [*self.exposed],
             "waiting_s": [*self.waiting],
@@ -126,7 +130,7 @@ class Scaling:
         memory = memory_plan(config, self.cost_model, self.saved, devices, packs.most_tokens, packs.most_patches)
         time = Forecaster(self.cost_model, self.saved, self.speeds, devices, self.links).predict(config, packs)
         failures = None if self.reliability is None else Interruptions.of(self.reliability, devices)
-        return SizedRun(shape, packs, steps, memory, time, failures)
+        return SizedRun(shape, packs, steps, memory, time, failures, padding_of(self.cost_model, shape))
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
