@@ -144,6 +144,8 @@ def test_many_shards_of_few_rows_are_told(headway):
         (("--scale", "8", "--save", 3), "--save 3 cannot take effect without --mtbf"),
         (("--scale", "8", "--mtbf", -3), "--mtbf -3 is no time"),
         (("--scale", "8", "--mtbf", 0), "above 0"),
+        (("--set", "plan.device=null", "--link", 50), "cannot take effect without --device"),
+        (("--set", "plan.device=null", "--scale", "8"), "no device is named, and --scale needs one"),
         (("--scale", "8", "--device", "A40"), "Give --link in GB/s and --per-node"),
         (("--scale", "8,16", "--device", "V100"), "Give each device's share with --network"),
         (("--scale", "8", "--set", "plan.mix=null"), "Give --lengths FILE"),

@@ -65,6 +65,10 @@ class GivenLinks:
         from headway.plan.collectives import Links
 
         if device is None:
+            if self.are_given:
+                raise UsageError(
+                    "--link, --network and --per-node join devices of a kind, and cannot take effect without --device."
+                )
             return None
         link, network = (None if one is None else one * 1e9 for one in (self.link, self.network))
         return Links.of_device(device, link_bytes_per_s=link, network_bytes_per_s=network, per_node=self.per_node)
