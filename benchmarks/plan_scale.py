@@ -41,7 +41,7 @@ SEEDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "MaxText's page": ("llama-3.1-8b", "TPU v5p", ("data.tokens_per_pack=8192",)),
     "mfu-tracker's GPT-2": ("gpt2", "H100", ("data.tokens_per_pack=1024",)),
     "torchtitan, VQA": ("recipes/qwen3-vl-30b-a3b-vqa-8192.yaml", "H200", ()),
-    "torchtitan, VQA, copies of 64": ("recipes/qwen3-vl-30b-a3b-vqa-8192.yaml", "H200", ("parallel.shard=64",)),
+    "torchtitan, VQA, copies of eight": ("recipes/qwen3-vl-30b-a3b-vqa-8192.yaml", "H200", ("parallel.shard=8",)),
     "torchtitan, text": ("recipes/qwen3-vl-30b-a3b-text-12288.yaml", "H200", ()),
 }
 """A recipe or model, its device and settings for each of the seeds' pages."""
