@@ -38,7 +38,9 @@ def test_a_recipe_is_planned_for_its_own_devices_within_eighty_columns(headway, 
     assert [line for line in result.out.splitlines() if len(line) > 80] == []
     assert "32 x NVIDIA A800-SXM4-80GB" in result.out
     assert "needed work at peak" in result.out
-    assert "Exchanges between devices are taken to hide behind computing" in result.out
+    assert "Links: printed links of NVIDIA A800-SXM4-80GB" in result.out
+    unknown = headway("plan", RECIPE, "--device", "A40")
+    assert "Exchanges between devices are taken to hide behind computing" in unknown.out
 
 
 def test_settings_change_the_plan(headway):
@@ -107,3 +109,69 @@ def test_bad_input_is_one_clear_error(headway, options, words):
     assert result.out == ""
     assert words in " ".join(result.err.split())
     assert "Traceback" not in result.err
+
+
+SCALE = ("plan", RECIPE, "--set", "data.tokens_per_pack=8192", "--scale", "8,16")
+
+
+def test_sizes_are_planned_within_bounds_and_with_their_assumptions(headway):
+    result = headway(*SCALE, "--mtbf", 50_000, "--save", 60)
+    assert result.code == 0, result.err
+    assert "tokens/s that last" in result.out
+    assert "one in 50,000 h of each device" in result.out
+    assert "stands still 1 min 0 s for a checkpoint" in result.out
+    assert "over 16 steps of all ranks" in result.out
+    found = json.loads(headway(*SCALE, "--mtbf", 50_000, "--save", 60, "--json").out)
+    assert [one["devices"] for one in found["sizes"]] == [8, 16]
+    assert found["links"]["devices_per_node"] == 8
+    assert all(line in result.out for line in found["assumptions"])
+    plain = json.loads(headway(*SCALE, "--json").out)
+    assert [one["interruptions"] for one in plain["sizes"]] == [None, None]
+
+
+def test_links_can_be_given(headway):
+    slow, fast = (
+        json.loads(headway(*SCALE, "--network", rate, "--json").out)["sizes"][1]["exposed_s"][1] for rate in (1, 100)
+    )
+    assert slow > fast
+    given = headway(*SCALE, "--device", "A40", "--link", 50, "--per-node", 4, "--network", 12.5)
+    assert given.code == 0, given.err
+    assert "links as given for NVIDIA A40" in given.out
+
+
+def test_lengths_of_a_file_take_the_place_of_typical_ones(headway, tmp_path):
+    (tmp_path / "lengths.csv").write_text("tokens\n" + "\n".join(["700", "3000"] * 3))
+    result = headway(*SCALE, "--lengths", tmp_path / "lengths.csv")
+    assert result.code == 0, result.err
+    assert "lengths.csv" in result.out
+
+
+def test_many_shards_of_few_rows_are_told(headway):
+    recipe = ROOT / "recipes/qwen3-vl-30b-a3b-vqa-8192.yaml"
+    result = headway("plan", recipe, "--scale", "256")
+    assert result.code == 0, result.err
+    assert "256 devices gather 1.9" in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--scale", "8,many"), "'many' is no number of devices"),
+        (("--scale", "8", "--devices", 8), "--devices 8 is for one size"),
+        (("--scale", "8", "--tokens", "1e9"), "is for one size"),
+        (("--mtbf", 1000), "--mtbf 1000 cannot take effect without --scale"),
+        (("--scale", "8", "--save", 3), "--save 3 cannot take effect without --mtbf"),
+        (("--scale", "8", "--mtbf", -3), "--mtbf -3 is no time"),
+        (("--scale", "8", "--mtbf", 0), "above 0"),
+        (("--set", "plan.device=null", "--link", 50), "cannot take effect without --device"),
+        (("--set", "plan.device=null", "--scale", "8"), "no device is named, and --scale needs one"),
+        (("--scale", "8", "--device", "A40"), "Give --link in GB/s and --per-node"),
+        (("--scale", "8,16", "--device", "V100"), "Give each device's share with --network"),
+        (("--scale", "8", "--set", "plan.mix=null"), "Give --lengths FILE"),
+        (("--scale", "7", "--set", "parallel.shard=4"), "parallel.shard 4"),
+    ],
+)
+def test_sizes_that_cannot_be_planned_are_refused(headway, options, words):
+    result = headway("plan", RECIPE, *options)
+    assert result.code == 2
+    assert words in " ".join(result.err.split())

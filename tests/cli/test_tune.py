@@ -51,7 +51,14 @@ def test_what_is_printed_keeps_to_eighty_columns_and_says_what_is_next(tune, mon
     assert "60.0 GiB on each device, 45.7 % of 131.3 GiB" in text
     assert "a GiB buys" in text
     assert "more than the limit (+" in text  # why the next faster one does not fit
-    assert "The time of communication is not predicted" in text
+    assert "Links: printed links of NVIDIA H200" in text
+
+
+def test_choices_pay_for_exchanges_over_the_links_that_are_given(tune):
+    few = ("--set", "data.tokens_per_pack=8192", "--json")
+    printed, slow = (json.loads(tune(*few, *more).out)["as_it_is"] for more in ((), ("--link", 1)))
+    assert printed["memory"] == slow["memory"]
+    assert slow["step_s"] > 2 * printed["step_s"]
 
 
 def test_meshes_are_varied_where_that_is_asked_for(tune):

@@ -183,3 +183,48 @@ def test_a_file_that_is_not_there_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("HEADWAY_PEAKS", str(tmp_path / "gone.toml"))
     with pytest.raises(ConfigError, match=r"HEADWAY_PEAKS='.*gone.toml' is not a file"):
         all_devices()
+
+
+LINKS = """
+link_gb_per_s = 450
+devices_per_node = 8
+link_source = "the lab's own wiring"
+link_read_on = 2026-11-23
+"""
+
+
+def test_links_are_read_one_way(tmp_path, monkeypatch):
+    path = tmp_path / "peaks.toml"
+    path.write_text(GOOD + LINKS + "network_gb_per_s = 50\n")
+    monkeypatch.setenv("HEADWAY_PEAKS", str(path))
+    device = named_device("lab")
+    assert (device.link_bytes_per_s, device.network_bytes_per_s, device.devices_per_node) == (450e9, 50e9, 8)
+    assert device.link_read_on == datetime.date(2026, 11, 23)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("link_gb_per_s = 450", "needs devices_per_node and link_source and link_read_on"),
+        (LINKS.replace("= 8", "= 0"), "devices_per_node = 0 is no count of devices"),
+        (LINKS.replace("450", "-1"), "link_gb_per_s = -1 is no positive number"),
+        (LINKS.replace("2026-11-23", "'today'"), "link_read_on = 'today' is no date"),
+        (LINKS.replace("the lab's own wiring", " "), "is no text. Say where the links stand"),
+    ],
+)
+def test_links_without_their_source_are_refused(text, words, tmp_path, monkeypatch):
+    path = tmp_path / "peaks.toml"
+    path.write_text(GOOD + text)
+    monkeypatch.setenv("HEADWAY_PEAKS", str(path))
+    with pytest.raises(ConfigError) as refused:
+        all_devices()
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("key", [key for key, device in SHIPPED.items() if device.link_bytes_per_s])
+def test_links_have_a_source_and_are_slower_than_memory(key):
+    device = SHIPPED[key]
+    assert len(device.link_source) > 20
+    assert device.link_read_on >= datetime.date(2026, 1, 1)
+    assert device.link_bytes_per_s < device.memory_bytes_per_s
+    assert (device.network_bytes_per_s or 0) < device.link_bytes_per_s

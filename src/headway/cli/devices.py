@@ -72,6 +72,11 @@ def _record(device: "Device") -> dict[str, Any]:
         "memory_bytes": device.memory_bytes,
         "memory_bytes_per_s": device.memory_bytes_per_s,
         "board_power_w": device.board_power_w,
+        "link_bytes_per_s": device.link_bytes_per_s,
+        "network_bytes_per_s": device.network_bytes_per_s,
+        "devices_per_node": device.devices_per_node,
+        "link_source": device.link_source,
+        "link_read_on": None if device.link_read_on is None else device.link_read_on.isoformat(),
         "source": device.source,
         "read_on": device.read_on.isoformat(),
         "disagreements": list(device.disagreements),
@@ -126,6 +131,13 @@ def _render(device: "Device") -> str:
         pairs.append(("board power", f"{device.board_power_w:g} W"))
     if device.num_sms is not None:
         pairs.append(("multiprocessors", str(device.num_sms)))
+    if device.link_bytes_per_s is not None:
+        nodes = f"to the {device.devices_per_node:,} devices of its node, one way"
+        pairs.append(("link", f"{_optional(device.link_bytes_per_s, 1e9)} GB/s {nodes}"))
+    if device.network_bytes_per_s is not None:
+        pairs.append(("network", f"{_optional(device.network_bytes_per_s, 1e9)} GB/s to other nodes, one way"))
+    if device.link_source is not None:
+        pairs += _wrapped("links from", device.link_source)
     pairs += _wrapped("source", device.source)
     pairs.append(("read on", device.read_on.isoformat()))
     for text in device.disagreements:

@@ -1,7 +1,8 @@
 """`headway plan`: will it fit, how long will a step take, what will the run cost."""
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 
 from headway.cli.ceiling import local_device, local_rates
 from headway.cli.dry_run import NO_ROOM, saved_of_recipe, verdict
+from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
@@ -29,7 +31,10 @@ from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
     from headway.count import CostModel
+    from headway.count.activations import SavedActivations
     from headway.devices import Device
+    from headway.plan.collectives import Links
+    from headway.plan.failures import Reliability
     from headway.plan.speeds import Cases, Speeds
     from headway.plan.step_time import StepForecast
     from headway.train.config import TrainConfig
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
 
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
+
+
+SAVE_S, RESTART_S = 30.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,28 @@ def plan(
     price: Annotated[
         float | None, typer.Option(metavar="P", min=0, help="Price of a device-hour, in any currency.")
     ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measured lengths, CSV or Parquet; plan.lengths or plan.mix if not given."),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="How the step grows with devices: plans packs of all ranks at each size."),
+    ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(metavar="H", help="With --scale: mean time between failures of a device with its host [hours]."),
+    ] = None,
+    save: Annotated[
+        float | None, typer.Option(metavar="S", help=f"With --mtbf: pause for a checkpoint [s]; {SAVE_S:g}.")
+    ] = None,
+    restart: Annotated[
+        float | None,
+        typer.Option(metavar="S", help=f"With --mtbf: from a failure to the next step [s]; {RESTART_S:g}."),
+    ] = None,
+    link: LinkOption = None,
+    network: NetworkOption = None,
+    per_node: PerNodeOption = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,11 +112,19 @@ def plan(
 
     if price is not None and tokens is None:
         raise UsageError("--price is for a whole run; give its --tokens too.")
-    cost_model, config = _recipe(recipe, tuple(settings or ()))
+    of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
+    cost_model, config = _recipe(recipe, (*of_lengths, *(settings or ())))
     name = device or config.plan.device
     found = named_device(name) if name is not None else None
-    count = devices or config.plan.devices or 1
     saved = saved_of_recipe(config)
+    given = GivenLinks(link, network, per_node)
+    reliability = _reliability(scale, mtbf, save, restart)
+    if scale is not None:
+        _refuse_with_scale({"--devices": devices, "--tokens": tokens})
+        _print_scale(scale, config, cost_model, found, saved, given, reliability, as_json=as_json)
+        return
+    count = devices or config.plan.devices or 1
+    links = given.joining(found, count)
     planned = dry_run(config, cost_model, saved, devices=count, device=found)
     if planned.packs is None:
         raise PlanError(
@@ -94,15 +132,77 @@ def plan(
             "such as --set plan.mix=chats."
         )
     speeds = speeds_of(config, cost_model, found, count)
-    forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count)
+    forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links)
     time = forecaster.predict(config, planned.packs)
     run = None if tokens is None else _run(tokens, time, count, price, speeds)
     if as_json:
         print_json(_record(planned, time, speeds, run))
     else:
-        print(_render(config, planned, time, speeds, run, count).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
+        text = _render(config, planned, time, speeds, run, count, links)
+        print(text.replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
     if planned.fits is False:
         raise typer.Exit(1)
+
+
+def _refuse_with_scale(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"{name} {value:g} is for one size of a run, and cannot take effect with --scale.")
+
+
+def _reliability(
+    scale: str | None, mtbf: float | None, save: float | None, restart: float | None
+) -> "Reliability | None":
+    """How often devices fail, as the options say; None where they do not."""
+    from headway.plan.failures import Reliability
+
+    for name, value, needed, given in (
+        ("--mtbf", mtbf, "--scale", scale),
+        ("--save", save, "--mtbf", mtbf),
+        ("--restart", restart, "--mtbf", mtbf),
+    ):
+        if value is not None and given is None:
+            raise UsageError(f"{name} {value:g} cannot take effect without {needed}.")
+        if value is not None and value < 0:
+            raise UsageError(f"{name} {value:g} is no time; give a positive number.")
+    if mtbf is None:
+        return None
+    return Reliability(mtbf * 3600, SAVE_S if save is None else save, RESTART_S if restart is None else restart)
+
+
+def _print_scale(
+    scale: str,
+    config: "TrainConfig",
+    cost_model: "CostModel",
+    device: "Device | None",
+    saved: Mapping[str, "SavedActivations"],
+    given: GivenLinks,
+    reliability: "Reliability | None",
+    *,
+    as_json: bool,
+) -> None:
+    from headway.cli.scale_text import as_record, as_text
+    from headway.train.dry_run import learning_model
+    from headway.train.scale import Scaling, sizes_of
+
+    sizes = sizes_of(scale)
+    if device is None:
+        raise PlanError("no device is named, and --scale needs one: give --device, or set plan.device.")
+    links = given.of(device)
+    if links is None:
+        raise PlanError(
+            f"how fast {device.title} is joined to others is not known. Give --link in GB/s and --per-node, with "
+            "--network for more than one node, or put link_gb_per_s, devices_per_node and network_gb_per_s into your "
+            "own table ($HEADWAY_PEAKS; docs/devices.md)."
+        )
+    links.require(max(sizes))
+    speeds = speeds_of(config, cost_model, device, max(sizes))
+    scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability)
+    runs = [scaling.at(config, devices) for devices in sizes]
+    if as_json:
+        print_json(as_record(config, scaling, runs))
+    else:
+        print(as_text(config, scaling, runs))
 
 
 def _recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainConfig]":
@@ -185,7 +285,13 @@ def _record(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: Whol
 
 
 def _render(
-    config: "TrainConfig", planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None, devices: int
+    config: "TrainConfig",
+    planned: "DryRun",
+    time: "StepForecast",
+    speeds: "Speeds",
+    run: WholeRun | None,
+    devices: int,
+    links: "Links | None",
 ) -> str:
     packs = planned.packs
     assert packs is not None
@@ -211,10 +317,8 @@ def _render(
             pairs.append(("cost", _cases(run.cost, lambda cost: f"{cost:,.4g}")))
         if run.energy_kwh is not None:
             pairs.append(("energy", _cases(run.energy_kwh, lambda energy: f"{energy:,.4g} kWh") + ", boards alone"))
-    notes = [*planned.notes, f"Rates: {speeds.source}."]
-    if devices > 1:
-        notes.append("Exchanges between devices are taken to hide behind computing; what does not comes on top.")
-    return "\n\n".join([render_pairs(pairs), _lines(time), render_lines(notes)])
+    notes = [*planned.notes, f"Rates: {speeds.source}.", note_on_links(links, devices)]
+    return "\n\n".join([render_pairs(pairs), _lines(time), render_lines([note for note in notes if note])])
 
 
 def _lines(time: "StepForecast") -> str:

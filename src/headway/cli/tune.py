@@ -9,6 +9,7 @@ import typer
 from headway.cache import write_whole
 from headway.cli.dry_run import saved_of_recipe
 from headway.cli.index import build_indices
+from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json
 from headway.cli.plan import speeds_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
+    from headway.plan.collectives import Links
     from headway.plan.speeds import Speeds
     from headway.train.config import TrainConfig
     from headway.train.tune import Candidate, Search, Trial
@@ -61,8 +63,7 @@ def tune(
         bool,
         typer.Option(
             "--meshes",
-            help="Vary sharding, replication, sequence and expert degree too; the time of communication is not "
-            "predicted, so hold these against a measurement.",
+            help="Vary sharding, replication, sequence and expert degree too.",
         ),
     ] = False,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Choices that are shown.")] = _SHOWN,
@@ -76,6 +77,9 @@ def tune(
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Steps of a measured run, after two that warm up [steps].")
     ] = None,
+    link: LinkOption = None,
+    network: NetworkOption = None,
+    per_node: PerNodeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search packing length, accumulation, recomputation, sharding and the loss's chunks for the fastest that fits.
@@ -95,8 +99,9 @@ def tune(
     config = _planned_for(config, devices, device, lengths, measured=bool(data))
     if measure is not None:
         _check_data(config)
-    search, found_device, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes)
-    tuned = _tuned(recipe, search, found_device, speeds, top, measure, steps)
+    joined = _links(config, GivenLinks(link, network, per_node))
+    search, found_device, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, links=joined)
+    tuned = _tuned(recipe, search, found_device, speeds, joined, top, measure, steps)
     if write is not None:
         _write(write, recipe, tuned)
     if as_json:
@@ -127,6 +132,7 @@ def _tuned(
     search: "Search",
     device: "Device | None",
     speeds: "Speeds",
+    links: "Links | None",
     top: int,
     measure: int | None,
     steps: int | None,
@@ -147,8 +153,7 @@ def _tuned(
     notes = [
         note_on_tokens(best[0]),
         f"activations of {', '.join(left_out[:3])} are not explained, and missing" if left_out else "",
-        "" if search.devices == 1 else "The time of communication is not predicted; meshes are told apart by the rest.",
-        "Memory leaves out the CUDA context, communication buffers and what the allocator wastes.",
+        note_on_links(links, search.devices),
     ]
     return Tuned(
         recipe=str(recipe),
@@ -169,8 +174,21 @@ def _tuned(
     )
 
 
+def _links(config: "TrainConfig", given: GivenLinks) -> "Links | None":
+    from headway.devices import named_device
+
+    name = config.plan.device
+    return given.joining(None if name is None else named_device(name), config.plan.devices or 1)
+
+
 def search_of(
-    config: "TrainConfig", memory: str | None, tokens_per_step: str | None, data: list[str], *, meshes: bool = False
+    config: "TrainConfig",
+    memory: str | None,
+    tokens_per_step: str | None,
+    data: list[str],
+    *,
+    meshes: bool = False,
+    links: "Links | None" = None,
 ) -> "tuple[Search, Device | None, Speeds]":
     """Build the search from a recipe and the command line's options.
 
@@ -180,6 +198,7 @@ def search_of(
         tokens_per_step: such as "2M +-5%"; as many as the recipe's packs hold when None.
         data: datasets whose samples' lengths are taken; the plan section's lengths when empty.
         meshes: whether processes may share model and packs in other ways than in the recipe.
+        links: between the devices; exchanges are taken to hide behind computing when None.
 
     Returns:
         The search, the device that it plans for, None for this machine's processor, and its speeds.
@@ -189,8 +208,9 @@ def search_of(
     """
     from headway.count.models import shipped_name
     from headway.devices import named_device
-    from headway.train.dry_run import learning_model, lengths_of
+    from headway.train.dry_run import learning_model
     from headway.train.forecast import Forecaster
+    from headway.train.planned_lengths import lengths_of
     from headway.train.tune import Search, Space, parse_step_tokens
 
     count, name = config.plan.devices or 1, config.plan.device
@@ -218,7 +238,7 @@ def search_of(
         )
     saved = saved_of_recipe(config)
     speeds = speeds_of(config, cost_model, found, count)
-    timer = Forecaster(learning, saved, speeds, count).predict
+    timer = Forecaster(learning, saved, speeds, count, links).predict
     return Search(config, learning, saved, count, room, lengths, timer, space), found, speeds
 
 

@@ -18,6 +18,7 @@ DTYPES = ("bf16", "fp16", "fp8", "fp4", "tf32", "fp32", "int8")
 
 _SHIPPED = "shipped"
 _NUMBERS = ("memory_gb", "memory_gb_per_s", "board_power_w")
+_LINK_NUMBERS = ("link_gb_per_s", "network_gb_per_s")
 _KEYS = (
     "names",
     "title",
@@ -26,6 +27,10 @@ _KEYS = (
     "tflops_fp16_accumulate",
     "num_sms",
     *_NUMBERS,
+    *_LINK_NUMBERS,
+    "devices_per_node",
+    "link_source",
+    "link_read_on",
     "source",
     "read_on",
     "disagreements",
@@ -48,6 +53,11 @@ class Device:
     memory_bytes: int | None  # memory as the vendor prints it, in 10**9 bytes
     memory_bytes_per_s: float | None  # memory bandwidth [byte/s]
     board_power_w: float | None  # the vendor's power limit [W]
+    link_bytes_per_s: float | None  # to the other devices of its node together, one way [byte/s]
+    network_bytes_per_s: float | None  # its share of the network of a common node, one way [byte/s]
+    devices_per_node: int | None  # devices that such links join
+    link_source: str | None  # where the numbers of links stand
+    link_read_on: date | None  # when they were read there
     source: str  # where the numbers stand
     read_on: date  # when they were read there
     disagreements: tuple[str, ...]  # other sources with other numbers
@@ -135,12 +145,9 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
         raise ConfigError(f'{where}: give names = ["..."], the strings that its driver reports, or a title.')
     if not isinstance(entry["source"], str) or not entry["source"].strip():
         raise ConfigError(f"{where}: source = {entry['source']!r} is no text. Say where the numbers stand.")
-    if not isinstance(entry["read_on"], date) or isinstance(entry["read_on"], datetime):
-        raise ConfigError(f"{where}: read_on = {entry['read_on']!r} is no date. Write 2026-11-21, without quotes.")
+    _check_date(entry, "read_on", where)
     memory_gb, memory_gb_per_s, board_power_w = (_number(entry, name, where) for name in _NUMBERS)
-    num_sms = entry.get("num_sms")
-    if num_sms is not None and (not isinstance(num_sms, int) or num_sms < 1):
-        raise ConfigError(f"{where}: num_sms = {num_sms!r} is no count of multiprocessors.")
+    link_gb_per_s, network_gb_per_s = _links(entry, where)
     return Device(
         key=key,
         title=title,
@@ -148,15 +155,46 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
         aliases=aliases,
         peak_flops_per_s=_rates(entry["tflops"], "tflops", where),
         fp16_accumulate_flops_per_s=_rates(entry.get("tflops_fp16_accumulate", {}), "tflops_fp16_accumulate", where),
-        num_sms=num_sms,
+        num_sms=_count(entry, "num_sms", "multiprocessors", where),
         memory_bytes=None if memory_gb is None else round(memory_gb * 1e9),
         memory_bytes_per_s=None if memory_gb_per_s is None else memory_gb_per_s * 1e9,
         board_power_w=board_power_w,
+        link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
+        network_bytes_per_s=None if network_gb_per_s is None else network_gb_per_s * 1e9,
+        devices_per_node=_count(entry, "devices_per_node", "devices", where),
+        link_source=entry.get("link_source"),
+        link_read_on=entry.get("link_read_on"),
         source=entry["source"],
         read_on=entry["read_on"],
         disagreements=_texts(entry, "disagreements", where),
         origin=origin,
     )
+
+
+def _links(entry: Mapping[str, Any], where: str) -> tuple[float | None, float | None]:
+    """Bandwidths of links [10**9 byte/s], which need a source of their own: a datasheet of peaks rarely has them."""
+    found = [_number(entry, name, where) for name in _LINK_NUMBERS]
+    given = [name for name in (*_LINK_NUMBERS, "devices_per_node", "link_source", "link_read_on") if name in entry]
+    if given:
+        missing = [name for name in ("devices_per_node", "link_source", "link_read_on") if name not in entry]
+        if missing:
+            raise ConfigError(f"{where}: {given[0]} needs {' and '.join(missing)} beside it.")
+        if not isinstance(entry["link_source"], str) or not entry["link_source"].strip():
+            raise ConfigError(f"{where}: link_source = {entry['link_source']!r} is no text. Say where the links stand.")
+        _check_date(entry, "link_read_on", where)
+    return found[0], found[1]
+
+
+def _check_date(entry: Mapping[str, Any], name: str, where: str) -> None:
+    if not isinstance(entry[name], date) or isinstance(entry[name], datetime):
+        raise ConfigError(f"{where}: {name} = {entry[name]!r} is no date. Write 2026-11-21, without quotes.")
+
+
+def _count(entry: Mapping[str, Any], name: str, what: str, where: str) -> int | None:
+    value = entry.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{where}: {name} = {value!r} is no count of {what}.")
+    return value
 
 
 def _check_keys(entry: Mapping[str, Any], where: str) -> None:

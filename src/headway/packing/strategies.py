@@ -154,9 +154,11 @@ def _alike(window: Candidates, num_packs: int) -> Ints:
     pack_of = fix_overflow(pack_of, needs, caps, window.costs, num_packs, window.key)
     # Out of packs that are overfull still, take the shortest samples that help, until the budgets hold.
     over = overflow(pack_of, needs, caps, num_packs)
+    by_pack = np.argsort(pack_of, kind="stable")
+    starts = np.searchsorted(pack_of[by_pack], np.arange(num_packs + 1))
     for pack in np.flatnonzero((over > 0).any(axis=0)).tolist():
         left = over[:, pack]
-        members = np.flatnonzero(pack_of == pack)
+        members = by_pack[starts[pack] : starts[pack + 1]]
         for sample in members[np.argsort(window.tokens[members], kind="stable")].tolist():
             if (left > 0).any() and (needs[:, sample] > 0)[left > 0].any():
                 pack_of[sample] = -1

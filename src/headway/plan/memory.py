@@ -292,18 +292,25 @@ def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing
     """
     if not sharing.gathers:
         return {}
-    head = _head_parameter(cost_model)
     whole: Counter[str] = Counter()
     learns: Counter[str] = Counter()
-    for number, parameter in enumerate(cost_model.parameters):
+    for parameter, unit in zip(cost_model.parameters, unit_names(cost_model, saved), strict=True):
         size = parameter.numel // (sharing.expert if parameter.component.endswith(".experts") else 1)
-        unit = _block_of(parameter, saved) or _outer_unit(number, parameter, cost_model, head)
         whole[unit] += size
         learns[unit] += size if parameter.trainable else 0
     return {
         name: Unit(state.compute_bytes * size, state.compute_bytes * learns[name], sharing.reduce_bytes * learns[name])
         for name, size in whole.items()
     }
+
+
+def unit_names(cost_model: CostModel, saved: SavedActivations) -> list[str]:
+    """Name the unit that FSDP2 gathers each parameter with: a block, or (vision), (embedding), (head) or (root)."""
+    head = _head_parameter(cost_model)
+    return [
+        _block_of(parameter, saved) or _outer_unit(number, parameter, cost_model, head)
+        for number, parameter in enumerate(cost_model.parameters)
+    ]
 
 
 def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: int | None) -> str:

@@ -70,6 +70,11 @@ class MeshShape:
         return self.shard * self.sequence
 
     @property
+    def data_ranks(self) -> int:
+        """Processes, or sequence groups of them, that have packs of their own."""
+        return self.replicate * self.shard
+
+    @property
     def world_size(self) -> int:
         """All processes."""
         return self.replicate * self.fsdp

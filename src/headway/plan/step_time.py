@@ -19,6 +19,8 @@ from headway.count.flop_count import FlopRow
 from headway.count.recompute import recomputed_blocks
 from headway.count.step_facts import flops_on_padding
 from headway.devices.model_rates import BACKWARD_MOVES, FORWARD_MOVES
+from headway.plan.collectives import Links
+from headway.plan.communication import Exchanges, exposed_s
 from headway.plan.lines import NAMES, SLOW
 from headway.plan.memory import State, head_features, num_moments
 from headway.plan.moments import FLOAT32
@@ -110,6 +112,8 @@ class StepWork:
         sequence: devices that share each pack.
         shards: devices that share one copy of the optimizer's state.
         balance: mean over heaviest FLOPs of the ranks, a fraction.
+        exchanges: what a device exchanges for a pack; None where that is taken to hide behind computing.
+        links: between the devices; None with `exchanges`.
     """
 
     flops: FlopCount
@@ -121,6 +125,8 @@ class StepWork:
     sequence: int = 1
     shards: int = 1
     balance: float = 1.0
+    exchanges: Exchanges | None = None
+    links: Links | None = None
 
 
 class StepTimes:
@@ -177,9 +183,15 @@ class StepTimes:
         lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
         for name, seconds in took.items():
             lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
-        lines.append(self._line("memory", speeds.elementwise_s(work.packs * self._moved_bytes(work, state))))
+        copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
+        lines.append(self._line("memory", speeds.elementwise_s(work.packs * (self._moved_bytes(work, state) + copied))))
+        passes = sum((line.seconds for line in lines), Cases.exact(0.0))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
+        if work.exchanges is not None and work.links is not None:
+            forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
+            waits = exposed_s(work.exchanges, work.packs, passes.times(forward), passes.times(1 - forward), work.links)
+            lines.append(self._line("communication.transfer", waits))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
         host_s = len(self._cost_model.rows) * work.packs * speeds.host_s

@@ -19,7 +19,7 @@ from headway.devices import Device
 from headway.errors import ConfigError
 from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
 from headway.packing.budget import square_grid
-from headway.packing.lengths import MIXES, LengthTable, read_lengths
+from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.plan.memory import MemoryPlan, Sharing, State, plan_memory
 from headway.plan.mesh import MeshShape
@@ -27,12 +27,9 @@ from headway.plan.moments import BFLOAT16, FLOAT32
 from headway.plan.recompute import block_bytes, least_recomputed
 from headway.train.config import TrainConfig
 from headway.train.fitting import Way, ways_to_fit
+from headway.train.planned_lengths import lengths_of
 
 SCHEMA_VERSION = 1
-STEPS = 16
-"""Optimizer steps that packs are planned for, as many as a plan's window has at least."""
-_MOST_SAMPLES = 50_000_000  # a tenth of them takes a minute and 1 GB
-
 USABLE = 0.9
 """Share of a device's memory that a plan may fill; the rest is for what it does not count."""
 
@@ -207,7 +204,7 @@ def memory_plan(
     pack = Workload([tokens], images=one_picture(patches, cost_model), slots=slots)
     precision = precision_of(config, devices)
     state = state_of(config, precision, recompute_of(config, cost_model, saved, shape))
-    return plan_memory(cost_model, saved[precision], pack, state, _sharing(config, shape))
+    return plan_memory(cost_model, saved[precision], pack, state, sharing_of(config, shape))
 
 
 def _room(device: Device | None) -> int | None:
@@ -267,7 +264,8 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
     )
 
 
-def _sharing(config: TrainConfig, shape: MeshShape) -> Sharing:
+def sharing_of(config: TrainConfig, shape: MeshShape) -> Sharing:
+    """How the processes of a recipe share its model."""
     parallel = config.parallel
     return Sharing(
         shards=shape.fsdp,
@@ -310,7 +308,7 @@ def plan_packs(
     name, table = found
     data, accumulation = config.data, config.optim.accumulation
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
-    ranks = shape.world_size // shape.sequence
+    ranks = shape.data_ranks
     items, counts = Items.build({"planned": table}, budget, data.overlong, cost_model)
     if not len(items):
         raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
@@ -332,47 +330,6 @@ def plan_packs(
     ]
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
     return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count)
-
-
-def lengths_of(config: TrainConfig, cost_model: CostModel, shape: MeshShape) -> tuple[str, LengthTable] | None:
-    """Name and table of the lengths that a recipe's plan section names, enough for some steps; None without any.
-
-    Raises:
-        ConfigError: steps so large that too many samples would have to be planned.
-        DataError: the file of lengths cannot be read.
-    """
-    data, accumulation = config.data, config.optim.accumulation
-    if config.plan.lengths is not None:
-        return str(config.plan.lengths), _with_grids(read_lengths(config.plan.lengths), cost_model)
-    if config.plan.mix is None:
-        return None
-    mix, ranks = MIXES[config.plan.mix], shape.world_size // shape.sequence
-    mean = float(mix.lengths(2000).tokens.mean())
-    filled = min(mean * (data.samples_per_pack or np.inf), data.tokens_per_pack)
-    samples = int((STEPS + 1) * ranks * accumulation * filled / mean) + 1000
-    if samples > _MOST_SAMPLES:
-        raise ConfigError(
-            f"{ranks} ranks x {accumulation} packs of {data.tokens_per_pack} tokens need {samples:,} samples of "
-            f"{mix.name} in {STEPS} steps, and a dry run plans {_MOST_SAMPLES:,} at most. Lower "
-            "data.tokens_per_pack, optim.accumulation or --devices."
-        )
-    table = mix.lengths(samples)
-    return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)
-
-
-def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
-    """Give each sample one picture with its number of patches where grids are not known."""
-    if table.grids is not None:
-        return table
-    rows = np.flatnonzero(table.patches)
-    side = int(cost_model.merge_group**0.5)
-    grids = [square_grid(int(patches), side) for patches in table.patches[rows]]
-    return LengthTable(table.tokens, table.patches, np.array(grids, dtype=np.int64).reshape(-1, 3), rows)
-
-
-def _without_media(table: LengthTable) -> LengthTable:
-    none = np.zeros((0, 3), dtype=np.int64)
-    return LengthTable(table.tokens, np.zeros_like(table.patches), none, none[:, 0])
 
 
 def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:

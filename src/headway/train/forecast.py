@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations
 from headway.errors import ConfigError
+from headway.plan.collectives import Links
+from headway.plan.communication import Exchanges
+from headway.plan.exchanges import exchanges_of
+from headway.plan.memory import State
+from headway.plan.mesh import MeshShape
 from headway.plan.speeds import Speeds
 from headway.plan.step_time import StepForecast, StepTimes, StepWork
 from headway.train.config import TrainConfig
-from headway.train.dry_run import Packs, one_picture, precision_of, recompute_of, state_of
+from headway.train.dry_run import Packs, Precision, one_picture, precision_of, recompute_of, sharing_of, state_of
 
 
 class Forecaster:
@@ -20,17 +25,26 @@ class Forecaster:
         saved: what autograd saves of it, by precision.
         speeds: of the device.
         devices: processes, a device each.
+        links: between them; None where they are not known, and exchanges are taken to hide behind computing.
 
     Raises:
-        ConfigError: of the model no saved activations are known, which tell what elementwise operations move.
+        PlanError: the devices are on several nodes, and the network between these is not known.
     """
 
     def __init__(
-        self, cost_model: CostModel, saved: Mapping[str, SavedActivations], speeds: Speeds, devices: int
+        self,
+        cost_model: CostModel,
+        saved: Mapping[str, SavedActivations],
+        speeds: Speeds,
+        devices: int,
+        links: Links | None = None,
     ) -> None:
+        if links is not None:
+            links.require(devices)
         self._cost_model, self._saved, self._devices = cost_model, saved, devices
-        self._speeds = speeds
+        self._speeds, self._links = speeds, links
         self._times: dict[str, StepTimes] = {}
+        self._exchanges: dict[tuple[object, ...], Exchanges] = {}
 
     def predict(self, config: TrainConfig, packs: Packs) -> StepForecast:
         """Predict a mean step of a recipe; a millisecond once the first is known.
@@ -40,6 +54,7 @@ class Forecaster:
             packs: planned for it.
 
         Raises:
+            ConfigError: of the model no saved activations are known, which tell what elementwise operations move.
             UsageError: its recomputation chooses no block.
         """
         shape = config.parallel.mesh_shape(self._devices)
@@ -57,13 +72,15 @@ class Forecaster:
         tokens = packs.report.fill * config.data.tokens_per_pack
         bucket = config.data.bucket_tokens or 1
         whole = math.ceil(tokens)
+        pack = Workload(
+            [whole],
+            images=one_picture(round(packs.mean_patches), self._cost_model),
+            slots=-(-whole // bucket) * bucket,
+        )
+        state = state_of(config, precision, recompute)
         work = StepWork(
             flops=packs.flops,
-            pack=Workload(
-                [whole],
-                images=one_picture(round(packs.mean_patches), self._cost_model),
-                slots=-(-whole // bucket) * bucket,
-            ),
+            pack=pack,
             segment=tokens / packs.samples_per_pack,
             packs=config.optim.accumulation,
             tokens=tokens * ranks * config.optim.accumulation,
@@ -71,5 +88,17 @@ class Forecaster:
             sequence=shape.sequence,
             shards=shape.fsdp,
             balance=packs.report.balance,
+            exchanges=None if self._links is None else self._exchanges_of(config, precision, pack, state, shape),
+            links=self._links,
         )
-        return self._times[precision].predict(work, state_of(config, precision, recompute))
+        return self._times[precision].predict(work, state)
+
+    def _exchanges_of(
+        self, config: TrainConfig, precision: Precision, pack: Workload, state: State, shape: MeshShape
+    ) -> Exchanges:
+        """What a device exchanges for a pack, listed once for choices that differ in nothing that is exchanged."""
+        sharing = sharing_of(config, shape)
+        key = (pack.tokens, pack.patches, pack.slots, state.compute_bytes, state.recompute, sharing, shape)
+        if key not in self._exchanges:
+            self._exchanges[key] = exchanges_of(self._cost_model, self._saved[precision], pack, state, sharing, shape)
+        return self._exchanges[key]

@@ -1,0 +1,256 @@
+"""A step at up to 16,384 devices as predicted, what planning it costs, and predictions beside published throughput.
+
+    .venv/bin/python benchmarks/plan_scale.py     # five minutes of one core and 7 GB; nothing is trained
+
+Writes benchmarks/results/plan_scale_<hardware>_<yyyymm>.json and the .md tables rendered from it.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.cli.dry_run import saved_activations
+from headway.cli.plan import _recipe
+from headway.count.activations import SavedByPrecision
+from headway.devices import Device, named_device
+from headway.packing import Budget, Items, Order, Plan, measure
+from headway.plan.collectives import Links
+from headway.plan.failures import Reliability
+from headway.plan.speeds import Speeds
+from headway.train.dry_run import learning_model
+from headway.train.scale import Scaling, enough_lengths, sized
+from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
+
+SIZES = (8, 64, 512, 4096, 16384)
+RELIABILITY = Reliability(mtbf_s=50_000 * 3600, save_s=30, restart_s=300)
+GIB = 2**30
+SEEDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "LMMs-Engine, text": ("recipes/qwen2.5-7b-text-81920.yaml", "A800", ()),
+    "LMMs-Engine, video": ("recipes/qwen3-vl-8b-video-51200-sp2.yaml", "A800", ()),
+    "Megatron-Bridge, packed chats": ("qwen3-8b", "H100", ("data.tokens_per_pack=4096",)),
+    "MaxText's page": ("llama-3.1-8b", "TPU v5p", ("data.tokens_per_pack=8192",)),
+    "mfu-tracker's GPT-2": ("gpt2", "H100", ("data.tokens_per_pack=1024",)),
+    "torchtitan, VQA": ("recipes/qwen3-vl-30b-a3b-vqa-8192.yaml", "H200", ()),
+    "torchtitan, VQA, copies of eight": ("recipes/qwen3-vl-30b-a3b-vqa-8192.yaml", "H200", ("parallel.shard=8",)),
+    "torchtitan, text": ("recipes/qwen3-vl-30b-a3b-text-12288.yaml", "H200", ()),
+}
+"""A recipe or model, its device and settings for each of the seeds' pages."""
+
+_TITAN = "torchtitan, benchmarks/llama3_h100_202412"
+_TITAN_A100 = "torchtitan, docs/performance.md, 2024"
+_LMMS = "LMMs-Engine's MFU reference"
+_ONE_PACK = ("plan.mix=null", "optim.accumulation=1", "parallel.reduce_dtype=float32")
+PUBLISHED: tuple[dict[str, Any], ...] = (
+    {"page": _TITAN, "model": "llama-3.1-8b", "device": "H100 2.4 TB/s", "devices": 8, "segments": (2, 8192),
+     "settings": ("speed.recompute=every:2,-attention", "speed.compile=false"), "tokens_per_s": 5762},
+    {"page": _TITAN, "model": "llama-3.1-8b", "device": "H100 2.4 TB/s", "devices": 8, "segments": (2, 8192),
+     "settings": ("speed.recompute=every:2,-attention", "speed.compile=true"), "tokens_per_s": 6667},
+    {"page": _TITAN, "model": "llama-3.1-8b", "device": "H100 2.4 TB/s", "devices": 128, "segments": (2, 8192),
+     "settings": ("speed.recompute=every:2,-attention", "speed.compile=false"), "tokens_per_s": 5605},
+    {"page": _TITAN, "model": "llama-3.1-8b", "device": "H100 2.4 TB/s", "devices": 128, "segments": (2, 8192),
+     "settings": ("speed.recompute=every:2,-attention", "speed.compile=true"), "tokens_per_s": 6514},
+    {"page": _TITAN_A100, "model": "llama-3.1-8b", "device": "A100", "devices": 64, "segments": (1, 8192),
+     "settings": ("speed.recompute=every:2", "speed.compile=true"), "tokens_per_s": 2904},
+    {"page": _TITAN_A100, "model": "llama-3.1-70b", "device": "A100", "devices": 64, "segments": (1, 8192),
+     "settings": ("speed.recompute=full", "speed.compile=true"), "tokens_per_s": 331},
+    {"page": "torchtitan's Qwen3-VL experiments, 4", "model": "recipes/qwen3-vl-30b-a3b-text-12288.yaml",
+     "device": "H200", "devices": 8, "segments": (4, 12288), "settings": (), "tokens_per_s": 6500},
+    {"page": "torchtitan's Qwen3-VL experiments, 2", "model": "recipes/qwen3-vl-30b-a3b-vqa-8192.yaml",
+     "device": "H200", "devices": 8, "segments": None, "settings": ("speed.compile=false",), "tokens_per_s": 35},
+    {"page": _LMMS, "model": "recipes/qwen2.5-7b-text-81920.yaml", "device": "A800", "devices": 32,
+     "segments": None, "settings": (), "mfu": (0.50, 0.55)},
+    {"page": _LMMS, "model": "recipes/qwen2.5-vl-7b-image-61440.yaml", "device": "A800", "devices": 32,
+     "segments": None, "settings": (), "mfu": (0.30, 0.40)},
+    {"page": _LMMS, "model": "recipes/qwen2.5-vl-7b-video-51200.yaml", "device": "A800", "devices": 32,
+     "segments": None, "settings": (), "mfu": (0.25, 0.35)},
+    {"page": _LMMS, "model": "recipes/qwen3-vl-8b-video-51200-sp2.yaml", "device": "A800", "devices": 32,
+     "segments": None, "settings": (), "mfu": (0.20, 0.25)},
+)  # fmt: skip
+"""What pages print of a stated configuration: tokens per second of a device, or the MFU of the language model."""
+
+
+def main() -> None:
+    """Plan every size of every recipe, each in a process of its own; write the record, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the tables")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of devices")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        name, devices = json.loads(options.case)
+        print(json.dumps(run_of(name, devices)))
+        return
+    sizes = [int(size) for size in options.sizes.split(",")]
+    runs = [in_process(name, devices) for name in SEEDS for devices in sizes]
+    published = [beside(row) for row in PUBLISHED]
+    record = {
+        "what": "plan_scale", "environment": environment(torch.device("cpu")), "runs": runs, "published": published
+    }  # fmt: skip
+    table = render(record)
+    write(result_paths(options.out, record), record, table)
+    print(table)
+
+
+def in_process(name: str, devices: int) -> dict[str, Any]:
+    """Plan one size in a process of its own, whose memory is measured."""
+    command = [sys.executable, __file__, "--case", json.dumps([name, devices])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def run_of(name: str, devices: int) -> dict[str, Any]:
+    """Plan one size, and hold its balance against the planner's own report."""
+    recipe, device, settings = SEEDS[name]
+    scaling, config = scaling_of(recipe, named_device(device), settings)
+    began = time.process_time()
+    run = scaling.at(config, devices)
+    planned_s = time.process_time() - began
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = planner_report(config, scaling, devices)
+    same = (report.balance, report.fill) == (run.packs.report.balance, run.packs.report.fill)
+    return {
+        "recipe": name,
+        "device": device,
+        **run.as_json(),
+        "planned_s": planned_s,
+        "peak_bytes": peak,
+        "samples": run.packs.report.samples,
+        "balance_is_the_planners": same,
+    }
+
+
+def planner_report(config: Any, scaling: Scaling, devices: int) -> Any:
+    """What `headway pack` reports of the same lengths."""
+    config = sized(config, devices)
+    ranks = config.parallel.mesh_shape(devices).data_ranks
+    accumulation = config.optim.accumulation
+    (_, table), _ = enough_lengths(config, scaling.cost_model, config.parallel.mesh_shape(devices))
+    budget = Budget(config.data.tokens_per_pack, config.data.patches_per_pack, config.data.samples_per_pack)
+    items, _ = Items.build({"any": table}, budget, config.data.overlong, scaling.cost_model)
+    order = Order.epochs(items.sizes, 1, seed=config.data.seed)
+    return measure(Plan(items, order, budget, ranks * accumulation, accumulation=accumulation), ranks)[0]
+
+
+def scaling_of(recipe: str, device: Device, settings: tuple[str, ...]) -> tuple[Scaling, Any]:
+    """What a recipe or model runs on, and its configuration."""
+    cost_model, config = _recipe(recipe, settings)
+    links = Links.of_device(device)
+    assert links is not None
+    saved = SavedByPrecision(partial(saved_activations, config.model.path))
+    learning = learning_model(config, cost_model)
+    return Scaling(learning, saved, Speeds.of_device(device, "bf16"), links, RELIABILITY), config
+
+
+def beside(row: dict[str, Any]) -> dict[str, Any]:
+    """Predict what a page prints."""
+    device = named_device(row["device"].partition(" ")[0])
+    if "TB/s" in row["device"]:  # Meta's H100 with HBM2e
+        device = replace(device, memory_bytes_per_s=2.4e12)
+    settings = row["settings"]
+    with tempfile.TemporaryDirectory() as folder:
+        if row["segments"] is not None:
+            count, length = row["segments"]
+            path = Path(folder) / "lengths.csv"
+            path.write_text("tokens\n" + f"{length}\n" * 64)
+            settings = (*_ONE_PACK, f"data.tokens_per_pack={count * length}", f"plan.lengths={path}", *settings)
+        scaling, config = scaling_of(row["model"], device, settings)
+        run = scaling.at(config, row["devices"])
+    language = sum(part.total for part in run.packs.flops.rows if part.name.startswith("language."))
+    share = language / run.packs.flops.total
+    return {
+        **{key: value for key, value in row.items() if key != "segments"},
+        "predicted_tokens_per_s": [rate / row["devices"] for rate in run.time.tokens_per_s],
+        "predicted_language_mfu": [share * mfu for mfu in run.time.mfu],
+        "exposed": run.exposed.expected / run.time.step_s,
+        "memory_bytes": run.memory.peak,
+    }
+
+
+def render(record: dict[str, Any]) -> str:
+    """The record as Markdown tables."""
+    sections = [
+        "# A step at many sizes\n\n"
+        f"{describe_environment(record)}\n\n"
+        "Predicted, nothing was trained: shares of datasheets' rates and links. Each rank keeps its packs. Exposed and "
+        "waiting are shares of the step. Failures: one in 50,000 h of a device, 30 s for a checkpoint, 300 s to start "
+        "again. The last four columns are what planning took: packs of 16 steps of all ranks, in processor time of one "
+        "thread, and whether fill and balance are those that `headway pack` reports of the same lengths.\n"
+    ]
+    for name in dict.fromkeys(run["recipe"] for run in record["runs"]):
+        runs = [run for run in record["runs"] if run["recipe"] == name]
+        recipe, device, settings = SEEDS[name]
+        sections.append(f"## {name}\n\n`{' --set '.join([recipe, *settings])}` on {device}\n\n{sizes_table(runs)}\n")
+    sections.append(
+        "## Beside what pages print\n\n"
+        "Tokens per second and device, or the language model's MFU, without the tower's FLOPs. The error is that of "
+        "the expected case; of a range, to its nearer end.\n\n" + published_table(record["published"]) + "\n"
+    )
+    return "\n".join(sections)
+
+
+def sizes_table(runs: list[dict[str, Any]]) -> str:
+    """A recipe's sizes."""
+    headings = ["devices", "tokens a step", "step", "exposed", "waiting", "MFU", "balance", "fill",
+                "gathered / weights", "memory [GiB]", "fails every [h]", "save every [min]", "goodput", "samples",
+                "planned in [s]", "with [GB]", "as the planner"]  # fmt: skip
+    rows = []
+    for run in runs:
+        step_s, lost = run["time"]["step_s"][1], run["interruptions"]
+        rows.append(
+            [
+                f"{run['devices']:,}",
+                f"{run['time']['tokens']:,.0f}",
+                f"{step_s:.3g} s",
+                f"{100 * run['exposed_s'][1] / step_s:.1f} %",
+                f"{100 * run['waiting_s'][1] / step_s:.1f} %",
+                f"{100 * run['time']['mfu'][1]:.1f} %",
+                f"{run['balance']:.4f}",
+                f"{run['fill']:.4f}",
+                f"{run['padding']:.3g}",
+                f"{run['memory_bytes'] / GIB:.1f}",
+                f"{lost['mtbf_s'] / 3600:,.1f}",
+                f"{lost['interval_s'] / 60:,.1f}",
+                f"{100 * lost['goodput']:.1f} %",
+                f"{run['samples']:,}",
+                f"{run['planned_s']:.1f}",
+                f"{run['peak_bytes'] / 1e9:.2f}",
+                "yes" if run["balance_is_the_planners"] else "NO",
+            ]
+        )
+    return markdown_table(headings, rows)
+
+
+def published_table(rows: list[dict[str, Any]]) -> str:
+    """Predictions beside pages."""
+    cells = []
+    for row in rows:
+        if "tokens_per_s" in row:
+            printed, (best, expected, worst) = f"{row['tokens_per_s']:,}", row["predicted_tokens_per_s"]
+            predicted = f"{expected:,.0f} ({worst:,.0f} to {best:,.0f})"
+            error = expected / row["tokens_per_s"] - 1
+        else:
+            (low, high), (best, expected, worst) = row["mfu"], row["predicted_language_mfu"]
+            printed, predicted = f"{100 * low:.0f} to {100 * high:.0f} %", f"{100 * expected:.1f} % "
+            predicted += f"({100 * worst:.1f} to {100 * best:.1f})"
+            error = 0.0 if low <= expected <= high else expected / (low if expected < low else high) - 1
+        where = f"{row['devices']:,} {row['device']}"
+        cells.append([row["page"], row["model"].removeprefix("recipes/").removesuffix(".yaml"), where,
+                      " ".join(row["settings"]) or "-", printed, predicted, f"{100 * error:+.0f} %",
+                      f"{100 * row['exposed']:.1f} %"])  # fmt: skip
+    headings = ["page", "model or recipe", "devices", "settings", "printed", "predicted", "error", "exposed"]
+    return markdown_table(headings, cells)
+
+
+if __name__ == "__main__":
+    main()

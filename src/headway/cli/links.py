@@ -1,0 +1,78 @@
+"""Options that say how devices are joined, where the table of devices does not, or another way."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.errors import UsageError
+
+if TYPE_CHECKING:
+    from headway.devices import Device
+    from headway.plan.collectives import Links
+
+LinkOption = Annotated[
+    float | None,
+    typer.Option(metavar="GB/S", min=0.001, help="Bandwidth of a device to the others of its node, one way."),
+]
+NetworkOption = Annotated[
+    float | None,
+    typer.Option(metavar="GB/S", min=0.001, help="A device's share of its node's network, one way."),
+]
+PerNodeOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices of a node.")]
+
+
+@dataclass(frozen=True)
+class GivenLinks:
+    """What the command line says of links, instead of the table of devices [GB/s]."""
+
+    link: float | None = None
+    network: float | None = None
+    per_node: int | None = None
+
+    def of(self, device: "Device | None") -> "Links | None":
+        """Links of a device; None of this machine, or where nothing is known.
+
+        Raises:
+            UsageError: links are given, and no device.
+        """
+        from headway.plan.collectives import Links
+
+        if device is None:
+            if self._are_given:
+                raise UsageError(
+                    "--link, --network and --per-node join devices of a kind, and cannot take effect without --device."
+                )
+            return None
+        link, network = (None if one is None else one * 1e9 for one in (self.link, self.network))
+        return Links.of_device(device, link_bytes_per_s=link, network_bytes_per_s=network, per_node=self.per_node)
+
+    def joining(self, device: "Device | None", count: int) -> "Links | None":
+        """Links of so many devices; None where the table knows too little, and exchanges are taken to hide.
+
+        Raises:
+            UsageError: links are given, and no device.
+            PlanError: links are given, and they do not reach so many devices.
+        """
+        links = self.of(device)
+        if links is None or count == 1:
+            return None
+        if self._are_given:
+            links.require(count)
+        return links if links.reaches(count) else None
+
+    @property
+    def _are_given(self) -> bool:
+        return any(value is not None for value in (self.link, self.network, self.per_node))
+
+
+def note_on_links(links: "Links | None", devices: int) -> str:
+    """What a prediction takes of the exchanges between devices, as a sentence; nothing of one device."""
+    if devices == 1:
+        return ""
+    if links is not None:
+        return f"Links: {links.source}."
+    return (
+        "Exchanges between devices are taken to hide behind computing, for their links are not known; --link, "
+        "--network and --per-node give them."
+    )

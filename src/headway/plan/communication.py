@@ -1,0 +1,134 @@
+"""How much of what a step exchanges no computing hides.
+
+FSDP2 gathers the weights of each unit before its forward and, where they were freed, before its backward, and sums its
+gradients after it: a reduce-scatter among the processes that share a copy, then an all-reduce among copies. A gather
+runs while the unit before computes, a sum while the next does. Inside a block, attention over a shared pack and spread
+experts exchange activations, for which everything waits. `headway.plan.exchanges` lists all of it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headway.plan.collectives import Kind, Links, RankGroup, collective_s
+from headway.plan.speeds import Cases
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective of one pack on each process.
+
+    Attributes:
+        kind: which one.
+        unit: whose weights, gradients or activations; a block, or (vision), (embedding), (head) or (root).
+        phase: when; what is computed again belongs to backward.
+        num_bytes: as `collective_s` counts them.
+        ranks: that take part.
+        stride: between neighbours of theirs in the order of ranks.
+        waits: whether computing waits for it, wherever it is.
+        once: whether it happens after a step's last pack alone.
+    """
+
+    kind: Kind
+    unit: str
+    phase: Phase
+    num_bytes: int
+    ranks: int
+    stride: int = 1
+    waits: bool = False
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """All that a process exchanges for a pack.
+
+    Attributes:
+        all: in no order.
+        order: units as forward computes them.
+        compute: FLOPs of each unit's forward; shares of its time.
+        copied_bytes: read and written on the device to lay gathered weights and gradients out.
+    """
+
+    all: tuple[Exchange, ...] = ()
+    order: tuple[str, ...] = ()
+    compute: Mapping[str, float] = field(default_factory=dict)
+    copied_bytes: int = 0
+
+    def num_bytes(self, kind: Kind | None = None) -> int:
+        """Bytes of a pack's exchanges, of one kind or of all."""
+        return sum(one.num_bytes for one in self.all if kind in (None, one.kind))
+
+
+def exposed_s(exchanges: Exchanges, packs: int, forward: Cases, backward: Cases, links: Links) -> Cases:
+    """Predict how long a step waits for exchanges [s].
+
+    Args:
+        exchanges: of a pack.
+        packs: micro-batches of a step.
+        forward: time that a process computes forward in a step [s].
+        backward: the same of backward, with what is computed again [s].
+        links: between the devices.
+
+    Raises:
+        PlanError: the processes are on several nodes, whose network is not known.
+    """
+    repeated, last = ([one for one in exchanges.all if once or not one.once] for once in (False, True))
+    each = _Timeline(exchanges, links, forward.times(1 / packs), backward.times(1 / packs))
+    return each.exposed(repeated).times(packs - 1) + each.exposed(last)
+
+
+class _Timeline:
+    """The units of a pack one after the other, each with its computing and what is exchanged meanwhile."""
+
+    def __init__(self, exchanges: Exchanges, links: Links, forward: Cases, backward: Cases) -> None:
+        self._order, self._links = exchanges.order, links
+        whole = sum(exchanges.compute.values()) or 1.0
+        shares = {unit: exchanges.compute.get(unit, 0.0) / whole for unit in exchanges.order}
+        self._compute = {
+            "forward": {unit: forward.times(share) for unit, share in shares.items()},
+            "backward": {unit: backward.times(share) for unit, share in shares.items()},
+        }
+        self._known: dict[tuple[Kind, int, int, int], Cases] = {}  # blocks are alike
+
+    def exposed(self, found: Iterable[Exchange]) -> Cases:
+        waits = Cases.exact(0.0)
+        gathers: dict[Phase, dict[str, Cases]] = {"forward": {}, "backward": {}}
+        sums: dict[str, Cases] = {}
+        for one in found:
+            took = self._seconds(one)
+            if one.waits:
+                waits += took
+            elif one.kind == "all-gather":
+                of_phase = gathers[one.phase]
+                of_phase[one.unit] = of_phase.get(one.unit, Cases.exact(0.0)) + took
+            else:
+                sums[one.unit] = sums.get(one.unit, Cases.exact(0.0)) + took
+        back = self._order[::-1]
+        return (
+            waits
+            + self._beside(self._order, "forward", gathers["forward"], {})
+            + self._beside(back, "backward", gathers["backward"], sums)
+        )
+
+    def _beside(
+        self, order: Sequence[str], phase: Phase, gathers: Mapping[str, Cases], sums: Mapping[str, Cases]
+    ) -> Cases:
+        """What is left of exchanges beside computing: before the first unit, beside each, and after the last."""
+        none = Cases.exact(0.0)
+        exposed = gathers.get(order[0], none) + sums.get(order[-1], none)
+        for place, unit in enumerate(order):
+            following = order[place + 1] if place + 1 < len(order) else ""
+            before = order[place - 1] if place else ""
+            meanwhile = gathers.get(following, none) + sums.get(before, none)
+            exposed += Cases(*(max(0.0, x) for x in meanwhile - self._compute[phase][unit]))
+        return exposed
+
+    def _seconds(self, one: Exchange) -> Cases:
+        key = (one.kind, one.num_bytes, one.ranks, one.stride)
+        if key not in self._known:
+            group = RankGroup.of(one.ranks, one.stride, self._links)
+            self._known[key] = collective_s(one.kind, one.num_bytes, group, self._links)
+        return self._known[key]

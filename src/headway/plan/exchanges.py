@@ -1,0 +1,334 @@
+"""What the processes of a step exchange: weights, gradients, and activations of shared packs and spread experts.
+
+Bytes are exact, padding of uneven slices included: tests/plan/test_exchanges.py holds them against what PyTorch runs.
+Left out, as they are small: the counts of rows that experts exchange first, numbers for the loss and the norm, and what
+ranks tell each other of their packs, which goes between hosts.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from headway.count import CostModel, Workload, drivers
+from headway.count.activations import SavedActivations
+from headway.count.recompute import recomputed_blocks
+from headway.count.rows import Parameter, Row
+from headway.plan.communication import Exchange, Exchanges, Phase
+from headway.plan.memory import Sharing, State, head_features, unit_names
+from headway.plan.mesh import MeshShape
+from headway.plan.moments import FLOAT32
+
+
+def exchanges_of(
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    shape: MeshShape,
+) -> Exchanges:
+    """List what a process exchanges for a pack.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of it, by which blocks are known.
+        pack: a micro-batch, of which the processes of a sequence group each take a share.
+        state: dtypes, and what is computed again.
+        sharing: of the model among processes.
+        shape: the mesh that they form.
+
+    Raises:
+        UsageError: `state.recompute` chooses no block.
+    """
+    if not sharing.gathers:
+        return Exchanges()
+    units = unit_names(cost_model, saved)
+    runs = [pack.patches > 0 or not one.component.startswith("vision.") for one in cost_model.parameters]
+    order = sorted({unit for unit, there in zip(units, runs, strict=True) if there}, key=_Places(cost_model).before)
+    alive = _units_with_backward(cost_model, saved)
+    gathered = _gathered_again(sorted(order, key=_Places(cost_model).after), alive) if sharing.reshard else set()
+    found = [one for one in _of_weights(cost_model, units, gathered, state, sharing, shape) if one.unit in order]
+    found += _of_activations(cost_model, saved, pack, alive, state, sharing)
+    compute: Counter[str] = Counter()
+    for row in cost_model.rows:
+        compute[_unit_of(row, saved)] += row.forward * drivers.parse(row.driver)(pack)
+    copied = sum(
+        2 * one.num_bytes if one.kind == "all-gather" else one.num_bytes
+        for one in found
+        if one.kind in ("all-gather", "reduce-scatter")
+    )
+    return Exchanges(tuple(one for one in found if one.ranks > 1), tuple(order), compute, copied)
+
+
+def _of_weights(
+    cost_model: CostModel,
+    units: Sequence[str],
+    again: set[str],
+    state: State,
+    sharing: Sharing,
+    shape: MeshShape,
+) -> Iterable[Exchange]:
+    """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
+    rows = _Rows(cost_model)
+    whole: Counter[tuple[str, bool]] = Counter()
+    learns: Counter[tuple[str, bool]] = Counter()
+    for parameter, unit in zip(cost_model.parameters, units, strict=True):
+        spread = sharing.expert > 1 and parameter.component.endswith(".experts")
+        padded = rows.padded(parameter, shape.fsdp, sharing.expert if spread else 1)
+        whole[unit, spread] += padded
+        learns[unit, spread] += padded if parameter.trainable else 0
+    for (unit, spread), numel in whole.items():
+        ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
+        gather = Exchange("all-gather", unit, "forward", numel * state.compute_bytes, ranks, stride)
+        yield gather
+        if unit in again:
+            yield Exchange("all-gather", unit, "backward", gather.num_bytes, ranks, stride)
+        summed = learns[unit, spread] * sharing.reduce_bytes
+        if summed:
+            once = not sharing.reduce_each_pack
+            yield Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once)
+            part = summed // ranks
+            yield Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once)
+
+
+def padding_of(cost_model: CostModel, shape: MeshShape) -> float:
+    """Numbers that a gather of all weights moves over those that there are: 1 where every slice is even.
+
+    FSDP2 cuts a tensor by its rows, so one with fewer rows than processes grows to a row for each of them.
+    """
+    rows = _Rows(cost_model)
+    padded = sum(
+        rows.padded(one, shape.fsdp, shape.expert if one.component.endswith(".experts") else 1)
+        * (shape.expert if one.component.endswith(".experts") else 1)
+        for one in cost_model.parameters
+    )
+    return padded / max(1, sum(one.numel for one in cost_model.parameters))
+
+
+class _Rows:
+    """Rows of parameters, by which FSDP2 cuts them: each process has as many as any other, the last ones padded."""
+
+    def __init__(self, cost_model: CostModel) -> None:
+        self._linear = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
+        self._convolutions = {f"{row.module}.weight" for row in cost_model.rows if row.op == "convolution"}
+        self._numel = {parameter.name: parameter.numel for parameter in cost_model.parameters}
+        self._widest = max((max(pair) for pair in self._linear.values()), default=0)
+        language = head_features(cost_model)
+        self._widths = {"": language[0] if language else 0}
+        for row in cost_model.rows:
+            if row.features and row.block:
+                tower = row.component.partition(".")[0]
+                self._widths[tower] = min(row.features[0], self._widths.get(tower, row.features[0]))
+        self._experts = self._numbers_of_experts(cost_model)
+
+    def padded(self, parameter: Parameter, ranks: int, spread: int) -> int:
+        """Numbers of a parameter, or of the part that one of `spread` processes keeps, in slices for `ranks`."""
+        count = self.count(parameter)
+        each = parameter.numel // count
+        own = count // spread
+        ranks //= spread
+        return -(-own // ranks) * ranks * each
+
+    def count(self, parameter: Parameter) -> int:
+        """Rows of a parameter: outputs of a linear module, experts, entries of a table, or the length of a vector."""
+        name, numel = parameter.name, parameter.numel
+        features = self._linear.get(name)
+        if features is not None and numel == features[0] * features[1]:
+            return features[1]
+        if parameter.component.endswith(".experts") and parameter.active < numel:
+            return self._experts.get(name.rpartition(".")[0], 1)
+        bias = self._numel.get(f"{name.removesuffix('.weight')}.bias")
+        if name.endswith(".weight") and bias is not None:  # a norm, or a convolution
+            return bias
+        tower = parameter.component.partition(".")[0]
+        width = self._widths.get(tower if tower != "language" else "", 0) or self._widths[""]
+        if not width or numel % width:
+            return numel
+        if name in self._convolutions:
+            return width
+        # what is larger than any vector is a table: embeddings of tokens or of positions; a router has a row per expert
+        is_table = numel > self._widest or parameter.component.endswith(".router")
+        return numel // width if is_table else numel
+
+    def _numbers_of_experts(self, cost_model: CostModel) -> dict[str, int]:
+        """Number of experts by the module that holds them, from the router beside it: a row for each expert."""
+        routers = {p.name.rpartition(".")[0]: p.numel for p in cost_model.parameters if p.component.endswith(".router")}
+        width = self._widths[""]
+        found = {}
+        for parameter in cost_model.parameters:
+            holder = parameter.name.rpartition(".")[0]
+            beside = holder.rpartition(".")[0]
+            sizes = [numel for name, numel in routers.items() if name.startswith(f"{beside}.") and numel >= width]
+            if parameter.component.endswith(".experts") and width and sizes:
+                found[holder] = max(sizes) // width
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """Heads of one attention, and who computes it.
+
+    Attributes:
+        block: that it is in.
+        driver: what its tokens are: of the language model, or patches.
+        heads: of queries.
+        key_heads: of keys and values; divides `heads`.
+        size: of a head of queries and keys.
+        value_size: of a head of values.
+    """
+
+    block: str
+    driver: str
+    heads: int
+    key_heads: int
+    size: int
+    value_size: int
+
+    def sent(self, pack: Workload, degree: int, unit: int) -> dict[str, int]:
+        """Values that the first of `degree` processes sends: tokens for heads and back, forward and backward."""
+        tokens = drivers.parse(self.driver)(pack)
+        local = -(-(tokens // unit) // degree) * unit
+        shares = [(self.heads + degree - 1 - rank) // degree for rank in range(degree)]
+        readers, keys, start = self.heads // self.key_heads, [], 0
+        for share in shares:  # key heads that each process's query heads read
+            keys.append((start + share - 1) // readers - start // readers + 1 if share else 0)
+            start += share
+        pair = self.size + self.value_size
+        return {
+            "tokens for heads": local * (self.heads * self.size + sum(keys) * pair),
+            "heads for tokens": tokens * shares[0] * self.value_size,
+            "gradients of tokens": local * self.heads * self.value_size,
+            "gradients of heads": tokens * (shares[0] * self.size + keys[0] * pair),
+        }
+
+
+def _attentions(cost_model: CostModel, saved: SavedActivations, state: State) -> Iterator[_Attention]:
+    """Read heads off the rows: a module's linear ones before its attention make queries, keys and values.
+
+    What attention saves is its output and, in float32, one number for each query and head.
+    """
+    for place, row in enumerate(cost_model.rows):
+        if row.op != "attention" or row.block not in saved.blocks:
+            continue
+        inside = [
+            (number > place, other.features, other.driver)
+            for number, other in enumerate(cost_model.rows)
+            if other.features and other.block == row.block and other.module.startswith(f"{row.module}.")
+        ]
+        before = [features for behind, features, _ in inside if not behind]
+        after = [features for behind, features, _ in inside if behind]
+        kept = saved.blocks[row.block].attention
+        if not before or not after or not kept:
+            continue
+        given = after[0][0]
+        queries = row.forward // 2 - given
+        heads = max(1, int(sum(kept.values()) - given * state.compute_bytes) // FLOAT32)
+        key_heads = heads
+        if len(before) > 2 and before[-2][1] * given == before[-1][1] * queries:
+            key_heads = max(1, before[-2][1] * heads // queries)
+        yield _Attention(row.block, inside[0][2], heads, key_heads, queries // heads, given // heads)
+
+
+def _of_activations(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, alive: set[str], state: State, sharing: Sharing
+) -> Iterator[Exchange]:
+    """What shared packs and spread experts exchange, forward, again where it is recomputed, and backward."""
+    again = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
+
+    def through(unit: str, forward: int, backward: int, ranks: int) -> Iterator[Exchange]:
+        """One exchange of a forward, and what follows of it: `forward` and `backward` are numbers sent."""
+        phases: list[tuple[Phase, int]] = [("forward", forward)]
+        if unit in alive:
+            phases.append(("backward", backward))
+            phases.extend([("backward", forward)] if unit in again else [])
+        for phase, numbers in phases:
+            yield Exchange("all-to-all", unit, phase, numbers * state.compute_bytes, ranks, waits=True)
+
+    if sharing.sequence > 1:
+        for one in _attentions(cost_model, saved, state):
+            unit = cost_model.merge_group if one.driver.startswith("patches") else 1
+            sent = one.sent(pack, sharing.sequence, unit)
+            yield from through(one.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)
+            yield from through(one.block, sent["heads for tokens"], sent["gradients of tokens"], sharing.sequence)
+        merged = _merged_width(cost_model)
+        if merged and pack.patches:  # every process is given all visual tokens, and gradients come back
+            tokens = pack.patches // cost_model.merge_group
+            local = -(-tokens // sharing.sequence)
+            yield from through("(vision)", local * merged * sharing.sequence, tokens * merged, sharing.sequence)
+    if sharing.expert > 1:
+        slots = -(-pack.slots // sharing.sequence)
+        for block, width in _expert_rows(cost_model):
+            for _ in range(2):  # to the experts and back
+                yield from through(block, slots * width, slots * width, sharing.expert)
+
+
+def _merged_width(cost_model: CostModel) -> int:
+    """Values that mergers make of each visual token, deep features included."""
+    modules: dict[str, Row] = {}
+    for row in cost_model.rows:
+        if row.component == "vision.merger" and row.features:
+            modules[row.module.rpartition(".")[0]] = row  # the last one of each merger
+    return sum(row.features[1] for row in modules.values() if row.features)
+
+
+def _expert_rows(cost_model: CostModel) -> Iterator[tuple[str, int]]:
+    """By block, values of the rows that a token sends to its experts: the whole token to each of them."""
+    features = head_features(cost_model)
+    width, rows = features[0] if features else 0, _Rows(cost_model)
+    seen = set()
+    for row in cost_model.rows:
+        parameter = next((p for p in cost_model.parameters if p.name.startswith(f"{row.module}.")), None)
+        if row.op == "experts" and parameter is not None and row.module not in seen:
+            seen.add(row.module)
+            yield row.block, rows.count(parameter) * parameter.active // parameter.numel * width
+
+
+def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[str]:
+    """Units whose backward runs: something in them learns, or something before them."""
+    trained = cost_model.trained
+    alive = {
+        _unit_of(row, saved) for row in cost_model.rows if any(gradient.runs(trained) for gradient in row.gradients)
+    }
+    learning = {
+        unit for unit, one in zip(unit_names(cost_model, saved), cost_model.parameters, strict=True) if one.trainable
+    }
+    return alive | learning
+
+
+def _unit_of(row: Row, saved: SavedActivations) -> str:
+    if row.block in saved.blocks and row.block:
+        return row.block
+    if row.component == "language.head":
+        return "(head)"
+    return "(vision)" if row.component.startswith("vision.") else "(root)"
+
+
+def _gathered_again(order: Sequence[str], alive: set[str]) -> set[str]:
+    """Units that are gathered for backward: those that have one, and each before such a one, which is fetched early.
+
+    Args:
+        order: units as their forwards end.
+        alive: units whose backward runs.
+    """
+    fetched = {before for before, unit in pairwise(order) if unit in alive}
+    return (alive & {*order} | fetched) - {"(root)", "(head)"}
+
+
+class _Places:
+    """Order of units in forward: the embedding, a vision tower with its blocks, the language model's, the head."""
+
+    def __init__(self, cost_model: CostModel) -> None:
+        self._first: dict[str, tuple[int, int]] = {}
+        for number, row in enumerate(cost_model.rows):
+            self._first.setdefault(row.block, (3 if row.component.startswith("vision.") else 5, number))
+
+    def before(self, unit: str) -> tuple[int, int]:
+        """Place of its beginning: the root holds all, and a tower its blocks."""
+        return {"(root)": (0, 0), "(embedding)": (1, 0), "(vision)": (2, 0), "(head)": (6, 0)}.get(
+            unit, self._first.get(unit, (5, 0))
+        )
+
+    def after(self, unit: str) -> tuple[int, int]:
+        """Place of its end."""
+        return {"(root)": (7, 0), "(vision)": (4, 0)}.get(unit, self.before(unit))

@@ -1,0 +1,75 @@
+"""Lengths that packs are planned over before there are data: of a recipe's plan section, enough for some steps."""
+
+from pathlib import Path
+
+import numpy as np
+
+from headway.count import CostModel
+from headway.errors import ConfigError
+from headway.packing.budget import square_grid
+from headway.packing.lengths import MIXES, LengthTable, read_lengths
+from headway.plan.mesh import MeshShape
+from headway.train.config import TrainConfig
+
+STEPS = 16
+"""Optimizer steps that packs are planned for, as many as a plan's window has at least."""
+
+MOST_SAMPLES = 50_000_000
+"""Samples that are planned at most: two minutes, and 10 GB."""
+
+
+def lengths_of(
+    config: TrainConfig, cost_model: CostModel, shape: MeshShape, steps: int = STEPS
+) -> tuple[str, LengthTable] | None:
+    """Name and table of the lengths that a recipe's plan section names, enough for some steps; None without any.
+
+    Raises:
+        ConfigError: steps so large that too many samples would have to be planned.
+        DataError: the file of lengths cannot be read.
+    """
+    data, accumulation = config.data, config.optim.accumulation
+    if config.plan.lengths is not None:
+        return read_table(config.plan.lengths, cost_model)
+    if config.plan.mix is None:
+        return None
+    mix = MIXES[config.plan.mix]
+    samples = samples_of(config, shape, mean_of(config.plan.mix), steps)
+    if samples > MOST_SAMPLES:
+        raise ConfigError(
+            f"{shape.data_ranks} ranks x {accumulation} packs of {data.tokens_per_pack} tokens need {samples:,} "
+            f"samples of {mix.name} in {steps} steps, and a dry run plans {MOST_SAMPLES:,} at most. Lower "
+            "data.tokens_per_pack, optim.accumulation or --devices."
+        )
+    table = mix.lengths(samples)
+    return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)
+
+
+def read_table(path: Path, cost_model: CostModel) -> tuple[str, LengthTable]:
+    """Name and table of measured lengths, with a grid for each sample that has patches."""
+    return str(path), _with_grids(read_lengths(path), cost_model)
+
+
+def mean_of(mix: str) -> float:
+    """Mean length of a mix's samples [tokens]."""
+    return float(MIXES[mix].lengths(2000).tokens.mean())
+
+
+def samples_of(config: TrainConfig, shape: MeshShape, mean_tokens: float, steps: int) -> int:
+    """Count the samples of some mean length that fill so many steps, with one more step to choose from."""
+    filled = min(mean_tokens * (config.data.samples_per_pack or np.inf), config.data.tokens_per_pack)
+    return int((steps + 1) * shape.data_ranks * config.optim.accumulation * filled / mean_tokens) + 1000
+
+
+def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
+    """Give each sample one picture with its number of patches where grids are not known."""
+    if table.grids is not None:
+        return table
+    rows = np.flatnonzero(table.patches)
+    side = int(cost_model.merge_group**0.5)
+    grids = [square_grid(int(patches), side) for patches in table.patches[rows]]
+    return LengthTable(table.tokens, table.patches, np.array(grids, dtype=np.int64).reshape(-1, 3), rows)
+
+
+def _without_media(table: LengthTable) -> LengthTable:
+    none = np.zeros((0, 3), dtype=np.int64)
+    return LengthTable(table.tokens, np.zeros_like(table.patches), none, none[:, 0])

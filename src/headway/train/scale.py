@@ -1,0 +1,217 @@
+"""How a recipe's step grows with devices: the real plan of packs, memory, time, exchanges and failures at each size.
+
+Each rank keeps its packs, so a step of more devices has more tokens. Packs are planned by the planner that training
+uses, for all ranks and as many steps as it plans at a time, over the lengths of the recipe's plan section.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from headway.count import CostModel
+from headway.count.activations import SavedActivations
+from headway.errors import PlanError
+from headway.packing.lengths import LengthTable, Numbers
+from headway.plan.collectives import Links
+from headway.plan.exchanges import padding_of
+from headway.plan.failures import Interruptions, Reliability
+from headway.plan.memory import MemoryPlan
+from headway.plan.mesh import MeshShape
+from headway.plan.speeds import Cases, Speeds
+from headway.plan.step_time import StepForecast
+from headway.train.config import TrainConfig
+from headway.train.dry_run import Packs, memory_plan, plan_packs, recompute_of
+from headway.train.forecast import Forecaster
+from headway.train.planned_lengths import MOST_SAMPLES, STEPS, lengths_of, mean_of, read_table, samples_of
+
+MOST_DEVICES = 2**20
+FEWEST_STEPS = 2
+"""Steps that are planned at least; a plan has one more, which is left out where samples run short."""
+
+
+@dataclass(frozen=True)
+class SizedRun:
+    """A recipe on so many devices.
+
+    Attributes:
+        shape: how they share the work.
+        packs: planned for all ranks.
+        planned_steps: steps of packs that were planned.
+        memory: of each device.
+        time: of a step.
+        interruptions: by failures; None where nothing was said of them.
+        padding: numbers that are gathered of the weights over those that there are.
+    """
+
+    shape: MeshShape
+    packs: Packs
+    planned_steps: int
+    memory: MemoryPlan
+    time: StepForecast
+    interruptions: Interruptions | None
+    padding: float = 1.0
+
+    @property
+    def devices(self) -> int:
+        """Devices, a process each."""
+        return self.shape.world_size
+
+    @property
+    def exposed(self) -> Cases:
+        """Time of a step that its exchanges take and computing does not hide [s]."""
+        return self._line("communication.transfer")
+
+    @property
+    def waiting(self) -> Cases:
+        """Time of a step that a mean rank waits for the heaviest [s]."""
+        return self._line("communication.waiting")
+
+    @property
+    def lasting_tokens_per_s(self) -> float:
+        """Tokens per second that failures do not take back, as expected."""
+        share = 1.0 if self.interruptions is None else self.interruptions.goodput
+        return share * self.time.tokens_per_s.expected
+
+    def _line(self, key: str) -> Cases:
+        return next((line.seconds for line in self.time.lines if line.key == key), Cases.exact(0.0))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types; of each time the best, the expected and the worst case."""
+        return {
+            "devices": self.devices,
+            "mesh": asdict(self.shape),
+            "planned_steps": self.planned_steps,
+            "fill": self.packs.report.fill,
+            "balance": self.packs.report.balance,
+            "memory_bytes": self.memory.peak,
+            "padding": self.padding,
+            "time": self.time.as_json(),
+            "exposed_s": [*self.exposed],
+            "waiting_s": [*self.waiting],
+            "interruptions": None if self.interruptions is None else asdict(self.interruptions),
+            "lasting_tokens_per_s": self.lasting_tokens_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a recipe runs on, whatever its size.
+
+    Attributes:
+        cost_model: of the model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of it, by precision.
+        speeds: of the device.
+        links: between devices.
+        reliability: of the device; None where nothing is said of failures.
+    """
+
+    cost_model: CostModel
+    saved: Mapping[str, SavedActivations]
+    speeds: Speeds
+    links: Links
+    reliability: Reliability | None = None
+
+    def at(self, config: TrainConfig, devices: int) -> SizedRun:
+        """Plan a recipe for so many devices.
+
+        Raises:
+            ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
+            PlanError: no lengths, or nodes whose network is not known.
+        """
+        config = sized(config, devices)
+        shape = config.parallel.mesh_shape(devices)
+        self.links.require(devices)
+        recompute = recompute_of(config, self.cost_model, self.saved, shape)
+        lengths, steps = enough_lengths(config, self.cost_model, shape)
+        packs = plan_packs(config, self.cost_model, shape, recompute, lengths)
+        assert packs is not None
+        memory = memory_plan(config, self.cost_model, self.saved, devices, packs.most_tokens, packs.most_patches)
+        time = Forecaster(self.cost_model, self.saved, self.speeds, devices, self.links).predict(config, packs)
+        failures = None if self.reliability is None else Interruptions.of(self.reliability, devices)
+        return SizedRun(shape, packs, steps, memory, time, failures, padding_of(self.cost_model, shape))
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Read numbers of devices, "8,64,512".
+
+    Raises:
+        PlanError: something else, or a number that is none of devices.
+    """
+    found = []
+    for part in text.split(","):
+        word = part.strip().replace("_", "")
+        if not word.isdecimal() or not 1 <= int(word) <= MOST_DEVICES:
+            raise PlanError(
+                f"--scale {text}: {part.strip()!r} is no number of devices. Write numbers from 1 to {MOST_DEVICES:,} "
+                "joined by commas, such as 8,64,512."
+            )
+        found.append(int(word))
+    return tuple(dict.fromkeys(found))
+
+
+def sized(config: TrainConfig, devices: int) -> TrainConfig:
+    """A recipe for so many devices: where a number of shards is set, copies of them take the rest."""
+    parallel = config.parallel
+    if parallel.shard == "auto":
+        return config
+    copies = max(1, devices // (parallel.shard * parallel.sequence))
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"replicate": copies})})
+
+
+def enough_lengths(config: TrainConfig, cost_model: CostModel, shape: MeshShape) -> tuple[tuple[str, LengthTable], int]:
+    """Lengths for as many steps as a plan's window has, or for as many as can be planned; and how many steps that is.
+
+    A table that has fewer samples is drawn from again and again.
+
+    Raises:
+        PlanError: no lengths.
+        ConfigError: not even two steps can be planned.
+    """
+
+    def fitting(mean: float) -> int:
+        steps = STEPS
+        while steps > FEWEST_STEPS and samples_of(config, shape, mean, steps) > MOST_SAMPLES:
+            steps //= 2
+        return steps
+
+    if config.plan.lengths is not None:
+        name, table = read_table(config.plan.lengths, cost_model)
+        mean = float(np.minimum(table.tokens, config.data.tokens_per_pack).mean())
+        steps = fitting(mean)
+        return (name, repeated(table, samples_of(config, shape, mean, steps), config.data.seed)), steps
+    steps = fitting(mean_of(config.plan.mix)) if config.plan.mix is not None else STEPS
+    found = lengths_of(config, cost_model, shape, steps)
+    if found is None:
+        raise PlanError(
+            "nothing says how long the samples are, without which a step has no work. Give --lengths FILE, or set "
+            "plan.mix, such as --set plan.mix=chats."
+        )
+    return found, steps
+
+
+def repeated(table: LengthTable, samples: int, seed: int) -> LengthTable:
+    """Draw so many samples from a table that has fewer, with replacement; one that has enough stays as it is."""
+    if len(table.tokens) >= samples:
+        return table
+    rows = np.random.default_rng(seed).integers(len(table.tokens), size=samples)
+    if table.grids is None or table.grid_rows is None:
+        return LengthTable(table.tokens[rows], table.patches[rows])
+    order = np.argsort(table.grid_rows, kind="stable")
+    counts = np.bincount(table.grid_rows, minlength=len(table.tokens))
+    starts = np.cumsum(counts) - counts
+    picked = _ranges(starts[rows], counts[rows])
+    return LengthTable(
+        table.tokens[rows],
+        table.patches[rows],
+        table.grids[order[picked]],
+        np.repeat(np.arange(samples), counts[rows]),
+    )
+
+
+def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
+    """Join the numbers from each start on, as many as its count says."""
+    before = np.cumsum(counts) - counts
+    joined: Numbers = np.arange(int(counts.sum())) - np.repeat(before - starts, counts)
+    return joined

@@ -1,0 +1,110 @@
+"""Bytes that one of several processes exchanges for a pack: real tensors on a CPU, other processes that are made up.
+
+The engine's own code takes a forward and a backward among processes of torch's fake process group, as in
+`fake_cuda.shared`; every collective that PyTorch dispatches meanwhile is written down with the sizes of its tensors.
+Rows for experts stay where they are: as many come back from each process as were sent to it.
+"""
+
+import warnings
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fake_cuda import moments, shared, steps
+from headway.count.activations import SavedByPrecision
+from headway.models.parallel import exchange as split_exchange
+from headway.models.parallel import experts, reduce_gradients
+from headway.models.parallel.sequence import local_slots
+from headway.plan.communication import Exchanges
+from headway.plan.exchanges import exchanges_of
+from headway.tracing.block_activations import saved_of_config
+from headway.train.build import build_trained
+from headway.train.config import TrainConfig
+from headway.train.device import Precision
+from headway.train.dry_run import learning_model, sharing_of, state_of
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Writes down collectives: the bytes of the whole array of each, by kind.
+
+    Attributes:
+        num_bytes: by kind.
+        calls: how many of each kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """Write down what goes into an all-to-all inside an operation of the engine's own, which hides it."""
+        self.num_bytes["all-to-all"] += rows.nbytes
+        self.calls["all-to-all"] += 1
+        return rows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            kind = KINDS.get(name.partition("::")[2])
+            if kind is not None:
+                # of what goes in and what comes out, the larger is the whole array
+                sizes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                self.num_bytes[kind] += max(sizes)
+                self.calls[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_exchanged(kind: str, config: TrainConfig, processes: int, packs: int = 1) -> tuple[Collectives, Exchanges]:
+    """Compute packs of a step as one of several processes; what it exchanged, and what the plan says of a pack."""
+    precision = Precision("bfloat16-autocast", torch.float32, torch.bfloat16, "cpu")
+    with ExitStack() as stack:
+        stack.enter_context(steps._environment(ahead=True))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+        stack.enter_context(patch("headway.models.losses._add_product", shared._add_product))
+        stack.enter_context(patch("headway.train.build.build_model", lambda *_: shared._on_meta(kind)))
+        seen, exchange = Collectives(), split_exchange._all_to_all
+        stack.enter_context(
+            patch.object(split_exchange, "_all_to_all", lambda x, *given: exchange(seen.sent(x), *given))
+        )
+        stack.enter_context(patch.object(experts, "_all_to_all", lambda rows, *_: seen.sent(rows).clone()))
+        stack.enter_context(patch.object(experts.dist, "all_to_all_single", _keep))
+        mesh = stack.enter_context(shared._mesh(config, processes))
+        trained = build_trained(config, mesh, None, precision, shared.CPU)
+        group = None if mesh.sequence is None else mesh.sequence.get_group()
+        batch = moments.batch_of(kind, trained.model, config)
+        model = trained.model.train()
+        labels_L = batch.labels_1T[0, local_slots(batch.slots, group)]
+        stack.enter_context(seen)
+        for number in range(packs):
+            reduce_gradients(model, now=number + 1 == packs or config.parallel.reduce == "pack")
+            with precision.autocast():
+                loss = trained.model_with_loss(batch.model_inputs(), labels_L, per=1)
+            torch.autograd.backward(loss.total)
+    shape = config.parallel.mesh_shape(processes)
+    cost_model, _ = moments.traced(kind)
+    saved = SavedByPrecision(lambda p: saved_of_config(moments.small_config(kind), p))["bfloat16"]
+    state = state_of(config, "bfloat16", config.speed.recompute)
+    learning = learning_model(config, cost_model)
+    return seen, exchanges_of(learning, saved, batch.workload, state, sharing_of(config, shape), shape)
+
+
+def _keep(out: torch.Tensor, given: torch.Tensor, *_: Any, **__: Any) -> None:
+    out.copy_(given)
