@@ -51,10 +51,12 @@ class GivenLinks:
         """Links of so many devices; None where the table knows too little, and exchanges are taken to hide.
 
         Raises:
-            UsageError: links are given, and no device.
+            UsageError: links are given, and no device or only one.
             PlanError: links are given, and they do not reach so many devices.
         """
         links = self.of(device)
+        if count == 1 and self._are_given:
+            raise UsageError("--link, --network and --per-node cannot take effect on one device; give --devices.")
         if links is None or count == 1:
             return None
         if self._are_given:
