@@ -165,6 +165,7 @@ def test_many_shards_of_few_rows_are_told(headway):
         (("--scale", "8", "--mtbf", 0), "above 0"),
         (("--set", "plan.device=null", "--link", 50), "cannot take effect without --device"),
         (("--devices", 1, "--link", 50), "cannot take effect on one device"),
+        (("--device", "A40", "--per-node", 4), "Give --link in GB/s and --per-node"),
         (("--set", "plan.mix=null"), "Give --lengths FILE"),
         (("--set", "plan.device=null", "--scale", "8"), "no device is named, and --scale needs one"),
         (("--scale", "8", "--device", "A40"), "Give --link in GB/s and --per-node"),

@@ -187,13 +187,7 @@ def _print_scale(
     sizes = sizes_of(scale)
     if device is None:
         raise PlanError("no device is named, and --scale needs one: give --device, or set plan.device.")
-    links = given.of(device)
-    if links is None:
-        raise PlanError(
-            f"how fast {device.title} is joined to others is not known. Give --link in GB/s and --per-node, with "
-            "--network for more than one node, or put link_gb_per_s, devices_per_node and network_gb_per_s into your "
-            "own table ($HEADWAY_PEAKS; docs/devices.md)."
-        )
+    links = given.required(device)
     links.require(max(sizes))
     speeds = speeds_of(config, cost_model, device, max(sizes))
     scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability)
