@@ -22,6 +22,7 @@ from headway.plan.lines import NAMES
 from headway.report import format_duration
 
 METRICS = "metrics.jsonl"
+UNFINISHED = "the run has not ended, or was killed"  # how the note on it begins
 _WHOLE = "all components"  # of FLOPs that the record does not divide
 
 
@@ -77,6 +78,18 @@ def explain_records(path: Path, *, step: int | None = None, rank: int | None = N
     of_each = find(waterfalls[first:], {0: _facts(reads)})
     findings = find_in_series(Series(tuple(in_series), beside_ns), of_each)
     return JobExplanation(tuple(chosen), (WAY_OUT, *notes, *about_beside), tuple(findings))
+
+
+def step_records(path: Path) -> list[Mapping[str, Any]]:
+    """The records of steps that `explain_records` explains, each step once, in their order.
+
+    Args:
+        path: as there.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no record of a step.
+    """
+    return [read.record for read in _read(path)[0]]
 
 
 def _facts(reads: list[_Read]) -> dict[str, Any]:
@@ -242,7 +255,7 @@ def _notes_of_run(folder: Path, reads: list[_Read]) -> list[str]:
     if steps:
         notes.append(f"the run was resumed {len(steps)} times, after step {', '.join(steps[:5])}.")
     if (folder / "config.yaml").exists() and not (folder / "summary.json").exists():
-        notes.append(f"the run has not ended, or was killed: these are its records up to step {reads[-1].step}.")
+        notes.append(f"{UNFINISHED}: these are its records up to step {reads[-1].step}.")
     return notes
 
 

@@ -1,0 +1,158 @@
+import json
+import re
+from html.parser import HTMLParser
+from urllib.parse import urlsplit
+
+import pytest
+
+from headway.cli.report_page import read_run, report_markdown, report_page
+from headway.errors import ConfigError
+
+HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.links, self.data, self.scripts = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "action", "data", "poster")]
+        if tag == "script":
+            self.scripts.append(dict(attrs))
+
+    def handle_data(self, data):
+        self.data.append(data)
+
+
+def write_run(folder, num_steps, *, source="a", **more):
+    """Write records as a meter does, with times that are made up."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for step in range(1, num_steps + 1):
+        wall_s = 2.5 if step == 7 else 0.5 + 0.001 * (step % 10)
+        record = {
+            "schema_version": 1,
+            "kind": "step",
+            "step": step,
+            "num_steps": 1,
+            "wall_s": wall_s,
+            "step_s": wall_s,
+            "data_wait_s": 0.1,
+            "data_wait_share": 0.1 / wall_s,
+            "tokens": 100,
+            "slots": 120,
+            "world_size": 1,
+            "padding_share": 1 / 6,
+            "flops": {"total": 9000, "forward": 3000, "dgrad": 3000, "wgrad": 3000, "recompute": 0},
+            "flops_by_component": {"language.mlp": 6000, "language.attention": 3000},
+            "mfu": 9000 / wall_s / 1e5,
+            "tokens_per_s": 100 / wall_s,
+            "convention": "useful",
+            "peak_flops_per_s": 1e5,
+            "peak_dtype": "fp32",
+            "peak_source": "made up for a test",
+            "loss": 3.0 / step,
+            "sources": {source: {"loss": 3.0 / step, "tokens": 100}},
+            **more,
+        }
+        lines.append(json.dumps(record))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_the_page_has_its_parts_and_asks_for_nothing(tmp_path):
+    text = report_page(read_run(write_run(tmp_path / "run", 20)))
+    page = Page(text)
+    shown = " ".join(page.data)
+    for said in ("MFU", "useful", "made up for a test", "Loss", "largest, step 7", "language.mlp", "Tokens by source"):
+        assert said in shown
+    assert page.links == []
+    assert "default-src 'none'" in text
+    assert "@import" not in text
+    assert {urlsplit(url).netloc for url in re.findall(r"https?://[^\s\"'<]+", text)} <= {"www.w3.org"}  # SVG's name
+    assert page.scripts == [{"type": "application/json", "id": "headway-report"}]
+    assert page.tags.count("svg") == page.tags.count("figure") == page.tags.count("details") > 5
+    assert page.tags.count("desc") == page.tags.count("svg")
+    assert text.count("viewBox") == page.tags.count("svg")
+
+
+def test_the_same_run_gives_the_same_page(tmp_path):
+    run = write_run(tmp_path / "run", 50)
+    assert report_page(read_run(run)) == report_page(read_run(run))
+
+
+def test_ten_thousand_steps_stay_small(tmp_path):
+    assert len(report_page(read_run(write_run(tmp_path / "run", 10_000))).encode()) < 300_000
+
+
+def test_numbers_for_machines_are_those_of_the_records(tmp_path):
+    text = report_page(read_run(write_run(tmp_path / "run", 20)))
+    told = json.loads(re.search(r'id="headway-report">(.*?)</script>', text, flags=re.DOTALL)[1])
+    assert told["num_records"] == 20
+    assert told["series"]["step_s"]["step of largest"] == 7
+    assert told["series"]["loss"]["smallest"] == pytest.approx(0.15)
+    assert sum(told["mean_step"]["lines"].values()) == told["mean_step"]["duration_ns"]
+
+
+def test_hostile_text_stays_text(tmp_path):
+    run = write_run(tmp_path / "run<img src=x>", 5, source=HOSTILE, peak_source=HOSTILE, convention=HOSTILE)
+    (run / "config.yaml").write_text(HOSTILE)
+    text = report_page(read_run(run))
+    page = Page(text)
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert page.tags.count("style") == 1
+    assert "alert(1)" in " ".join(page.data)
+    assert "<script>" not in report_markdown(read_run(run)).split("\n")[0]
+
+
+def test_a_torn_line_is_said_and_left_out(tmp_path):
+    run = write_run(tmp_path / "run", 5)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')
+    seen = read_run(run)
+    assert len(seen.records) == 5
+    assert "the last line was not written to its end" in report_page(seen)
+
+
+def test_a_run_that_has_not_ended_says_so_first(tmp_path):
+    run = write_run(tmp_path / "run", 5)
+    assert "Unfinished run" not in report_page(read_run(run))
+    (run / "config.yaml").write_text("run: {}\n")
+    assert "Unfinished run" in report_page(read_run(run))
+    (run / "summary.json").write_text("{}\n")
+    assert "Unfinished run" not in report_page(read_run(run))
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    first = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(first + first.splitlines()[-1] + "\n")
+    (run / "resumes.jsonl").write_text('{"kind": "resumed", "step": 5}\n')
+    seen = read_run(run)
+    assert [record["step"] for record in seen.records] == [1, 2, 3, 4, 5, 6]
+    assert "resumed 1 times, after step 5" in report_page(seen)
+
+
+def test_a_file_of_a_meter_and_missing_numbers_leave_sections_out(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(f'{{"step": {n}, "step_s": 0.5}}\n' for n in (1, 2, 3)))
+    text = report_page(read_run(path))
+    assert "MFU is not known" in text
+    for absent in ("Gradient norm", "FLOPs by component", "Tokens by source", "Where the wall time"):
+        assert absent not in text
+
+
+def test_the_markdown_says_the_same_first(tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    text = report_markdown(read_run(run))
+    assert text.startswith("**The median step reached MFU 17.8 %")
+    assert "| convention | useful |" in text
+
+
+def test_no_run_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ConfigError, match="no-run"):
+        read_run(tmp_path / "no-run")
