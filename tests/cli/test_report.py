@@ -5,8 +5,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from headway.cli.report import report
 from headway.cli.report_page import read_run, report_markdown, report_page
-from headway.errors import ConfigError
+from headway.count import Workload
+from headway.devices import Peak
+from headway.errors import ConfigError, UsageError
+from headway.meter import Meter
+from helpers.one_linear import COST_MODEL, Clock
 
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
 
@@ -146,10 +151,50 @@ def test_a_file_of_a_meter_and_missing_numbers_leave_sections_out(tmp_path):
         assert absent not in text
 
 
+def test_a_loop_of_anyone_with_a_meter(tmp_path):
+    path, clock = tmp_path / "records.jsonl", Clock()
+    with Meter(
+        COST_MODEL, clock=clock, log_to=[path], log_every=2, peak=Peak("x", 1e5, "fp32", "made up for a test")
+    ) as meter:
+        for _ in range(8):
+            meter.count(Workload([100]))
+            clock.now_s += 0.5
+            meter.step()
+    text = report_page(read_run(path))
+    assert "18.0 % (median)" in text  # 100 tokens x 90 FLOPs / 0.5 s / 1e5
+    assert "FLOPs by component" in text
+
+
+def test_values_that_headway_does_not_write_do_not_stop_the_page(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    odd = {
+        "step": 1,
+        "step_s": 0.5,
+        "flops_by_component": ["x"],
+        "sources": {"a": 1, "b": {"tokens": -3}},
+        "loss": "low",
+    }
+    path.write_text(json.dumps(odd) + "\n")
+    text = report_page(read_run(path))
+    assert "FLOPs by component" not in text
+    assert "<figcaption>Loss" not in text
+
+
+def test_the_command_writes_the_page(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", 5)
+    monkeypatch.chdir(tmp_path)
+    report(run)
+    assert (tmp_path / "report.html").read_text() == report_page(read_run(run))
+    with pytest.raises(UsageError, match="Give one of them"):
+        report(run, tmp_path / "x.html", markdown=True)
+    with pytest.raises(ConfigError, match="Give another path"):
+        report(run, run / "metrics.jsonl" / "x.html")
+
+
 def test_the_markdown_says_the_same_first(tmp_path):
     run = write_run(tmp_path / "run", 20)
     text = report_markdown(read_run(run))
-    assert text.startswith("**The median step reached MFU 17.8 %")
+    assert text.startswith("**Steps reached MFU 17.8 % (median)")
     assert "| convention | useful |" in text
 
 

@@ -33,7 +33,7 @@ _SERIES: tuple[tuple[str, str, _Format], ...] = (
     ("lr", "Learning rate", _plain),
     ("grad_norm", "Gradient norm", _plain),
     ("mfu", "MFU", format_share),
-    ("tokens_per_s", "Tokens per second", lambda value: f"{value:,.4g}"),
+    ("tokens_per_s", "Tokens per second", lambda value: f"{value:,.0f}"),
     ("step_s", "Time of a step", format_duration),
     ("data_wait_share", "Waiting for data, share of a step", format_share),
     ("padding_share", "Padding, share of slots", format_share),
@@ -41,7 +41,7 @@ _SERIES: tuple[tuple[str, str, _Format], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ReportedRun:
     """A run as its records tell it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Seen:
     beside: Mapping[str, str]
 
 
-def read_run(path: Path) -> Seen:
+def read_run(path: Path) -> ReportedRun:
     """Read a run folder, or a file of a meter's records.
 
     Raises:
@@ -84,10 +84,12 @@ def read_run(path: Path) -> Seen:
         if file.name == METRICS and (folder / name).is_file()
     }
     name = path.resolve().name
-    return Seen(name, step_records(file), explanation, mean_step(name, explanation), goodput, tuple(notes), beside)
+    return ReportedRun(
+        name, step_records(file), explanation, mean_step(name, explanation), goodput, tuple(notes), beside
+    )
 
 
-def report_page(seen: Seen) -> str:
+def report_page(seen: ReportedRun) -> str:
     """Render a run as one HTML page."""
     parts = [f"<h1>{safe(seen.name)}</h1>", f'<p class="verdict">{safe(verdict(seen))}</p>']
     parts.append(html_table(["what", "value"], facts(seen)))
@@ -114,32 +116,34 @@ def report_page(seen: Seen) -> str:
     return html_page(f"{seen.name}: headway report", CHART_STYLE, "\n".join(parts))
 
 
-def report_markdown(seen: Seen) -> str:
+def report_markdown(seen: ReportedRun) -> str:
     """Render a run as Markdown: verdict, facts, and what `headway explain` says."""
     table = markdown_table([Column("what", "left"), Column("value", "left")], facts(seen), None)
     return f"**{safe(verdict(seen))}**\n\n{table}\n\n{as_text(seen.explanation, markdown=True)}"
 
 
-def verdict(seen: Seen) -> str:
+def verdict(seen: ReportedRun) -> str:
     """One sentence: MFU, and what costs most of the time."""
     is_unfinished = any(note.startswith(UNFINISHED) for note in seen.notes)
     mfu = _known(seen, "mfu")
-    first = f"the median step reached MFU {format_share(float(np.median(mfu)))}" if mfu else "MFU is not known"
+    first = f"steps reached MFU {format_share(float(np.median(mfu)))} (median)" if mfu else "MFU is not known"
     said = f"Unfinished run: {first}" if is_unfinished else first[0].upper() + first[1:]
     lost = [(ns, name) for key, (name, ns) in seen.mean.lines.items() if key != "useful" and ns > 0]
     if lost and "useful" in seen.mean.lines:
         ns, name = max(lost)
-        said += f"; of the time beside useful work most went to: {name} ({format_share(ns / seen.mean.duration_ns)})"
+        said += f"; the largest loss of the mean step is {format_share(ns / seen.mean.duration_ns)}: {name}"
     return f"{said}."
 
 
-def facts(seen: Seen) -> list[tuple[str, str]]:
+def facts(seen: ReportedRun) -> list[tuple[str, str]]:
     """Names and values of the first screen."""
     last = seen.records[-1]
     rows = [("steps", f"{seen.explanation.steps[0].step} to {last['step']}, {len(seen.records)} records")]
     if mfu := _known(seen, "mfu"):
         low, middle, high = (format_share(float(one)) for one in np.percentile(mfu, [5, 50, 95]))
         rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
+    if seen.mean.mfu is not None:
+        rows.append(("MFU of the mean step, evaluations and checkpoints in its time", format_share(seen.mean.mfu)))
     if isinstance(last.get("convention"), str):
         rows.append(("convention", last["convention"]))
     if (peak := _number(last.get("peak_flops_per_s"))) is not None:
@@ -156,7 +160,7 @@ def facts(seen: Seen) -> list[tuple[str, str]]:
     return rows
 
 
-def _waterfall(seen: Seen) -> str:
+def _waterfall(seen: ReportedRun) -> str:
     mean = seen.mean
     bars = [(name, max(ns, 0) / 1e9) for name, ns in mean.lines.values()]
     rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
@@ -166,7 +170,7 @@ def _waterfall(seen: Seen) -> str:
     return chart_figure(title, chart, ["part", "time [ms]", "share"], rows)
 
 
-def _goodput(seen: Seen) -> list[str]:
+def _goodput(seen: ReportedRun) -> list[str]:
     if seen.goodput is None or not seen.goodput.wall_s:
         return []
     spent = {bucket: seconds for bucket, seconds in seen.goodput.seconds.items() if seconds}
@@ -176,17 +180,21 @@ def _goodput(seen: Seen) -> list[str]:
     return [chart_figure(title, chart, ["bucket", "time", "share"], rows)]
 
 
-def _findings(seen: Seen) -> list[str]:
+def _findings(seen: ReportedRun) -> list[str]:
     if not seen.explanation.findings:
         return []
     parts = ["<h2>What to do first</h2>"]
     for one in seen.explanation.findings:
         cost = f"{format_share(one.share)} of a step at most"
-        parts.append(f"<p><strong>{safe(one.seen)}</strong> {safe(one.cause)} {safe(one.next)} ({safe(cost)})</p>")
+        parts.append(
+            f"<p><strong>{safe(one.seen)}</strong> Likely: {safe(one.cause)} Try: {safe(one.next)} ({safe(cost)})</p>"
+        )
     return parts
 
 
-def _series(seen: Seen, title: str, values: list[float | None], summary: Mapping[str, float], form: _Format) -> str:
+def _series(
+    seen: ReportedRun, title: str, values: list[float | None], summary: Mapping[str, float], form: _Format
+) -> str:
     chart = line_chart(title, [float(record["step"]) for record in seen.records], values, form=form)
     rows = [[name, form(summary[name])] for name in ("5 %", "50 %", "95 %")]
     rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", form(summary["smallest"])])
@@ -202,11 +210,12 @@ def _summary(records: Sequence[Mapping[str, Any]], values: Sequence[float | None
     return found | {f"{q} %": float(value) for q, value in zip((5, 50, 95), quantiles, strict=True)}
 
 
-def _components(seen: Seen) -> list[str]:
-    totals: dict[str, int] = {}
+def _components(seen: ReportedRun) -> list[str]:
+    totals: dict[str, float] = {}
     for record in seen.records:
-        for name, flops in (record.get("flops_by_component") or {}).items():
-            totals[name] = totals.get(name, 0) + int(flops)
+        found = record.get("flops_by_component")
+        for name, flops in found.items() if isinstance(found, Mapping) else ():
+            totals[name] = totals.get(name, 0.0) + max(_number(flops) or 0.0, 0.0)
     if not (whole := sum(totals.values())):
         return []
     ordered = sorted(totals.items(), key=lambda one: (-one[1], one[0]))
@@ -216,14 +225,14 @@ def _components(seen: Seen) -> list[str]:
     return [chart_figure(title, chart, ["component", "FLOPs", "share"], rows)]
 
 
-def _sources(seen: Seen) -> list[str]:
+def _sources(seen: ReportedRun) -> list[str]:
     tokens: dict[str, float] = {}
     losses: dict[str, float] = {}
     for record in seen.records:
         found = record.get("sources")
         for name, one in found.items() if isinstance(found, Mapping) else ():
             if isinstance(one, Mapping):
-                tokens[name] = tokens.get(name, 0.0) + (_number(one.get("tokens")) or 0.0)
+                tokens[name] = tokens.get(name, 0.0) + max(_number(one.get("tokens")) or 0.0, 0.0)
                 if (loss := _number(one.get("loss"))) is not None:
                     losses[name] = loss
     if not tokens:
@@ -234,7 +243,7 @@ def _sources(seen: Seen) -> list[str]:
     return [chart_figure(title, chart, ["source", "tokens", "last loss"], rows)]
 
 
-def _machine(seen: Seen, summaries: Mapping[str, Any]) -> dict[str, Any]:
+def _machine(seen: ReportedRun, summaries: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "name": seen.name,
@@ -246,7 +255,7 @@ def _machine(seen: Seen, summaries: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _known(seen: Seen, key: str) -> list[float]:
+def _known(seen: ReportedRun, key: str) -> list[float]:
     return [value for record in seen.records if (value := _number(record.get(key))) is not None]
 
 

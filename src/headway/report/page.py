@@ -22,6 +22,7 @@ svg text { font: 12px system-ui, sans-serif; fill: var(--ink); } summary, .note 
 table { border-collapse: collapse; font-size: 0.9rem; } td, th { padding: 0.15rem 0.7rem 0.15rem 0; text-align: right;
   border-bottom: 1px solid var(--grid); } td:first-child, th:first-child { text-align: left; }
 .wide { overflow-x: auto; } pre { background: var(--card); padding: 0.7rem; white-space: pre-wrap; font-size: 0.8rem; }
+@media (max-width: 600px) { svg { min-width: 34rem; } }
 @media print { @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; } }
@@ -60,4 +61,4 @@ def chart_figure(caption: str, chart: str, headings: Sequence[str], rows: Sequen
     """Render a chart with the table of its numbers, which opens below it."""
     table = html_table(headings, rows)
     below = f"<details><summary>Table</summary>{table}</details>"
-    return f"<figure><figcaption>{safe(caption)}</figcaption>{chart}{below}</figure>"
+    return f'<figure><figcaption>{safe(caption)}</figcaption><div class="wide">{chart}</div>{below}</figure>'
