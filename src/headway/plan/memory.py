@@ -26,6 +26,8 @@ from headway.count.recompute import recomputed_blocks
 from headway.count.rows import Parameter, hidden_matrices
 from headway.plan.moments import BFLOAT16, FLOAT32, PARTS, Ends, Moment, Passed, Unit, fullest_of_backward, moment
 from headway.plan.recompute import block_bytes
+from headway.plan.slices import sliced
+from headway.plan.units import block_of, head_features, head_parameter, is_tied, unit_names
 from headway.plan.updating import UpdateOf, update_bytes
 
 
@@ -120,6 +122,8 @@ def plan_memory(
     Raises:
         UsageError: `state.recompute` chooses no block.
     """
+    if sharing.gathers:
+        cost_model = sliced(cost_model, sharing.shards, sharing.expert)
     trained = [p for p in cost_model.parameters if p.trainable]
     held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
     gradients = _shared(state.weight_bytes * _numel(trained), sharing)
@@ -201,13 +205,6 @@ def _numel(parameters: Iterable[Parameter]) -> int:
     return sum(p.numel for p in parameters)
 
 
-def _block_of(parameter: Parameter, saved: SavedActivations) -> str:
-    path = parameter.name
-    while path and path not in saved.blocks:
-        path = path.rpartition(".")[0]
-    return path
-
-
 def _passed(
     cost_model: CostModel,
     saved: SavedActivations,
@@ -222,7 +219,7 @@ def _passed(
     gradients: Counter[str] = Counter()
     for parameter in cost_model.parameters:
         if parameter.trainable:
-            gradients[_block_of(parameter, saved)] += parameter.numel
+            gradients[block_of(parameter, saved)] += parameter.numel
     casts = _cast_weights(cost_model, saved) if _casts(state, sharing) else Counter[str]()
     widest: Counter[str] = Counter()
     towers: set[str] = set()
@@ -257,11 +254,11 @@ def _of_products(cost_model: CostModel) -> set[int]:
 
 def _cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
     """Numbers of weights by block that are cast for their products; the head's under "(head)"."""
-    head = _head_parameter(cost_model)
+    head = head_parameter(cost_model)
     found: Counter[str] = Counter()
     for number in _of_products(cost_model):
         parameter = cost_model.parameters[number]
-        found["(head)" if number == head else _block_of(parameter, saved)] += parameter.numel
+        found["(head)" if number == head else block_of(parameter, saved)] += parameter.numel
     return found
 
 
@@ -272,12 +269,12 @@ def _kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[
     a frozen weight nothing keeps the copy but the graph: those a recomputed block drops with everything else, and a
     block without a backward at once.
     """
-    head = _head_parameter(cost_model)
+    head = head_parameter(cost_model)
     alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
     kept = 0
     for number in _of_products(cost_model):
         parameter = cost_model.parameters[number]
-        block = _block_of(parameter, saved)
+        block = block_of(parameter, saved)
         is_cached = parameter.trainable and not parameter.component.endswith(".experts")
         if number == head or is_cached or (block in alive and block not in chosen):
             kept += parameter.numel
@@ -302,42 +299,6 @@ def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing
         name: Unit(state.compute_bytes * size, state.compute_bytes * learns[name], sharing.reduce_bytes * learns[name])
         for name, size in whole.items()
     }
-
-
-def unit_names(cost_model: CostModel, saved: SavedActivations) -> list[str]:
-    """Name the unit that FSDP2 gathers each parameter with: a block, or (vision), (embedding), (head) or (root)."""
-    head = _head_parameter(cost_model)
-    return [
-        _block_of(parameter, saved) or _outer_unit(number, parameter, cost_model, head)
-        for number, parameter in enumerate(cost_model.parameters)
-    ]
-
-
-def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: int | None) -> str:
-    if head is not None and parameter.numel == cost_model.parameters[head].numel and not _is_tied(cost_model, head):
-        return "(head)" if number == head else "(embedding)"
-    return "(vision)" if parameter.component.startswith("vision.") else "(root)"
-
-
-def _is_tied(cost_model: CostModel, head: int) -> bool:
-    """Whether the head's weight is the input embedding's: no other parameter is as large."""
-    size = cost_model.parameters[head].numel
-    return not any(p.numel == size for number, p in enumerate(cost_model.parameters) if number != head)
-
-
-def _head_parameter(cost_model: CostModel) -> int | None:
-    for row in cost_model.rows:
-        if row.component == "language.head":
-            for gradient in row.gradients:
-                if gradient.phase == "wgrad":
-                    return gradient.needs.bit_length() - 1
-    return None
-
-
-def head_features(cost_model: CostModel) -> tuple[int, int] | None:
-    """Width of the hidden states and size of the vocabulary; None without a language head."""
-    rows = (row for row in cost_model.rows if row.component == "language.head")
-    return next((row.features for row in rows if row.features), None)
 
 
 def _pixels(cost_model: CostModel, pack: Workload, state: State) -> int:
@@ -383,12 +344,12 @@ class _Head:
         slots = -(-pack.slots // sharing.sequence)
         compute = state.compute_bytes
         casts = _casts(state, sharing)
-        number = _head_parameter(cost_model)
+        number = head_parameter(cost_model)
         learns = number is not None and cost_model.parameters[number].trainable
         numel = width * vocabulary if learns else 0
         seen = state.weight_bytes if not sharing.gathers else compute  # bytes of a weight as the head sees it
         logit = compute + FLOAT32 + (FLOAT32 if compute < FLOAT32 else 0)
-        tied = numel if learns and number is not None and _is_tied(cost_model, number) else 0
+        tied = numel if learns and number is not None and is_tied(cost_model, number) else 0
         stream, weight = FLOAT32 * slots * width, state.weight_bytes * numel
         if state.chunk is None:
             return _Head(slots * vocabulary * logit, 3 * FLOAT32 * slots * vocabulary, weight, seen * tied, stream)

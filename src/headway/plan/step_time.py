@@ -22,9 +22,10 @@ from headway.devices.model_rates import BACKWARD_MOVES, FORWARD_MOVES
 from headway.plan.collectives import Links
 from headway.plan.communication import Exchanges, exposed_s
 from headway.plan.lines import NAMES, SLOW
-from headway.plan.memory import State, head_features, num_moments
+from headway.plan.memory import State, num_moments
 from headway.plan.moments import FLOAT32
 from headway.plan.speeds import Cases, Shape, Speeds
+from headway.plan.units import head_features
 
 ROWS = (512, 2048, 8192)
 """Rows of inputs for which the rates of products are measured; others lie between or near."""
