@@ -13,15 +13,13 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headway.cli.dry_run import saved_activations
-from headway.cli.plan import _recipe
-from headway.count.activations import SavedByPrecision
+from headway.cli.dry_run import saved_of_recipe
+from headway.cli.plan import named_recipe
 from headway.devices import Device, named_device
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.plan.collectives import Links
@@ -102,7 +100,7 @@ def main() -> None:
 
 
 def in_process(name: str, devices: int) -> dict[str, Any]:
-    """Plan one size in a process of its own, whose memory is measured."""
+    """Plan a recipe for one number of devices in a new process, so that its peak memory is that of this plan alone."""
     command = [sys.executable, __file__, "--case", json.dumps([name, devices])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -110,7 +108,7 @@ def in_process(name: str, devices: int) -> dict[str, Any]:
 
 
 def run_of(name: str, devices: int) -> dict[str, Any]:
-    """Plan one size, and hold its balance against the planner's own report."""
+    """Plan a recipe for one number of devices, and compare its balance with the planner's own report."""
     recipe, device, settings = SEEDS[name]
     scaling, config = scaling_of(recipe, named_device(device), settings)
     began = time.process_time()
@@ -144,12 +142,11 @@ def planner_report(config: Any, scaling: Scaling, devices: int) -> Any:
 
 def scaling_of(recipe: str, device: Device, settings: tuple[str, ...]) -> tuple[Scaling, Any]:
     """What a recipe or model runs on, and its configuration."""
-    cost_model, config = _recipe(recipe, settings)
+    cost_model, config = named_recipe(recipe, settings)
     links = Links.of_device(device)
     assert links is not None
-    saved = SavedByPrecision(partial(saved_activations, config.model.path))
     learning = learning_model(config, cost_model)
-    return Scaling(learning, saved, Speeds.of_device(device, "bf16"), links, RELIABILITY), config
+    return Scaling(learning, saved_of_recipe(config), Speeds.of_device(device, "bf16"), links, RELIABILITY), config
 
 
 def beside(row: dict[str, Any]) -> dict[str, Any]:

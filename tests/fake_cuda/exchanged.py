@@ -64,7 +64,7 @@ class Collectives(TorchDispatchMode):
         if name.startswith(("c10d::", "_c10d_functional::")):
             kind = KINDS.get(name.partition("::")[2])
             if kind is not None:
-                # of what goes in and what comes out, the larger is the whole array
+                # an all-gather's output, and a reduce-scatter's input, is the whole array: the larger of the two
                 sizes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 self.num_bytes[kind] += max(sizes)
                 self.calls[kind] += 1

@@ -11,7 +11,7 @@ GB = 10**9
 
 
 def without_latency(kind, num_bytes, group, links=LINKS):
-    """Time at the printed bandwidth: the launch taken off, and what is reached of a link divided out."""
+    """Expected time without the launch latency, as it would be at the full printed bandwidth."""
     launch = collective_s(kind, 0, group, links).expected
     return (collective_s(kind, num_bytes, group, links).expected - launch) * REACHED.expected
 
@@ -29,7 +29,7 @@ def test_inside_a_node_the_bus_bandwidth_is_that_of_the_link(kind, factor):
 def test_between_nodes_the_shares_of_a_node_add_up_until_the_link_is_slower():
     assert bus_bytes_per_s(RankGroup(32, 8), LINKS) == 400.0  # eight shares of 100
     assert bus_bytes_per_s(RankGroup(32, 2), LINKS) == 200.0
-    assert bus_bytes_per_s(RankGroup(4, 1), LINKS) == 100.0  # copies: one of them in each node
+    assert bus_bytes_per_s(RankGroup(4, 1), LINKS) == 100.0  # four ranks in four nodes, one rank in each
     seconds = without_latency("all-gather", 1e6, RankGroup(16, 2))
     assert 1e6 / seconds * 15 / 16 == pytest.approx(200.0)
 

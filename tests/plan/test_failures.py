@@ -1,4 +1,4 @@
-"""Goodput under failures against a simulation of them, and the best interval against published ones."""
+"""Expected goodput against an event-by-event simulation, and best checkpoint intervals against published values."""
 
 import random
 

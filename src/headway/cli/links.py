@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.errors import UsageError
+from headway.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from headway.devices import Device
@@ -47,19 +47,35 @@ class GivenLinks:
         link, network = (None if one is None else one * 1e9 for one in (self.link, self.network))
         return Links.of_device(device, link_bytes_per_s=link, network_bytes_per_s=network, per_node=self.per_node)
 
+    def required(self, device: "Device") -> "Links":
+        """Links of a device.
+
+        Raises:
+            PlanError: too little is given, and the table does not know the rest.
+        """
+        links = self.of(device)
+        if links is None:
+            raise PlanError(
+                f"how fast {device.title} is joined to others is not known. Give --link in GB/s and --per-node, with "
+                "--network for more than one node, or put link_gb_per_s, devices_per_node and network_gb_per_s into "
+                "your own table ($HEADWAY_PEAKS; docs/devices.md)."
+            )
+        return links
+
     def joining(self, device: "Device | None", count: int) -> "Links | None":
         """Links of so many devices; None where the table knows too little, and exchanges are taken to hide.
 
         Raises:
-            UsageError: links are given, and no device.
-            PlanError: links are given, and they do not reach so many devices.
+            UsageError: links are given, and no device or only one.
+            PlanError: links are given, but too little of them, or they do not reach so many devices.
         """
         links = self.of(device)
-        if links is None or count == 1:
-            return None
-        if self._are_given:
+        if count == 1 and self._are_given:
+            raise UsageError("--link, --network and --per-node cannot take effect on one device; give --devices.")
+        if self._are_given and device is not None:
+            links = self.required(device)
             links.require(count)
-        return links if links.reaches(count) else None
+        return links if links is not None and count > 1 and links.reaches(count) else None
 
     @property
     def _are_given(self) -> bool:

@@ -100,7 +100,8 @@ def plan(
     """Predict memory, step time by part, MFU, tokens per second, days, cost and energy of a run; trains nothing.
 
     The step's lines are those of `headway explain`. Each has a range, from what devices reach at best to what they
-    should reach at least; `headway ceiling --model` measures this machine's own rates.
+    should reach at least; `headway ceiling --model` measures this machine's own rates. With --scale, the same for
+    several numbers of devices, with the failures that --mtbf implies.
 
     Exit code 1 if the run does not fit the device.
 
@@ -109,11 +110,12 @@ def plan(
     from headway.devices import named_device
     from headway.train.dry_run import dry_run, learning_model
     from headway.train.forecast import Forecaster
+    from headway.train.planned_lengths import NO_LENGTHS
 
     if price is not None and tokens is None:
         raise UsageError("--price is for a whole run; give its --tokens too.")
     of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
-    cost_model, config = _recipe(recipe, (*of_lengths, *(settings or ())))
+    cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
     name = device or config.plan.device
     found = named_device(name) if name is not None else None
     saved = saved_of_recipe(config)
@@ -127,10 +129,7 @@ def plan(
     links = given.joining(found, count)
     planned = dry_run(config, cost_model, saved, devices=count, device=found)
     if planned.packs is None:
-        raise PlanError(
-            "nothing says how long the samples are, without which a step has no work. Set plan.mix or plan.lengths, "
-            "such as --set plan.mix=chats."
-        )
+        raise PlanError(NO_LENGTHS)
     speeds = speeds_of(config, cost_model, found, count)
     forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links)
     time = forecaster.predict(config, planned.packs)
@@ -188,13 +187,7 @@ def _print_scale(
     sizes = sizes_of(scale)
     if device is None:
         raise PlanError("no device is named, and --scale needs one: give --device, or set plan.device.")
-    links = given.of(device)
-    if links is None:
-        raise PlanError(
-            f"how fast {device.title} is joined to others is not known. Give --link in GB/s and --per-node, with "
-            "--network for more than one node, or put link_gb_per_s, devices_per_node and network_gb_per_s into your "
-            "own table ($HEADWAY_PEAKS; docs/devices.md)."
-        )
+    links = given.required(device)
     links.require(max(sizes))
     speeds = speeds_of(config, cost_model, device, max(sizes))
     scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability)
@@ -205,8 +198,13 @@ def _print_scale(
         print(as_text(config, scaling, runs))
 
 
-def _recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainConfig]":
-    """The cost model and the configuration that are named; of a model alone, packs of usual samples in AdamW."""
+def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainConfig]":
+    """Load the cost model and the configuration that RECIPE|MODEL names.
+
+    Args:
+        recipe: a YAML file; or a model, which is trained by AdamW on packs of 8,192 tokens of typical samples.
+        settings: assignments that change the configuration, as `--set` takes them.
+    """
     from headway.train.config import load_config
     from headway.train.config.read import with_overrides
 

@@ -25,7 +25,7 @@ MUCH_PADDING = 1.1
 
 
 def as_record(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRun]") -> dict[str, Any]:
-    """The sizes and their assumptions as plain JSON types."""
+    """The prediction for each number of devices, and the assumptions behind it, as plain JSON types."""
     return {
         "schema_version": SCHEMA_VERSION,
         "model": scaling.cost_model.name,
@@ -43,7 +43,7 @@ def as_record(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRu
 
 
 def as_text(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRun]") -> str:
-    """The sizes as tables, and what they assume."""
+    """Format the prediction for each number of devices as tables, followed by the assumptions behind it."""
     links = scaling.links
     network = "network unknown" if links.between is None else f"network {_gb(links.between.bytes_per_s)} each"
     pairs = [

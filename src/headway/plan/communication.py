@@ -1,4 +1,4 @@
-"""How much of what a step exchanges no computing hides.
+"""Exposed communication: the time of a step's collectives that computation does not overlap.
 
 FSDP2 gathers the weights of each unit before its forward and, where they were freed, before its backward, and sums its
 gradients after it: a reduce-scatter among the processes that share a copy, then an all-reduce among copies. A gather
@@ -81,7 +81,7 @@ def exposed_s(exchanges: Exchanges, packs: int, forward: Cases, backward: Cases,
 
 
 class _Timeline:
-    """The units of a pack one after the other, each with its computing and what is exchanged meanwhile."""
+    """Forward and backward of one pack, unit by unit: compute time beside the collectives that overlap it."""
 
     def __init__(self, exchanges: Exchanges, links: Links, forward: Cases, backward: Cases) -> None:
         self._order, self._links = exchanges.order, links

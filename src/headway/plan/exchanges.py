@@ -47,9 +47,10 @@ def exchanges_of(
         return Exchanges()
     units = unit_names(cost_model, saved)
     runs = [pack.patches > 0 or not one.component.startswith("vision.") for one in cost_model.parameters]
-    order = sorted({unit for unit, there in zip(units, runs, strict=True) if there}, key=_Places(cost_model).before)
+    places = _Places(cost_model)
+    order = sorted({unit for unit, there in zip(units, runs, strict=True) if there}, key=places.before)
     alive = _units_with_backward(cost_model, saved)
-    gathered = _gathered_again(sorted(order, key=_Places(cost_model).after), alive) if sharing.reshard else set()
+    gathered = _gathered_again(sorted(order, key=places.after), alive) if sharing.reshard else set()
     found = [one for one in _of_weights(cost_model, units, gathered, state, sharing, shape) if one.unit in order]
     found += _of_activations(cost_model, saved, pack, alive, state, sharing)
     compute: Counter[str] = Counter()
@@ -166,7 +167,10 @@ def _of_activations(
     again = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
 
     def through(unit: str, forward: int, backward: int, ranks: int) -> Iterator[Exchange]:
-        """One exchange of a forward, and what follows of it: `forward` and `backward` are numbers sent."""
+        """List an all-to-all of forward, its repetition in a recomputed block, and its counterpart in backward.
+
+        `forward` and `backward` are the numbers of values that a process sends in each.
+        """
         phases: list[tuple[Phase, int]] = [("forward", forward)]
         if unit in alive:
             phases.append(("backward", backward))
@@ -202,7 +206,7 @@ def _merged_width(cost_model: CostModel) -> int:
 
 
 def _expert_rows(cost_model: CostModel) -> Iterator[tuple[str, int]]:
-    """By block, values of the rows that a token sends to its experts: the whole token to each of them."""
+    """For each block with experts, the values that a token sends: a hidden state to each of its experts."""
     features = head_features(cost_model)
     width, rows = features[0] if features else 0, rows_of(cost_model)
     seen = set()
@@ -214,7 +218,7 @@ def _expert_rows(cost_model: CostModel) -> Iterator[tuple[str, int]]:
 
 
 def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[str]:
-    """Units whose backward runs: something in them learns, or something before them."""
+    """Units that have a backward: a parameter in the unit, or in a unit before it, is trained."""
     trained = cost_model.trained
     alive = {
         _unit_of(row, saved) for row in cost_model.rows if any(gradient.runs(trained) for gradient in row.gradients)
@@ -234,7 +238,7 @@ def _unit_of(row: Row, saved: SavedActivations) -> str:
 
 
 def _gathered_again(order: Sequence[str], alive: set[str]) -> set[str]:
-    """Units that are gathered for backward: those that have one, and each before such a one, which is fetched early.
+    """Units whose weights are gathered again for backward: those with a backward, and the unit that FSDP2 prefetches.
 
     Args:
         order: units as their forwards end.

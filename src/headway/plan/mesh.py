@@ -71,7 +71,7 @@ class MeshShape:
 
     @property
     def data_ranks(self) -> int:
-        """Processes, or sequence groups of them, that have packs of their own."""
+        """Data-parallel ranks: processes, or sequence-parallel groups of processes, that train on different packs."""
         return self.replicate * self.shard
 
     @property

@@ -8,7 +8,7 @@ from headway.plan.units import head_features, remembered
 
 
 def padding_of(cost_model: CostModel, shards: int, expert: int = 1) -> float:
-    """Numbers that a gather of all weights moves over those that there are: 1 where every slice is even.
+    """Ratio of the weights that are held and gathered, padding included, to the model's: 1 where no slice is padded.
 
     Args:
         cost_model: of the model.

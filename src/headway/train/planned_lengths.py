@@ -14,6 +14,12 @@ from headway.train.config import TrainConfig
 STEPS = 16
 """Optimizer steps that packs are planned for, as many as a plan's window has at least."""
 
+NO_LENGTHS = (
+    "nothing says how long the samples are, without which a step has no work. Give --lengths FILE, or set plan.lengths "
+    "or plan.mix, such as --set plan.mix=chats."
+)
+"""What is told where a step is to be predicted and neither a file nor a mix of lengths is given."""
+
 MOST_SAMPLES = 50_000_000
 """Samples that are planned at most: two minutes, and 10 GB."""
 

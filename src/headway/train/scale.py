@@ -24,7 +24,7 @@ from headway.plan.step_time import StepForecast
 from headway.train.config import TrainConfig
 from headway.train.dry_run import Packs, memory_plan, plan_packs, recompute_of
 from headway.train.forecast import Forecaster
-from headway.train.planned_lengths import MOST_SAMPLES, STEPS, lengths_of, mean_of, read_table, samples_of
+from headway.train.planned_lengths import MOST_SAMPLES, NO_LENGTHS, STEPS, lengths_of, mean_of, read_table, samples_of
 
 MOST_DEVICES = 2**20
 FEWEST_STEPS = 2
@@ -122,13 +122,13 @@ class Scaling:
         """
         config = sized(config, devices)
         shape = config.parallel.mesh_shape(devices)
-        self.links.require(devices)
+        forecaster = Forecaster(self.cost_model, self.saved, self.speeds, devices, self.links)
         recompute = recompute_of(config, self.cost_model, self.saved, shape)
         lengths, steps = enough_lengths(config, self.cost_model, shape)
         packs = plan_packs(config, self.cost_model, shape, recompute, lengths)
         assert packs is not None
         memory = memory_plan(config, self.cost_model, self.saved, devices, packs.most_tokens, packs.most_patches)
-        time = Forecaster(self.cost_model, self.saved, self.speeds, devices, self.links).predict(config, packs)
+        time = forecaster.predict(config, packs)
         failures = None if self.reliability is None else Interruptions.of(self.reliability, devices)
         return SizedRun(
             shape, packs, steps, memory, time, failures, padding_of(self.cost_model, shape.fsdp, shape.expert)
@@ -154,7 +154,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
 
 
 def sized(config: TrainConfig, devices: int) -> TrainConfig:
-    """A recipe for so many devices: where a number of shards is set, copies of them take the rest."""
+    """Return the recipe for a number of devices: where `parallel.shard` is a number, `parallel.replicate` follows."""
     parallel = config.parallel
     if parallel.shard == "auto":
         return config
@@ -186,10 +186,7 @@ def enough_lengths(config: TrainConfig, cost_model: CostModel, shape: MeshShape)
     steps = fitting(mean_of(config.plan.mix)) if config.plan.mix is not None else STEPS
     found = lengths_of(config, cost_model, shape, steps)
     if found is None:
-        raise PlanError(
-            "nothing says how long the samples are, without which a step has no work. Give --lengths FILE, or set "
-            "plan.mix, such as --set plan.mix=chats."
-        )
+        raise PlanError(NO_LENGTHS)
     return found, steps
 
 
