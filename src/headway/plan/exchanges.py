@@ -18,8 +18,8 @@ from headway.plan.communication import Exchange, Exchanges, Phase
 from headway.plan.memory import Sharing, State
 from headway.plan.mesh import MeshShape
 from headway.plan.moments import FLOAT32
-from headway.plan.slices import rows_of
-from headway.plan.units import head_features, unit_names
+from headway.plan.slices import rows_of, sliced, spread_over
+from headway.plan.units import head_features, remembered, unit_names
 
 
 def exchanges_of(
@@ -73,14 +73,12 @@ def _of_weights(
     shape: MeshShape,
 ) -> Iterable[Exchange]:
     """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
-    rows = rows_of(cost_model)
     whole: Counter[tuple[str, bool]] = Counter()
     learns: Counter[tuple[str, bool]] = Counter()
-    for parameter, unit in zip(cost_model.parameters, units, strict=True):
-        spread = sharing.expert > 1 and parameter.component.endswith(".experts")
-        padded = rows.padded(parameter, shape.fsdp, sharing.expert if spread else 1)
-        whole[unit, spread] += padded
-        learns[unit, spread] += padded if parameter.trainable else 0
+    for parameter, unit in zip(sliced(cost_model, shape.fsdp, sharing.expert).parameters, units, strict=True):
+        over = spread_over(parameter, sharing.expert)
+        whole[unit, over > 1] += parameter.numel // over
+        learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
     for (unit, spread), numel in whole.items():
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         gather = Exchange("all-gather", unit, "forward", numel * state.compute_bytes, ranks, stride)
@@ -205,16 +203,18 @@ def _merged_width(cost_model: CostModel) -> int:
     return sum(row.features[1] for row in modules.values() if row.features)
 
 
-def _expert_rows(cost_model: CostModel) -> Iterator[tuple[str, int]]:
+@remembered
+def _expert_rows(cost_model: CostModel) -> list[tuple[str, int]]:
     """For each block with experts, the values that a token sends: a hidden state to each of its experts."""
     features = head_features(cost_model)
     width, rows = features[0] if features else 0, rows_of(cost_model)
-    seen = set()
-    for row in cost_model.rows:
-        parameter = next((p for p in cost_model.parameters if p.name.startswith(f"{row.module}.")), None)
-        if row.op == "experts" and parameter is not None and row.module not in seen:
-            seen.add(row.module)
-            yield row.block, rows.count(parameter) * parameter.active // parameter.numel * width
+    blocks = {row.module: row.block for row in cost_model.rows if row.op == "experts"}
+    found = []
+    for module, block in blocks.items():
+        parameter = next((p for p in cost_model.parameters if p.name.startswith(f"{module}.")), None)
+        if parameter is not None:
+            found.append((block, rows.count(parameter) * parameter.active // parameter.numel * width))
+    return found
 
 
 def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[str]:

@@ -24,11 +24,25 @@ from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.recompute import recomputed_blocks
 from headway.count.rows import Parameter, hidden_matrices
-from headway.plan.moments import BFLOAT16, FLOAT32, PARTS, Ends, Moment, Passed, Unit, fullest_of_backward, moment
+from headway.plan.moments import (
+    BFLOAT16,
+    FLOAT32,
+    NO_UNIT,
+    PARTS,
+    Ends,
+    Moment,
+    Passed,
+    Unit,
+    fullest_of_backward,
+    moment,
+)
 from headway.plan.recompute import block_bytes
-from headway.plan.slices import sliced
+from headway.plan.slices import sliced, spread_over, values_of_spread
 from headway.plan.units import block_of, head_features, head_parameter, is_tied, unit_names
 from headway.plan.updating import UpdateOf, update_bytes
+
+SPREAD = " (experts)"
+"""Follows a block's name in that of the unit of its spread experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +136,17 @@ def plan_memory(
     Raises:
         UsageError: `state.recompute` chooses no block.
     """
-    if sharing.gathers:
-        cost_model = sliced(cost_model, sharing.shards, sharing.expert)
-    trained = [p for p in cost_model.parameters if p.trainable]
-    held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
+    in_slices = sliced(cost_model, sharing.shards, sharing.expert) if sharing.gathers else cost_model
+    trained, whole = ([p for p in of.parameters if p.trainable] for of in (in_slices, cost_model))
+    held = _shared(state.weight_bytes * _numel(in_slices.parameters), sharing)
     gradients = _shared(state.weight_bytes * _numel(trained), sharing)
     by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if state.muon else frozenset()
-    optimizer = _shared(state.moment_bytes * num_moments(cost_model, muon=state.muon), sharing)
+    optimizer = _shared(state.moment_bytes * num_moments(in_slices, muon=state.muon), sharing)
     average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
-    units = _units(cost_model, saved, state, sharing)
+    units = _units(cost_model, in_slices, saved, state, sharing)
     chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
     head = _Head.of(cost_model, pack, state, sharing)
-    passed = _passed(cost_model, saved, pack, state, sharing, chosen, units)
+    passed = _passed(in_slices, saved, pack, state, sharing, chosen, units)
     outside = -(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence)
     casts = _kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
     shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
@@ -150,7 +163,7 @@ def plan_memory(
     # gradients of the step's earlier packs, which those of this one are added to: no more come then
     waits = gradients if state.accumulates else 0
     if state.accumulates and not sharing.reduce_each_pack:
-        waits = sharing.reduce_bytes * _numel(trained)
+        waits = sharing.reduce_bytes * sum(p.numel // spread_over(p, sharing.expert) for p in whole)
     comes = 0 if waits or sharing.offload else gradients
     in_blocks = sum(block.gradients for block in passed)
     at_once = _shared(head.weight, sharing)
@@ -160,9 +173,9 @@ def plan_memory(
         head=at_once if comes else 0,
         rest=max(0, comes - in_blocks - at_once),
         tied=head.tied,
-        root=units.get("(root)", Unit()).gathered + units.get("(vision)", Unit()).gathered,
-        head_unit=units.get("(head)", Unit()),
-        embedding_unit=units.get("(embedding)", Unit()),
+        root=sum(units.get(name, NO_UNIT).gathered for name in ("(root)", "(vision)")),
+        head_unit=units.get("(head)", NO_UNIT),
+        embedding_unit=units.get("(embedding)", NO_UNIT),
         stay_gathered=not sharing.reshard,
     )
     walk = fullest_of_backward(passed if comes else [replace(block, gradients=0) for block in passed], ends)
@@ -171,7 +184,7 @@ def plan_memory(
     last = ends.head_unit.gathered or (passed[-1].unit.gathered if passed else 0)
     gathered = ends.root + ends.head_unit.gathered + last
     if not sharing.reshard:
-        gathered += ends.embedding_unit.gathered + sum(block.unit.gathered for block in passed)
+        gathered += ends.embedding_unit.gathered + sum(block.gathered for block in passed)
     always = {"weights": held, "average": average}
     activations = outside + sum(block.kept for block in passed)
     kept = {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered, "gradients": waits}
@@ -221,6 +234,7 @@ def _passed(
         if parameter.trainable:
             gradients[block_of(parameter, saved)] += parameter.numel
     casts = _cast_weights(cost_model, saved) if _casts(state, sharing) else Counter[str]()
+    by_spread = values_of_spread(cost_model, saved, sharing.expert)
     widest: Counter[str] = Counter()
     towers: set[str] = set()
     for row in cost_model.rows:
@@ -239,7 +253,9 @@ def _passed(
             is_recomputed=name in chosen,
             gradients=_shared(state.weight_bytes * gradients[name], sharing),
             passing=2 * state.compute_bytes * widest[name] // sharing.sequence,
-            unit=units.get(name, Unit()),
+            unit=units.get(name, NO_UNIT),
+            spread=units.get(f"{name}{SPREAD}", NO_UNIT),
+            by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,
         )
         for name in order
     ]
@@ -281,22 +297,30 @@ def _kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[
     return kept
 
 
-def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing: Sharing) -> dict[str, Unit]:
+def _units(
+    cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, state: State, sharing: Sharing
+) -> dict[str, Unit]:
     """What FSDP2 gathers together, by the name of a block or of what is around the blocks.
 
     Each block is a unit, what is left of a vision tower, the input embedding, the head, and the root with the rest. The
-    root and the head stay gathered until backward has passed them.
+    root and the head stay gathered until backward has passed them. Spread experts are a unit within their block. What
+    is gathered and what is laid out for the sum has full slices; gradients come as the weights are.
+
+    Source: `foreach_all_gather_copy_out` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard (torch 2.13).
     """
     if not sharing.gathers:
         return {}
-    whole: Counter[str] = Counter()
-    learns: Counter[str] = Counter()
-    for parameter, unit in zip(cost_model.parameters, unit_names(cost_model, saved), strict=True):
-        size = parameter.numel // (sharing.expert if parameter.component.endswith(".experts") else 1)
-        whole[unit] += size
-        learns[unit] += size if parameter.trainable else 0
+    whole, learns, padded = Counter[str](), Counter[str](), Counter[str]()
+    names = unit_names(cost_model, saved)
+    for one, held, name in zip(cost_model.parameters, in_slices.parameters, names, strict=True):
+        spread = spread_over(one, sharing.expert)
+        unit = f"{name}{SPREAD}" if spread > 1 else name
+        whole[unit] += held.numel // spread
+        if one.trainable:
+            learns[unit] += one.numel // spread
+            padded[unit] += held.numel // spread
     return {
-        name: Unit(state.compute_bytes * size, state.compute_bytes * learns[name], sharing.reduce_bytes * learns[name])
+        name: Unit(state.compute_bytes * size, state.compute_bytes * learns[name], sharing.reduce_bytes * padded[name])
         for name, size in whole.items()
     }
 

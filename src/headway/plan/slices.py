@@ -1,10 +1,12 @@
-"""Slices of parameters: FSDP2 cuts them by rows, and fills the last ones up."""
+"""Slices of parameters: FSDP2 cuts them by rows, and fills the last ones up; experts may be spread beforehand."""
 
+from collections import Counter
 from dataclasses import replace
 
 from headway.count import CostModel
+from headway.count.activations import SavedActivations
 from headway.count.rows import Parameter
-from headway.plan.units import head_features, remembered
+from headway.plan.units import block_of, head_features, remembered
 
 
 def padding_of(cost_model: CostModel, shards: int, expert: int = 1) -> float:
@@ -33,9 +35,34 @@ def sliced(cost_model: CostModel, shards: int, expert: int) -> CostModel:
     """
     rows, found = rows_of(cost_model), []
     for one in cost_model.parameters:
-        spread = expert if one.component.endswith(".experts") else 1
-        found.append(replace(one, numel=spread * rows.padded(one, shards, spread)))
+        spread = spread_over(one, expert)
+        numel = spread * rows.padded(one, shards, spread)
+        found.append(replace(one, numel=numel, active=numel if one.active == one.numel else one.active))
     return replace(cost_model, parameters=tuple(found))
+
+
+def spread_over(parameter: Parameter, expert: int) -> int:
+    """Number of processes that each keep their own part of a parameter; 1 but for experts that tokens are routed to."""
+    return expert if parameter.component.endswith(".experts") and parameter.active < parameter.numel else 1
+
+
+@remembered
+def values_of_spread(cost_model: CostModel, saved: SavedActivations, expert: int) -> Counter[str]:
+    """By block, numbers per token that the products of spread experts read and give, which backward needs.
+
+    Args:
+        cost_model: of the model.
+        saved: names its blocks.
+        expert: processes that the experts of a layer are spread over.
+    """
+    features, rows = head_features(cost_model), rows_of(cost_model)
+    found: Counter[str] = Counter()
+    for parameter in cost_model.parameters:
+        if features and spread_over(parameter, expert) > 1:
+            width, count = features[0], rows.count(parameter)
+            chosen, each = parameter.active * count // parameter.numel, parameter.numel // count
+            found[block_of(parameter, saved)] += chosen * (width + each // width)
+    return found
 
 
 class Rows:
