@@ -37,12 +37,9 @@ from headway.plan.moments import (
     moment,
 )
 from headway.plan.recompute import block_bytes
-from headway.plan.slices import sliced, spread_over, values_of_spread
-from headway.plan.units import block_of, head_features, head_parameter, is_tied, unit_names
+from headway.plan.slices import SPREAD, numbers_by_unit, sliced, spread_over, values_of_spread
+from headway.plan.units import block_of, head_features, head_parameter, is_tied, remembered
 from headway.plan.updating import UpdateOf, update_bytes
-
-SPREAD = " (experts)"
-"""Follows a block's name in that of the unit of its spread experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,20 +226,20 @@ def _passed(
 ) -> list[Passed]:
     """What the backward of each block needs and leaves, in the order of forward: towers before the language model."""
     sizes = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sharing.sequence)
-    gradients: Counter[str] = Counter()
-    for parameter in cost_model.parameters:
-        if parameter.trainable:
-            gradients[block_of(parameter, saved)] += parameter.numel
+    gradients = _trained_by_block(cost_model, saved)
     casts = _cast_weights(cost_model, saved) if _casts(state, sharing) else Counter[str]()
     by_spread = values_of_spread(cost_model, saved, sharing.expert)
     widest: Counter[str] = Counter()
     towers: set[str] = set()
+    amounts: dict[str, int] = {}
     for row in cost_model.rows:
         if row.block in sizes:
             if row.component.startswith("vision."):
                 towers.add(row.block)
             if row.features:
-                values = row.forward * drivers.parse(row.driver)(pack) // (2 * min(row.features))
+                if row.driver not in amounts:
+                    amounts[row.driver] = drivers.parse(row.driver)(pack)
+                values = row.forward * amounts[row.driver] // (2 * min(row.features))
                 widest[row.block] = max(widest[row.block], values)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
     return [
@@ -259,6 +256,16 @@ def _passed(
         )
         for name in order
     ]
+
+
+@remembered
+def _trained_by_block(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
+    """Numbers of weights that learn, by block; those outside of blocks under ""."""
+    found: Counter[str] = Counter()
+    for parameter in cost_model.parameters:
+        if parameter.trainable:
+            found[block_of(parameter, saved)] += parameter.numel
+    return found
 
 
 def _of_products(cost_model: CostModel) -> set[int]:
@@ -310,18 +317,9 @@ def _units(
     """
     if not sharing.gathers:
         return {}
-    whole, learns, padded = Counter[str](), Counter[str](), Counter[str]()
-    names = unit_names(cost_model, saved)
-    for one, held, name in zip(cost_model.parameters, in_slices.parameters, names, strict=True):
-        spread = spread_over(one, sharing.expert)
-        unit = f"{name}{SPREAD}" if spread > 1 else name
-        whole[unit] += held.numel // spread
-        if one.trainable:
-            learns[unit] += one.numel // spread
-            padded[unit] += held.numel // spread
     return {
-        name: Unit(state.compute_bytes * size, state.compute_bytes * learns[name], sharing.reduce_bytes * padded[name])
-        for name, size in whole.items()
+        name: Unit(state.compute_bytes * whole, state.compute_bytes * learns, sharing.reduce_bytes * padded)
+        for name, (whole, learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
     }
 
 

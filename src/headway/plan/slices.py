@@ -6,7 +6,10 @@ from dataclasses import replace
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.count.rows import Parameter
-from headway.plan.units import block_of, head_features, remembered
+from headway.plan.units import block_of, head_features, remembered, unit_names
+
+SPREAD = " (experts)"
+"""Follows a block's name in that of the unit of its spread experts."""
 
 
 def padding_of(cost_model: CostModel, shards: int, expert: int = 1) -> float:
@@ -44,6 +47,30 @@ def sliced(cost_model: CostModel, shards: int, expert: int) -> CostModel:
 def spread_over(parameter: Parameter, expert: int) -> int:
     """Number of processes that each keep their own part of a parameter; 1 but for experts that tokens are routed to."""
     return expert if parameter.component.endswith(".experts") and parameter.active < parameter.numel else 1
+
+
+@remembered
+def numbers_by_unit(
+    cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, expert: int
+) -> dict[str, tuple[int, int, int]]:
+    """Numbers of each unit that FSDP2 gathers: what is gathered, and of what learns the whole gradient and its slices.
+
+    Args:
+        cost_model: of the model.
+        in_slices: the same, `sliced`.
+        saved: names its blocks.
+        expert: processes that the experts of a layer are spread over.
+    """
+    gathered, learns, padded = Counter[str](), Counter[str](), Counter[str]()
+    names = unit_names(cost_model, saved)
+    for one, held, name in zip(cost_model.parameters, in_slices.parameters, names, strict=True):
+        spread = spread_over(one, expert)
+        unit = f"{name}{SPREAD}" if spread > 1 else name
+        gathered[unit] += held.numel // spread
+        if one.trainable:
+            learns[unit] += one.numel // spread
+            padded[unit] += held.numel // spread
+    return {unit: (size, learns[unit], padded[unit]) for unit, size in gathered.items()}
 
 
 @remembered
