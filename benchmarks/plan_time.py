@@ -26,15 +26,17 @@ from scipy.stats import spearmanr
 
 from headway.cli.dry_run import saved_activations
 from headway.cli.index import build_indices
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
 from headway.count.activations import SavedByPrecision
 from headway.data.sources import open_source
 from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
 from headway.models.attention import attend
+from headway.plan.blocks import with_blocks
 from headway.plan.speeds import Speeds
 from headway.plan.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
+from headway.train.block_times import timed_blocks
 from headway.train.config import TrainConfig, parse_config
 from headway.train.dry_run import learning_model, plan_packs
 from headway.train.forecast import Forecaster
@@ -98,10 +100,12 @@ def measured_speeds(folder: Path, name: str) -> Speeds:
     cost_model = resolve_cost_model(str(folder / name))
     found = resolve_architecture(str(folder / name), cost_model)
     rates = model_rates(
-        "cpu", "fp32", shapes_of(cost_model, (128, 512, 2048)), (found.heads, found.qk_dim), attend, refresh=True
+        "cpu", "fp32", shapes_of(cost_model, (64, 512, 2048)), (found.heads, found.qk_dim), attend, refresh=True
     )
     peak = matmul_ceiling("cpu", "fp32").peak().flops_per_s
-    return Speeds.measured("this CPU", peak, rates, runs_ahead=False)
+    blocks = timed_blocks(resolve_config(str(folder / name)), torch.device("cpu"), "fp32", refresh=True)
+    assert blocks is not None
+    return with_blocks(Speeds.measured("this CPU", peak, rates, runs_ahead=False), blocks)
 
 
 def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: dict[str, Speeds]) -> dict[str, Any]:

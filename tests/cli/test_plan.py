@@ -5,6 +5,7 @@ import json
 import pytest
 
 from headway.devices import named_device
+from headway.devices.measure import TimeBudget
 from helpers.processes import ROOT
 
 RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
@@ -55,16 +56,18 @@ def test_settings_change_the_plan(headway):
 def test_this_processor_is_measured_at_the_models_sizes_and_kept(headway, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("headway.devices.model_rates._LENGTHS", {"cpu": (16,)})
-    monkeypatch.setattr("headway.devices.model_rates._ELEMENTS", {"cpu": (64,)})
+    monkeypatch.setattr("headway.train.block_times._SLOTS", {"cpu": (8, 16)})
+    monkeypatch.setattr("headway.train.block_times._BUDGET", TimeBudget(0.0, 60.0, 1))
     monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (2**16,)})
     monkeypatch.setattr("headway.plan.step_time.shapes_of", lambda _: [(8, 4, 2), (16, 4, 2)])
     measured = headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--dtype", "fp32")
     assert measured.code == 0, measured.err
-    assert "fp32 product         8x4x2" in measured.out
+    assert " ".join(measured.out.split()).count("fp32 product 8x4x2") == 1
+    assert "first blocks, forward and backward  pack of 16 tokens" in measured.out
     assert "just now" in measured.out
     again = json.loads(headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--json").out)
     assert (again["schema_version"], again["model"], again["device"]["type"]) == (1, "qwen3-0.6b", "cpu")
-    assert [(one["dtype"], one["cached"]) for one in again["rates"]] == [("fp32", True)]
+    assert [(one["dtype"], one["cached"], one["blocks"]["cached"]) for one in again["rates"]] == [("fp32", True, True)]
     planned = headway("plan", "qwen3-0.6b", "--set", "run.device=cpu", "--json")
     assert planned.code == 0, planned.err
     speeds = json.loads(planned.out)["speeds"]

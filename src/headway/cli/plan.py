@@ -235,6 +235,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     Raises:
         PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
     """
+    from headway.plan.blocks import with_blocks
     from headway.plan.speeds import Speeds
     from headway.train.dry_run import precision_of
 
@@ -250,9 +251,10 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
             "no device is named, so neither memory nor time can be planned: give --device, set plan.device, or plan "
             "for this machine's processor with --set run.device=cpu."
         )
-    rates = local_rates(config.model.path, cost_model, where, dtype)
+    rates, blocks = local_rates(config.model.path, cost_model, where, dtype)
     peak = matmul_ceiling(where, dtype, warn=warn).peak()
-    return Speeds.measured(peak.name, peak.flops_per_s, rates, runs_ahead=where.type != "cpu")
+    speeds = Speeds.measured(peak.name, peak.flops_per_s, rates, runs_ahead=where.type != "cpu")
+    return speeds if blocks is None else with_blocks(speeds, blocks)
 
 
 def _run(tokens: float, time: "StepForecast", devices: int, price: float | None, speeds: "Speeds") -> WholeRun:

@@ -64,7 +64,7 @@ class Speeds:
         products: measured rates of matrix products by their shape [FLOP/s].
         attention: measured rates of causal attention over packs, forward and backward, by the length of their segments
             [FLOP/s].
-        elementwise: measured rates of elementwise operations, by the size of a tensor [byte/s by byte].
+        elementwise_s: that a byte of elementwise operations takes [s]; None for what the memory takes.
         board_power_w: what a device draws at most [W]; None where it is not known.
         host_s: that the host takes for a linear module and what stands around it, forward and backward [s].
         runs_ahead: whether the host launches while the device computes; a CPU does one after the other.
@@ -76,7 +76,7 @@ class Speeds:
     source: str
     products: Mapping[Shape, float] = field(default_factory=dict)
     attention: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    elementwise: Mapping[int, float] = field(default_factory=dict)
+    elementwise_s: float | None = None
     board_power_w: float | None = None
     host_s: float = 3 * LAUNCH_S
     runs_ahead: bool = True
@@ -129,8 +129,6 @@ class Speeds:
             source,
             rates.products,
             rates.attention,
-            rates.bytes_per_s,
-            host_s=rates.host_s,
             runs_ahead=runs_ahead,
         )
 
@@ -185,14 +183,9 @@ class Speeds:
         rates = [_rate_at({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
         return Cases.exact(forward / rates[0] + backward / rates[1])
 
-    def elementwise_s(self, num_bytes: float) -> Cases:
-        """Predict the time of elementwise operations that move so many bytes [s].
-
-        By the rate of the largest tensors measured: in a step others come between, so none is still in a cache.
-        """
-        if not self.elementwise:
-            return self.memory_s(num_bytes)
-        return Cases.exact(num_bytes / self.elementwise[max(self.elementwise)])
+    def moving_s(self, num_bytes: float) -> Cases:
+        """Predict the time of elementwise operations that move so many bytes [s]."""
+        return self.memory_s(num_bytes) if self.elementwise_s is None else Cases.exact(num_bytes * self.elementwise_s)
 
     def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""
