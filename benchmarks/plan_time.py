@@ -41,8 +41,8 @@ from headway.train.config import TrainConfig, parse_config
 from headway.train.dry_run import learning_model, plan_packs
 from headway.train.forecast import Forecaster
 from headway.train.loop import train
+from headway.train.measured_data import joined
 from headway.train.optim import Optimizer
-from headway.train.tune.lengths import joined
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 WARM, STEPS = 3, 8

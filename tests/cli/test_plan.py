@@ -6,7 +6,9 @@ import pytest
 
 from headway.devices import named_device
 from headway.devices.measure import TimeBudget
+from headway.synthetic.digits import write_reader
 from helpers.processes import ROOT
+from helpers.talking import QUESTIONS
 
 RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
 MODEL = ("plan", "qwen3-0.6b", "--device", "H100", "--devices", 8)
@@ -42,6 +44,34 @@ def test_a_recipe_is_planned_for_its_own_devices_within_eighty_columns(headway, 
     assert "Links: printed links of NVIDIA A800-SXM4-80GB" in result.out
     unknown = headway("plan", RECIPE, "--device", "A40")
     assert "Exchanges between devices are taken to hide behind computing" in unknown.out
+
+
+def test_a_run_over_given_lengths_lasts_as_many_epochs(headway, tmp_path):
+    file = tmp_path / "lengths.csv"
+    file.write_text("tokens\n" + "\n".join(str(100 + row % 900) for row in range(9000)))
+    tokens = sum(100 + row % 900 for row in range(9000))
+    asked = (*MODEL, "--lengths", file, "--price", 2, "--json")
+    run = json.loads(headway(*asked, "--epochs", 2.5).out)["run"]
+    assert run["tokens"] == 2.5 * tokens
+    assert run == json.loads(headway(*asked, "--tokens", 2.5 * tokens).out)["run"]
+
+
+def test_data_are_measured_and_their_making_is_timed(headway, tmp_path):
+    data = tmp_path / "chats.jsonl"
+    answers = ["digit " * (1 + row % 7) for row in range(60)]
+    rows = [{"prompt": QUESTIONS[row % len(QUESTIONS)], "completion": answers[row]} for row in range(60)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    write_reader(tmp_path / "model", [*QUESTIONS, "user\n", "assistant\n", "system\n"])
+    few = ("--device", "H100", "--set", "data.tokens_per_pack=64", "--data", data, "--epochs", 3)
+    plan = headway("plan", tmp_path / "model", *few)
+    assert plan.code == 0, plan.err
+    assert "lengths chats" in " ".join(plan.out.split())
+    assert "Data: a worker makes" in plan.out
+    found = json.loads(headway("plan", tmp_path / "model", *few, "--json").out)
+    slow = {line["key"]: line["seconds"] for line in found["time"]["lines"]}
+    assert slow["idle.data"][1] > 0  # an H100 takes microseconds for 64 tokens of such a model
+    index = json.loads(headway("index", data, "--model", tmp_path / "model", "--json").out)
+    assert found["run"]["tokens"] == 3 * index["datasets"][0]["tokens"]
 
 
 def test_settings_change_the_plan(headway):
@@ -98,7 +128,14 @@ def test_a_run_that_does_not_fit_is_told_and_fails(headway):
         (("plan", "qwen3-0.6b"), "no device is named"),
         (("plan", "qwen3-0.6b", "--device", "H999"), "H999"),
         (("plan", "qwen3-0.6b", "--device", "rtx-3090-ti"), "the bandwidth of its memory is not known"),
-        ((*MODEL, "--price", 2), "give its --tokens too"),
+        ((*MODEL, "--price", 2), "give its --tokens or --epochs too"),
+        ((*MODEL, "--tokens", 1e9, "--epochs", 1), "both say how long the run is"),
+        ((*MODEL, "--epochs", 1), "needs data that end"),
+        ((*MODEL, "--tokens", "inf"), "--tokens inf is no length of a run"),
+        ((*MODEL, "--epochs", 0, "--lengths", "x.csv"), "--epochs 0 is no length of a run"),
+        ((*MODEL, "--data", "x.jsonl", "--lengths", "x.csv"), "two places for lengths"),
+        (("plan", "qwen3-0.6b", "--data", "x.jsonl", "--scale", "8"), "--data x.jsonl is for one size of a run"),
+        ((*MODEL, "--data", "no-such.jsonl"), "no-such.jsonl"),
         ((*MODEL, "--set", "plan.mix=null"), "nothing says how long the samples are"),
         ((*MODEL, "--set", "parallel.replicate=3"), "does not divide the 8 processes"),
         (("plan", "no-such-model", "--device", "H100"), "no-such-model"),

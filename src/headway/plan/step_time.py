@@ -117,6 +117,7 @@ class StepWork:
         balance: mean over heaviest FLOPs of the ranks, a fraction.
         exchanges: what a device exchanges for a pack; None where that is taken to hide behind computing.
         links: between the devices; None with `exchanges`.
+        making_s: that the data workers of a device take to make its packs [s]; 0 where they are taken to be ready.
     """
 
     flops: FlopCount
@@ -129,6 +130,7 @@ class StepWork:
     balance: float = 1.0
     exchanges: Exchanges | None = None
     links: Links | None = None
+    making_s: float = 0.0
 
 
 class StepTimes:
@@ -201,6 +203,8 @@ class StepTimes:
         host_s = self.launches(state) * work.packs * speeds.host_s
         late = Cases(*(max(0.0, host_s - seconds) if speeds.runs_ahead else host_s for seconds in computed))
         lines.append(self._line("idle.launch", late))
+        step = sum((line.seconds for line in lines), Cases.exact(0.0))
+        lines.append(self._line("idle.data", Cases(*(max(0.0, work.making_s - seconds) for seconds in step))))
         peak = speeds.peak_flops_per_s * devices
         shown = tuple(line for line in lines if any(line.seconds))
         return StepForecast(shown, work.flops.total, peak, work.tokens)
