@@ -196,12 +196,14 @@ class StepTimes:
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         if work.exchanges is not None and work.links is not None:
             forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
-            waits = exposed_s(work.exchanges, work.packs, passes.times(forward), passes.times(1 - forward), work.links)
+            both = (passes.times(forward), passes.times(1 - forward))
+            waits = exposed_s(work.exchanges, work.packs, *both, work.links, overlap=speeds.runs_ahead)
             lines.append(self._line("communication.transfer", waits))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
-        host_s = self.launches(state) * work.packs * speeds.host_s
-        late = Cases(*(max(0.0, host_s - seconds) if speeds.runs_ahead else host_s for seconds in computed))
+        late = speeds.launching_s(self.launches(state) * work.packs)
+        if speeds.runs_ahead:
+            late = Cases(*(max(0.0, seconds) for seconds in late - computed))
         lines.append(self._line("idle.launch", late))
         step = sum((line.seconds for line in lines), Cases.exact(0.0))
         lines.append(self._line("idle.data", Cases(*(max(0.0, work.making_s - seconds) for seconds in step))))
