@@ -9,7 +9,7 @@ loss, recomputation, clipping and optimizers, and every living storage is counte
 
 * one CUDA device: fake tensors on a pretended device (tests/fake_cuda/moments.py), exact for eager code;
 * one CPU: real tensors, in float32;
-* 2 and 4 processes: real tensors on a CPU with torch's fake process group, which moves no data
+* 2 to 64 processes: real tensors on a CPU with torch's fake process group, which moves no data
   (tests/fake_cuda/shared.py).
 
 Takes about four minutes on one core. Writes
@@ -65,6 +65,10 @@ AMONG: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("text", 4, (_SEQUENCE, _FULL)), ("tied", 2, ()), ("image", 2, ()), ("image", 4, (_FULL,)),
     ("image", 2, (_SEQUENCE,)), ("image", 2, ("model.freeze=[vision]",)), ("experts", 2, ()), ("experts", 4, (_FULL,)),
     ("text", 2, (_MUON,)), ("text", 2, (_CODES, _FULL)), ("text", 2, (_LORA,)),
+    # 8 experts in slices for more processes, and spread over some of them
+    ("experts", 32, ()), ("experts", 32, (_FULL,)), ("experts", 8, ("parallel.expert=2",)),
+    ("experts", 8, ("parallel.expert=2", _FULL)), ("experts", 64, ("parallel.expert=4",)),
+    ("experts", 64, ("parallel.expert=4", _FULL)), ("experts", 64, ("parallel.expert=4", _TWICE, _STEP)),
 )  # fmt: skip
 """Kind of model, processes and settings, on a CPU."""
 

@@ -1,11 +1,11 @@
 """Predicted step times beside measured ones: small models trained on this CPU in 24 configurations, on one thread.
 
-    .venv/bin/python benchmarks/plan_time.py        # some ten minutes on a core
+    .venv/bin/python benchmarks/plan_time.py        # some ten minutes on two cores
 
 Each configuration is predicted before it runs, from the recipe, the lengths of its samples and the rates that
 `headway ceiling --model` measures: nothing is fitted to the steps. Then `headway train`'s loop takes its steps in this
-process. The median processor time of their thread counts, which other processes disturb less than wall time; the thread
-that makes the packs is not in it.
+process. The median processor time of their thread counts, which other processes disturb less than wall time. Packs are
+made in a process of their own: a thread of this one would hold up its interpreter at every operation.
 
 Writes benchmarks/results/plan_time_<hardware>_<yyyymm>.json and the .md table rendered from it.
 """
@@ -31,6 +31,7 @@ from headway.count.activations import SavedByPrecision
 from headway.data.sources import open_source
 from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
+from headway.models.attention import attend
 from headway.plan.speeds import Speeds
 from headway.plan.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
@@ -42,7 +43,7 @@ from headway.train.optim import Optimizer
 from headway.train.tune.lengths import joined
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
-WARM, STEPS = 2, 5
+WARM, STEPS = 3, 8
 # width, inner width, layers of the language model; the vision tower has the same widths and its own two layers
 MODELS = {"small": (128, 384, 3), "middle": (256, 768, 4), "large": (512, 1536, 4)}
 # model, packing length, accumulation, recomputation, frozen parts
@@ -97,7 +98,7 @@ def measured_speeds(folder: Path, name: str) -> Speeds:
     cost_model = resolve_cost_model(str(folder / name))
     found = resolve_architecture(str(folder / name), cost_model)
     rates = model_rates(
-        "cpu", "fp32", shapes_of(cost_model, (128, 512, 2048)), (found.heads, found.qk_dim), refresh=True
+        "cpu", "fp32", shapes_of(cost_model, (128, 512, 2048)), (found.heads, found.qk_dim), attend, refresh=True
     )
     peak = matmul_ceiling("cpu", "fp32").peak().flops_per_s
     return Speeds.measured("this CPU", peak, rates, runs_ahead=False)
@@ -111,7 +112,7 @@ def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: d
             "model": {"path": str(folder / model), "random_init": True, "freeze": frozen},
             "data": {
                 "train": [{"path": str(folder / "data/train.jsonl")}],
-                "tokens_per_pack": slots, "workers": 0,
+                "tokens_per_pack": slots, "workers": 1,
             },
             "optim": {"steps": WARM + STEPS, "lr": 1e-4, "accumulation": accumulation},
             "speed": {"compile": False, "recompute": recompute},

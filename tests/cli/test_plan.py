@@ -150,7 +150,7 @@ def test_many_shards_of_few_rows_are_told(headway):
     recipe = ROOT / "recipes/qwen3-vl-30b-a3b-vqa-8192.yaml"
     result = headway("plan", recipe, "--scale", "256")
     assert result.code == 0, result.err
-    assert "256 devices gather 1.9" in result.out
+    assert "256 devices hold and gather 1.9" in result.out
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import pytest
 
 from headway.devices import model_rates as module
-from headway.devices.model_rates import model_rates
+from headway.devices.model_rates import model_rates, pack_of
 from headway.errors import UnknownDeviceError
+from headway.models.attention import attend
 
 SHAPES = [(64, 32, 16), (8, 4, 2)]
 
@@ -13,12 +14,13 @@ SHAPES = [(64, 32, 16), (8, 4, 2)]
 def _small(monkeypatch, tmp_path):
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_LENGTHS", {"cpu": (16, 32)})
+    monkeypatch.setattr(module, "_PACK", {"cpu": 64})
     monkeypatch.setattr(module, "_ELEMENTS", {"cpu": (64, 256)})
     monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (2**16,)})
 
 
 def test_every_size_is_measured_once_and_kept():
-    first = model_rates("cpu", "fp32", SHAPES, (2, 8))
+    first = model_rates("cpu", "fp32", SHAPES, (2, 8), attend)
     assert [*first.products] == [(8, 4, 2), (64, 32, 16)]
     assert [*first.attention] == [16, 32]
     assert [*first.bytes_per_s] == [64 * 4, 256 * 4]
@@ -29,14 +31,22 @@ def test_every_size_is_measured_once_and_kept():
     ]
     assert all(rate > 0 for rate in rates)
     assert not first.is_cached
-    again = model_rates("cpu", "fp32", SHAPES, (2, 8))
+    again = model_rates("cpu", "fp32", SHAPES, (2, 8), attend)
     assert again.is_cached
     assert again.products == first.products
     assert again.as_json()["products"][0]["shape"] == [8, 4, 2]
-    assert not model_rates("cpu", "fp32", SHAPES, (2, 8), refresh=True).is_cached
-    assert not model_rates("cpu", "fp32", [(8, 4, 4)], (2, 8)).is_cached  # other sizes
+    assert not model_rates("cpu", "fp32", SHAPES, (2, 8), attend, refresh=True).is_cached
+    assert not model_rates("cpu", "fp32", [(8, 4, 4)], (2, 8), attend).is_cached  # other sizes
 
 
 def test_a_precision_that_is_not_measured_is_one_clear_error():
     with pytest.raises(UnknownDeviceError, match="not on cpu in 'int8'"):
-        model_rates("cpu", "int8", SHAPES, (2, 8))
+        model_rates("cpu", "int8", SHAPES, (2, 8), attend)
+
+
+@pytest.mark.parametrize(("slots", "length"), [(1024, 16), (1024, 256), (2048, 1024), (8, 1)])
+def test_a_pack_of_segments_of_many_lengths_is_full(slots, length):
+    pack = pack_of(slots, length)
+    assert sum(pack) == slots
+    assert all(0.75 * length - 1 <= one <= 1.25 * length + 1 for one in pack[:-1])
+    assert len({*pack}) > min(2, length - 1)

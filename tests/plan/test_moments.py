@@ -57,6 +57,24 @@ def test_one_of_several_processes_holds_what_the_plan_says(processes, overrides)
     check(*run_shared("little text", settings(*base, *overrides), processes))
 
 
+@pytest.mark.parametrize(
+    ("processes", "overrides"),
+    [
+        (32, ()),  # 8 experts in slices for 32 processes
+        (8, ("parallel.expert=2", "speed.recompute=full")),
+        (64, ("parallel.expert=4", "speed.recompute=full")),  # 2 experts of each in slices for 16
+        (64, ("parallel.expert=4", "optim.accumulation=2", "parallel.reduce=step")),
+    ],
+)
+def test_experts_in_slices_that_are_filled_up_hold_what_the_plan_says(processes, overrides):
+    base = ("speed.loss_chunk=256", "parallel.reduce_dtype=float32", "run.dtype=bfloat16-autocast")
+    found, plan = run_shared("little experts", settings(*base, *overrides), processes)
+    assert found.held == {part: plan.at("update").parts[part] for part in found.held}
+    assert plan.peak == pytest.approx(found.peak, rel=TARGET)
+    for name in ("built", "forward", "backward", "update"):
+        assert plan.at(name).total == pytest.approx(found.peaks[name], rel=TARGET)
+
+
 def test_the_update_works_on_as_many_values_as_the_optimizer():
     assert parts.AT_ONCE == AT_ONCE
 

@@ -30,7 +30,7 @@ def test_a_device_of_the_table_reaches_shares_of_its_peak():
     large = speeds.product_s(1e15, (8192, 8192, 8192), 2)
     assert large == tuple(1e15 / share / speeds.peak_flops_per_s for share in PRODUCTS)
     assert large.best < large.expected < large.worst
-    both = speeds.attention_s(4e14, 6e14, 1000)
+    both = speeds.attention_s(4e14, 6e14, 500.5)
     assert both == pytest.approx([1e15 / share / speeds.peak_flops_per_s for share in ATTENTION])
     assert not speeds.is_measured
 
@@ -46,7 +46,6 @@ def test_measured_rates_are_taken_as_they_are_and_between_sizes_from_those_near(
     assert MEASURED.product_s(9e9, (10_000, 10, 10), 4) == Cases.exact(1.0)
     assert MEASURED.product_s(3e9, (1000, 10, 10), 4).expected == pytest.approx(1.0)  # the geometric mean of both
     assert MEASURED.product_s(9e9, None, 4) == Cases.exact(1.0)  # of a size that is not known, the best
-    assert MEASURED.attention_s(3e9, 2e9, 1000) == pytest.approx([2.0] * 3)
     assert MEASURED.attention_s(4e9, 3e9, 10**6) == pytest.approx([2.0] * 3)  # beyond the longest, as the longest
     assert MEASURED.memory_s(5e9) == Cases.exact(1.0)
     assert MEASURED.elementwise_s(1e9) == Cases.exact(1.0)  # by that of the largest tensors
@@ -74,3 +73,19 @@ def test_cases_add_up_case_by_case():
     assert Cases(1, 2, 3) - Cases(1, 1, 1) == (0, 1, 2)
     assert sum([Cases(1, 2, 3)] * 2, Cases.exact(0)).times(0.5) == (1, 2, 3)
     assert math.isclose(Cases.exact(2.0).worst, 2.0)
+
+
+def test_attention_takes_a_time_per_token_and_one_per_pair():
+    per_token, per_pair, flops_per_pair = 3e-6, 2e-9, 128
+
+    def rate(length):
+        pairs = (length + 1) / 2
+        return flops_per_pair * pairs / (per_token + per_pair * pairs)
+
+    speeds = replace(MEASURED, attention={length: (rate(length), rate(length) / 2) for length in (16, 64, 1024)})
+    for pairs in (8.5, 20, 33, 100, 512.5):  # of a query; 10^5 queries
+        took = speeds.attention_s(1e5 * pairs * flops_per_pair, 0, pairs).expected
+        assert took == pytest.approx(1e5 * (per_token + per_pair * pairs))
+        assert speeds.attention_s(0, 1e5 * pairs * flops_per_pair, pairs).expected == pytest.approx(2 * took)
+    # shorter than all that were measured: a token takes no less than there
+    assert speeds.attention_s(1e5 * flops_per_pair, 0, 1).expected == pytest.approx(1e5 * (per_token + per_pair * 8.5))

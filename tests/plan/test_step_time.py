@@ -34,7 +34,7 @@ def saved(per_token=5):
 
 def work(cost_model, **changes):
     pack = Workload([8])
-    return replace(StepWork(cost_model.count(pack), pack, segment=8, packs=1, tokens=8), **changes)
+    return replace(StepWork(cost_model.count(pack), pack, packs=1, tokens=8), **changes)
 
 
 def seconds(step):
@@ -121,3 +121,25 @@ def test_shapes_of_products_are_those_that_pytorch_runs():
     ]  # fmt: skip
     assert product_shape("forward", 8, None) is None
     assert shapes_of(tiny(), [8]) == [(2, 8, 4), (8, 2, 4), (8, 4, 2)]
+
+
+def test_attention_goes_by_the_pairs_that_a_query_of_its_own_tower_sees():
+    picture = Row("v", "linear", "vision.mlp", "patches", 16, block="visual.0", features=(4, 2))
+    seen = Row("w", "attention", "vision.attention", "patch_pairs:frame", 3, block="visual.0")
+    model = replace(tiny(), rows=(*tiny().rows, picture, seen))
+    pack = Workload([8], images=[(1, 4, 4)] * 3)
+    asked = []
+
+    class Noted(Speeds):
+        def attention_s(self, forward, backward, pairs_per_query):
+            if forward + backward:
+                asked.append((forward, pairs_per_query))
+            return Cases.exact(0.0)
+
+    once = StepWork(model.count(pack), pack, packs=1, tokens=8)
+    StepTimes(model, saved(), Noted("mine", 100.0, Cases.exact(10.0), "")).predict(once, EAGER)
+    assert sorted(asked) == [(3 * 36, 4.5), (3 * 3 * 16**2, 16)]  # three pictures of 16 patches, each seen by 16
+    asked.clear()
+    four = replace(once, flops=model.count(Workload([8] * 4, images=[(1, 4, 4)] * 12, packs=4)), packs=4, tokens=32)
+    StepTimes(model, saved(), Noted("mine", 100.0, Cases.exact(10.0), "")).predict(four, EAGER)
+    assert [pairs for _, pairs in sorted(asked)] == [4.5, 16]

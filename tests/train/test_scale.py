@@ -10,8 +10,8 @@ from headway.errors import ConfigError, PlanError
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.packing.lengths import MIXES, LengthTable
 from headway.plan.collectives import Links
-from headway.plan.exchanges import padding_of
 from headway.plan.failures import Reliability
+from headway.plan.slices import padding_of
 from headway.plan.speeds import Speeds
 from headway.train import planned_lengths
 from headway.train.config import load_config
@@ -74,12 +74,10 @@ def test_copies_take_what_a_number_of_shards_leaves():
 
 
 def test_a_row_for_each_of_too_many_shards_is_told():
-    shape = recipe().parallel.mesh_shape
-    assert padding_of(load_cost_model("qwen2.5-7b"), shape(8)) == pytest.approx(1, abs=1e-3)
+    assert padding_of(load_cost_model("qwen2.5-7b"), 8) == pytest.approx(1, abs=1e-3)
     experts = load_cost_model("qwen3-vl-30b-a3b")  # 128 of them in a layer, most of its weights
-    assert padding_of(experts, shape(512)) == pytest.approx(4, rel=0.1)
-    spread = recipe("parallel.expert=8").parallel.mesh_shape(512)  # 16 of them on each process, over 64
-    assert padding_of(experts, spread) == pytest.approx(4, rel=0.1)
+    assert padding_of(experts, 512) == pytest.approx(4, rel=0.1)
+    assert padding_of(experts, 512, expert=8) == pytest.approx(4, rel=0.1)  # 16 of them on each process, over 64
 
 
 def test_few_lengths_are_drawn_from_until_there_are_enough(tmp_path, monkeypatch):

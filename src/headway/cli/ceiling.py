@@ -101,12 +101,13 @@ def local_rates(
         UsageError: a dtype that is not measured.
     """
     from headway.devices.model_rates import model_rates
+    from headway.models.attention import attend
     from headway.plan.step_time import shapes_of
 
     numbers = resolve_architecture(shipped_name(model) or model, cost_model)
     try:
         return model_rates(
-            where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), refresh=refresh, warn=warn
+            where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), attend, refresh=refresh, warn=warn
         )
     except UnknownDeviceError as error:
         raise UsageError(str(error)) from error
@@ -119,7 +120,7 @@ def _render_model(model: str, dtype: str, rates: "ModelRates") -> str:
     ]
     for length, both in rates.attention.items():
         for phase, rate in zip(("forward", "backward"), both, strict=True):
-            rows.append([f"attention, {phase}", f"{length} tokens", format_rate(rate)])
+            rows.append([f"attention, {phase}", f"segments of {length} tokens", format_rate(rate)])
     rows += [["elementwise", f"{size / 2**20:.3g} MiB", _bandwidth(rate)] for size, rate in rates.bytes_per_s.items()]
     state = "from the cache; --refresh measures again" if rates.is_cached else "just now"
     host = f"{1e6 * rates.host_s:.0f} us for a linear module and what stands around it, forward and backward"

@@ -128,8 +128,8 @@ def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[Sized
         worst = max(uneven, key=lambda run: run.padding)
         found.append(
             f"Slices: tensors are cut by rows, and those with fewer rows than shards are filled up. {worst.devices:,} "
-            f"devices gather {worst.padding:,.3g} times the weights, which the memory above leaves out; fewer shards "
-            "and copies of them (--set parallel.shard=32) do not."
+            f"devices hold and gather {worst.padding:,.3g} times the weights; fewer shards and copies of them (--set "
+            "parallel.shard=32) do not."
         )
     reliability = scaling.reliability
     if reliability is not None:

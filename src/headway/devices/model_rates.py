@@ -1,6 +1,7 @@
 """Rates at a model's own sizes on this very device: matrix products, attention, and elementwise operations.
 
-Measured as eager PyTorch runs them, with results that are allocated anew; kept beside the ceilings.
+Measured as eager PyTorch runs them, with results that are allocated anew, and attention as the caller computes it over
+packs; kept beside the ceilings.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from headway.devices.ceilings import TORCH_NAMES, cached_ceiling, copy_ceiling
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     Run = Callable[[], object]
+    Attend = Callable[..., tuple[torch.Tensor, None]]
 
 FORWARD_MOVES, BACKWARD_MOVES = 2, 3
 """How often elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
@@ -26,9 +29,11 @@ read once more, and its gradient is written and read."""
 
 Shape = tuple[int, ...]
 _PRODUCTS = TimeBudget(shape_s=0.15, total_s=90.0, min_repeats=3)
-_OTHERS = TimeBudget(shape_s=0.2, total_s=10.0, min_repeats=3)
-_LENGTHS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192), "mps": (256, 1024, 4096)}
+_OTHERS = TimeBudget(shape_s=0.5, total_s=20.0, min_repeats=3)
+_LENGTHS = {"cpu": (16, 64, 256, 1024), "cuda": (128, 512, 2048, 8192), "mps": (64, 256, 1024, 4096)}
+_PACK = {"cpu": 1024, "cuda": 16384, "mps": 4096}  # slots of a pack of such segments, or twice the longest
 _ELEMENTS = {"cpu": (2**16, 2**19, 2**22), "cuda": (2**20, 2**24, 2**27), "mps": (2**18, 2**22, 2**25)}
+_GOLDEN = (5**0.5 - 1) / 2
 _WIDTH = 256  # of a row that is normalised
 _MODULES = 24  # linear ones, of which three make an MLP with a gate and a norm
 
@@ -39,7 +44,7 @@ class ModelRates:
 
     Attributes:
         products: by (m, k, n) [FLOP/s].
-        attention: forward and backward of causal attention by length of the segment [FLOP/s].
+        attention: forward and backward of causal attention over packs, by the mean length of their segments [FLOP/s].
         bytes_per_s: of a norm and a gate, forward and backward, by the bytes of one of their tensors [byte/s].
         copied_bytes_per_s: of copies of large tensors [byte/s].
         host_s: that the host takes for a linear module and the operators around it, forward and backward [s].
@@ -76,6 +81,7 @@ def model_rates(
     dtype_name: str,
     shapes: Sequence[tuple[int, int, int]],
     heads: tuple[int, int],
+    attend: "Attend",
     *,
     refresh: bool = False,
     warn: Callable[[str], None] = warnings.warn,
@@ -87,6 +93,7 @@ def model_rates(
         dtype_name: "fp32", "bf16" or "fp16".
         shapes: (m, k, n) of its products; those that do not fit into the time are left out, the largest first.
         heads: number and size of its attention's heads.
+        attend: attention over packs, as transformers' models call it.
         refresh: measure even if the cache has them.
         warn: told what is wrong with the cache.
 
@@ -103,12 +110,12 @@ def model_rates(
         )
     dtype = getattr(torch, TORCH_NAMES.get(dtype_name, "float32"))
     ordered = sorted(shapes, key=lambda shape: (shape[0] * shape[1] * shape[2], shape))
-    lengths = [(*heads, length) for length in _LENGTHS[where.type]]
+    lengths = [(*heads, max(_PACK[where.type], 2 * length), length) for length in _LENGTHS[where.type]]
     sizes = [(size,) for size in _ELEMENTS[where.type]]
     problems: dict[str, tuple[Sequence[Shape], Callable[[Shape], tuple[Run, int]], TimeBudget]] = {
         "products": (ordered, partial(_product, where, dtype), _PRODUCTS),
-        "forward": (lengths, partial(_attention, where, dtype, backward=False), _OTHERS),
-        "backward": (lengths, partial(_attention, where, dtype, backward=True), _OTHERS),
+        "packed": (lengths, partial(_attention, where, dtype, attend, backward=False), _OTHERS),
+        "packed-backward": (lengths, partial(_attention, where, dtype, attend, backward=True), _OTHERS),
         "elementwise": (sizes, partial(_elementwise, where, dtype), _OTHERS),
         "host": ([(_MODULES,)], partial(_modules, where, dtype), _OTHERS),
     }
@@ -122,9 +129,9 @@ def model_rates(
     return ModelRates(
         products={(m, k, n): one.best_per_s for (m, k, n), one in by_shape["products"].items()},
         attention={
-            shape[2]: (one.best_per_s, by_shape["backward"][shape].best_per_s)
-            for shape, one in by_shape["forward"].items()
-            if shape in by_shape["backward"]
+            shape[-1]: (one.best_per_s, by_shape["packed-backward"][shape].best_per_s)
+            for shape, one in by_shape["packed"].items()
+            if shape in by_shape["packed-backward"]
         },
         bytes_per_s={size * dtype.itemsize: one.best_per_s for (size,), one in by_shape["elementwise"].items()},
         copied_bytes_per_s=copy_ceiling(where, refresh=refresh, warn=warn).best.best_per_s,
@@ -143,17 +150,24 @@ def _product(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tup
     return lambda: torch.mm(a_MK, b_KN), 2 * m * k * n
 
 
-def _attention(device: "torch.device", dtype: "torch.dtype", shape: Shape, *, backward: bool) -> "tuple[Run, int]":
-    """Causal attention of one segment, or its gradients, with the FLOPs of the pairs that the mask leaves."""
+def _attention(
+    device: "torch.device", dtype: "torch.dtype", attend: "Attend", shape: Shape, *, backward: bool
+) -> "tuple[Run, int]":
+    """Causal attention over a pack, or its gradients, with the FLOPs of the pairs that the mask leaves."""
     import torch
-    from torch.nn.functional import scaled_dot_product_attention
 
-    heads, size, length = shape
-    q, k, v = (torch.randn(1, heads, length, size, device=device, dtype=dtype, requires_grad=backward) for _ in "qkv")
-    forward = 4 * heads * size * (length * (length + 1) // 2)
+    heads, size, slots, length = shape
+    segments = pack_of(slots, length)
+    slots = sum(segments)
+    if device.type == "cuda" and dtype == torch.float32:
+        dtype = torch.bfloat16  # kernels over packs have no float32 there: a run in float32 computes it so as well
+    q, k, v = (torch.randn(1, heads, slots, size, device=device, dtype=dtype, requires_grad=backward) for _ in "qkv")
+    boundaries = torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device=device)
+    packed = {"pack_cu_seqlens": boundaries, "pack_max_seqlen": max(segments), "is_causal": True}
+    forward = 4 * heads * size * sum(one * (one + 1) // 2 for one in segments)
     if not backward:
-        return lambda: scaled_dot_product_attention(q, k, v, is_causal=True), forward
-    out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return lambda: attend(torch.nn.Module(), q, k, v, None, **packed), forward
+    out = attend(torch.nn.Module(), q, k, v, None, **packed)[0]
     slopes = torch.randn_like(out)
 
     def run() -> object:
@@ -161,6 +175,19 @@ def _attention(device: "torch.device", dtype: "torch.dtype", shape: Shape, *, ba
             return torch.autograd.grad(out, (q, k, v), slopes, retain_graph=True)
 
     return run, 2 * forward
+
+
+def pack_of(slots: int, length: int) -> list[int]:
+    """Lengths of segments that fill a pack and differ by up to a quarter from their mean, as those of real packs do.
+
+    >>> pack_of(100, 16)
+    [12, 17, 14, 19, 16, 13, 9]
+    """
+    found: list[int] = []
+    while (left := slots - sum(found)) > 0:
+        spread = 0.75 + 0.5 * (len(found) * _GOLDEN % 1)  # multiples of the golden ratio fill any range evenly
+        found.append(min(left, max(1, round(spread * length))))
+    return found
 
 
 def _elementwise(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":

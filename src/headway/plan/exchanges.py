@@ -13,11 +13,13 @@ from itertools import pairwise
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations
 from headway.count.recompute import recomputed_blocks
-from headway.count.rows import Parameter, Row
+from headway.count.rows import Row
 from headway.plan.communication import Exchange, Exchanges, Phase
-from headway.plan.memory import Sharing, State, head_features, unit_names
+from headway.plan.memory import Sharing, State
 from headway.plan.mesh import MeshShape
 from headway.plan.moments import FLOAT32
+from headway.plan.slices import rows_of, sliced, spread_over
+from headway.plan.units import head_features, remembered, unit_names
 
 
 def exchanges_of(
@@ -71,14 +73,12 @@ def _of_weights(
     shape: MeshShape,
 ) -> Iterable[Exchange]:
     """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
-    rows = _Rows(cost_model)
     whole: Counter[tuple[str, bool]] = Counter()
     learns: Counter[tuple[str, bool]] = Counter()
-    for parameter, unit in zip(cost_model.parameters, units, strict=True):
-        spread = sharing.expert > 1 and parameter.component.endswith(".experts")
-        padded = rows.padded(parameter, shape.fsdp, sharing.expert if spread else 1)
-        whole[unit, spread] += padded
-        learns[unit, spread] += padded if parameter.trainable else 0
+    for parameter, unit in zip(sliced(cost_model, shape.fsdp, sharing.expert).parameters, units, strict=True):
+        over = spread_over(parameter, sharing.expert)
+        whole[unit, over > 1] += parameter.numel // over
+        learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
     for (unit, spread), numel in whole.items():
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         gather = Exchange("all-gather", unit, "forward", numel * state.compute_bytes, ranks, stride)
@@ -91,79 +91,6 @@ def _of_weights(
             yield Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once)
             part = summed // ranks
             yield Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once)
-
-
-def padding_of(cost_model: CostModel, shape: MeshShape) -> float:
-    """Ratio of the weights that are gathered, padding included, to the model's weights: 1 where no slice is padded.
-
-    FSDP2 cuts a tensor by its rows, so one with fewer rows than processes grows to a row for each of them.
-    """
-    rows = _Rows(cost_model)
-    padded = sum(
-        rows.padded(one, shape.fsdp, shape.expert if one.component.endswith(".experts") else 1)
-        * (shape.expert if one.component.endswith(".experts") else 1)
-        for one in cost_model.parameters
-    )
-    return padded / max(1, sum(one.numel for one in cost_model.parameters))
-
-
-class _Rows:
-    """Rows of parameters, by which FSDP2 cuts them: each process has as many as any other, the last ones padded."""
-
-    def __init__(self, cost_model: CostModel) -> None:
-        self._linear = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
-        self._convolutions = {f"{row.module}.weight" for row in cost_model.rows if row.op == "convolution"}
-        self._numel = {parameter.name: parameter.numel for parameter in cost_model.parameters}
-        self._widest = max((max(pair) for pair in self._linear.values()), default=0)
-        language = head_features(cost_model)
-        self._widths = {"": language[0] if language else 0}
-        for row in cost_model.rows:
-            if row.features and row.block:
-                tower = row.component.partition(".")[0]
-                self._widths[tower] = min(row.features[0], self._widths.get(tower, row.features[0]))
-        self._experts = self._numbers_of_experts(cost_model)
-
-    def padded(self, parameter: Parameter, ranks: int, spread: int) -> int:
-        """Numbers of a parameter, or of the part that one of `spread` processes keeps, in slices for `ranks`."""
-        count = self.count(parameter)
-        each = parameter.numel // count
-        own = count // spread
-        ranks //= spread
-        return -(-own // ranks) * ranks * each
-
-    def count(self, parameter: Parameter) -> int:
-        """Rows of a parameter: outputs of a linear module, experts, entries of a table, or the length of a vector."""
-        name, numel = parameter.name, parameter.numel
-        features = self._linear.get(name)
-        if features is not None and numel == features[0] * features[1]:
-            return features[1]
-        if parameter.component.endswith(".experts") and parameter.active < numel:
-            return self._experts.get(name.rpartition(".")[0], 1)
-        bias = self._numel.get(f"{name.removesuffix('.weight')}.bias")
-        if name.endswith(".weight") and bias is not None:  # a norm, or a convolution
-            return bias
-        tower = parameter.component.partition(".")[0]
-        width = self._widths.get(tower if tower != "language" else "", 0) or self._widths[""]
-        if not width or numel % width:
-            return numel
-        if name in self._convolutions:
-            return width
-        # what is larger than any vector is a table: embeddings of tokens or of positions; a router has a row per expert
-        is_table = numel > self._widest or parameter.component.endswith(".router")
-        return numel // width if is_table else numel
-
-    def _numbers_of_experts(self, cost_model: CostModel) -> dict[str, int]:
-        """Number of experts by the module that holds them, from the router beside it: a row for each expert."""
-        routers = {p.name.rpartition(".")[0]: p.numel for p in cost_model.parameters if p.component.endswith(".router")}
-        width = self._widths[""]
-        found = {}
-        for parameter in cost_model.parameters:
-            holder = parameter.name.rpartition(".")[0]
-            beside = holder.rpartition(".")[0]
-            sizes = [numel for name, numel in routers.items() if name.startswith(f"{beside}.") and numel >= width]
-            if parameter.component.endswith(".experts") and width and sizes:
-                found[holder] = max(sizes) // width
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,16 +203,18 @@ def _merged_width(cost_model: CostModel) -> int:
     return sum(row.features[1] for row in modules.values() if row.features)
 
 
-def _expert_rows(cost_model: CostModel) -> Iterator[tuple[str, int]]:
+@remembered
+def _expert_rows(cost_model: CostModel) -> list[tuple[str, int]]:
     """For each block with experts, the values that a token sends: a hidden state to each of its experts."""
     features = head_features(cost_model)
-    width, rows = features[0] if features else 0, _Rows(cost_model)
-    seen = set()
-    for row in cost_model.rows:
-        parameter = next((p for p in cost_model.parameters if p.name.startswith(f"{row.module}.")), None)
-        if row.op == "experts" and parameter is not None and row.module not in seen:
-            seen.add(row.module)
-            yield row.block, rows.count(parameter) * parameter.active // parameter.numel * width
+    width, rows = features[0] if features else 0, rows_of(cost_model)
+    blocks = {row.module: row.block for row in cost_model.rows if row.op == "experts"}
+    found = []
+    for module, block in blocks.items():
+        parameter = next((p for p in cost_model.parameters if p.name.startswith(f"{module}.")), None)
+        if parameter is not None:
+            found.append((block, rows.count(parameter) * parameter.active // parameter.numel * width))
+    return found
 
 
 def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[str]:

@@ -24,8 +24,21 @@ from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.recompute import recomputed_blocks
 from headway.count.rows import Parameter, hidden_matrices
-from headway.plan.moments import BFLOAT16, FLOAT32, PARTS, Ends, Moment, Passed, Unit, fullest_of_backward, moment
+from headway.plan.moments import (
+    BFLOAT16,
+    FLOAT32,
+    NO_UNIT,
+    PARTS,
+    Ends,
+    Moment,
+    Passed,
+    Unit,
+    fullest_of_backward,
+    moment,
+)
 from headway.plan.recompute import block_bytes
+from headway.plan.slices import SPREAD, numbers_by_unit, sliced, spread_over, values_of_spread
+from headway.plan.units import block_of, head_features, head_parameter, is_tied, remembered
 from headway.plan.updating import UpdateOf, update_bytes
 
 
@@ -120,16 +133,17 @@ def plan_memory(
     Raises:
         UsageError: `state.recompute` chooses no block.
     """
-    trained = [p for p in cost_model.parameters if p.trainable]
-    held = _shared(state.weight_bytes * _numel(cost_model.parameters), sharing)
+    in_slices = sliced(cost_model, sharing.shards, sharing.expert) if sharing.gathers else cost_model
+    trained, whole = ([p for p in of.parameters if p.trainable] for of in (in_slices, cost_model))
+    held = _shared(state.weight_bytes * _numel(in_slices.parameters), sharing)
     gradients = _shared(state.weight_bytes * _numel(trained), sharing)
     by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if state.muon else frozenset()
-    optimizer = _shared(state.moment_bytes * num_moments(cost_model, muon=state.muon), sharing)
+    optimizer = _shared(state.moment_bytes * num_moments(in_slices, muon=state.muon), sharing)
     average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
-    units = _units(cost_model, saved, state, sharing)
+    units = _units(cost_model, in_slices, saved, state, sharing)
     chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
     head = _Head.of(cost_model, pack, state, sharing)
-    passed = _passed(cost_model, saved, pack, state, sharing, chosen, units)
+    passed = _passed(in_slices, saved, pack, state, sharing, chosen, units)
     outside = -(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence)
     casts = _kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
     shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
@@ -146,7 +160,7 @@ def plan_memory(
     # gradients of the step's earlier packs, which those of this one are added to: no more come then
     waits = gradients if state.accumulates else 0
     if state.accumulates and not sharing.reduce_each_pack:
-        waits = sharing.reduce_bytes * _numel(trained)
+        waits = sharing.reduce_bytes * sum(p.numel // spread_over(p, sharing.expert) for p in whole)
     comes = 0 if waits or sharing.offload else gradients
     in_blocks = sum(block.gradients for block in passed)
     at_once = _shared(head.weight, sharing)
@@ -156,9 +170,9 @@ def plan_memory(
         head=at_once if comes else 0,
         rest=max(0, comes - in_blocks - at_once),
         tied=head.tied,
-        root=units.get("(root)", Unit()).gathered + units.get("(vision)", Unit()).gathered,
-        head_unit=units.get("(head)", Unit()),
-        embedding_unit=units.get("(embedding)", Unit()),
+        root=sum(units.get(name, NO_UNIT).gathered for name in ("(root)", "(vision)")),
+        head_unit=units.get("(head)", NO_UNIT),
+        embedding_unit=units.get("(embedding)", NO_UNIT),
         stay_gathered=not sharing.reshard,
     )
     walk = fullest_of_backward(passed if comes else [replace(block, gradients=0) for block in passed], ends)
@@ -167,7 +181,7 @@ def plan_memory(
     last = ends.head_unit.gathered or (passed[-1].unit.gathered if passed else 0)
     gathered = ends.root + ends.head_unit.gathered + last
     if not sharing.reshard:
-        gathered += ends.embedding_unit.gathered + sum(block.unit.gathered for block in passed)
+        gathered += ends.embedding_unit.gathered + sum(block.gathered for block in passed)
     always = {"weights": held, "average": average}
     activations = outside + sum(block.kept for block in passed)
     kept = {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered, "gradients": waits}
@@ -201,13 +215,6 @@ def _numel(parameters: Iterable[Parameter]) -> int:
     return sum(p.numel for p in parameters)
 
 
-def _block_of(parameter: Parameter, saved: SavedActivations) -> str:
-    path = parameter.name
-    while path and path not in saved.blocks:
-        path = path.rpartition(".")[0]
-    return path
-
-
 def _passed(
     cost_model: CostModel,
     saved: SavedActivations,
@@ -219,19 +226,20 @@ def _passed(
 ) -> list[Passed]:
     """What the backward of each block needs and leaves, in the order of forward: towers before the language model."""
     sizes = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sharing.sequence)
-    gradients: Counter[str] = Counter()
-    for parameter in cost_model.parameters:
-        if parameter.trainable:
-            gradients[_block_of(parameter, saved)] += parameter.numel
+    gradients = _trained_by_block(cost_model, saved)
     casts = _cast_weights(cost_model, saved) if _casts(state, sharing) else Counter[str]()
+    by_spread = values_of_spread(cost_model, saved, sharing.expert)
     widest: Counter[str] = Counter()
     towers: set[str] = set()
+    amounts: dict[str, int] = {}
     for row in cost_model.rows:
         if row.block in sizes:
             if row.component.startswith("vision."):
                 towers.add(row.block)
             if row.features:
-                values = row.forward * drivers.parse(row.driver)(pack) // (2 * min(row.features))
+                if row.driver not in amounts:
+                    amounts[row.driver] = drivers.parse(row.driver)(pack)
+                values = row.forward * amounts[row.driver] // (2 * min(row.features))
                 widest[row.block] = max(widest[row.block], values)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
     return [
@@ -242,10 +250,22 @@ def _passed(
             is_recomputed=name in chosen,
             gradients=_shared(state.weight_bytes * gradients[name], sharing),
             passing=2 * state.compute_bytes * widest[name] // sharing.sequence,
-            unit=units.get(name, Unit()),
+            unit=units.get(name, NO_UNIT),
+            spread=units.get(f"{name}{SPREAD}", NO_UNIT),
+            by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,
         )
         for name in order
     ]
+
+
+@remembered
+def _trained_by_block(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
+    """Numbers of weights that learn, by block; those outside of blocks under ""."""
+    found: Counter[str] = Counter()
+    for parameter in cost_model.parameters:
+        if parameter.trainable:
+            found[block_of(parameter, saved)] += parameter.numel
+    return found
 
 
 def _of_products(cost_model: CostModel) -> set[int]:
@@ -257,11 +277,11 @@ def _of_products(cost_model: CostModel) -> set[int]:
 
 def _cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
     """Numbers of weights by block that are cast for their products; the head's under "(head)"."""
-    head = _head_parameter(cost_model)
+    head = head_parameter(cost_model)
     found: Counter[str] = Counter()
     for number in _of_products(cost_model):
         parameter = cost_model.parameters[number]
-        found["(head)" if number == head else _block_of(parameter, saved)] += parameter.numel
+        found["(head)" if number == head else block_of(parameter, saved)] += parameter.numel
     return found
 
 
@@ -272,72 +292,35 @@ def _kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[
     a frozen weight nothing keeps the copy but the graph: those a recomputed block drops with everything else, and a
     block without a backward at once.
     """
-    head = _head_parameter(cost_model)
+    head = head_parameter(cost_model)
     alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
     kept = 0
     for number in _of_products(cost_model):
         parameter = cost_model.parameters[number]
-        block = _block_of(parameter, saved)
+        block = block_of(parameter, saved)
         is_cached = parameter.trainable and not parameter.component.endswith(".experts")
         if number == head or is_cached or (block in alive and block not in chosen):
             kept += parameter.numel
     return kept
 
 
-def _units(cost_model: CostModel, saved: SavedActivations, state: State, sharing: Sharing) -> dict[str, Unit]:
+def _units(
+    cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, state: State, sharing: Sharing
+) -> dict[str, Unit]:
     """What FSDP2 gathers together, by the name of a block or of what is around the blocks.
 
     Each block is a unit, what is left of a vision tower, the input embedding, the head, and the root with the rest. The
-    root and the head stay gathered until backward has passed them.
+    root and the head stay gathered until backward has passed them. Spread experts are a unit within their block. What
+    is gathered and what is laid out for the sum has full slices; gradients come as the weights are.
+
+    Source: `foreach_all_gather_copy_out` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard (torch 2.13).
     """
     if not sharing.gathers:
         return {}
-    whole: Counter[str] = Counter()
-    learns: Counter[str] = Counter()
-    for parameter, unit in zip(cost_model.parameters, unit_names(cost_model, saved), strict=True):
-        size = parameter.numel // (sharing.expert if parameter.component.endswith(".experts") else 1)
-        whole[unit] += size
-        learns[unit] += size if parameter.trainable else 0
     return {
-        name: Unit(state.compute_bytes * size, state.compute_bytes * learns[name], sharing.reduce_bytes * learns[name])
-        for name, size in whole.items()
+        name: Unit(state.compute_bytes * whole, state.compute_bytes * learns, sharing.reduce_bytes * padded)
+        for name, (whole, learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
     }
-
-
-def unit_names(cost_model: CostModel, saved: SavedActivations) -> list[str]:
-    """Name the unit that FSDP2 gathers each parameter with: a block, or (vision), (embedding), (head) or (root)."""
-    head = _head_parameter(cost_model)
-    return [
-        _block_of(parameter, saved) or _outer_unit(number, parameter, cost_model, head)
-        for number, parameter in enumerate(cost_model.parameters)
-    ]
-
-
-def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: int | None) -> str:
-    if head is not None and parameter.numel == cost_model.parameters[head].numel and not _is_tied(cost_model, head):
-        return "(head)" if number == head else "(embedding)"
-    return "(vision)" if parameter.component.startswith("vision.") else "(root)"
-
-
-def _is_tied(cost_model: CostModel, head: int) -> bool:
-    """Whether the head's weight is the input embedding's: no other parameter is as large."""
-    size = cost_model.parameters[head].numel
-    return not any(p.numel == size for number, p in enumerate(cost_model.parameters) if number != head)
-
-
-def _head_parameter(cost_model: CostModel) -> int | None:
-    for row in cost_model.rows:
-        if row.component == "language.head":
-            for gradient in row.gradients:
-                if gradient.phase == "wgrad":
-                    return gradient.needs.bit_length() - 1
-    return None
-
-
-def head_features(cost_model: CostModel) -> tuple[int, int] | None:
-    """Width of the hidden states and size of the vocabulary; None without a language head."""
-    rows = (row for row in cost_model.rows if row.component == "language.head")
-    return next((row.features for row in rows if row.features), None)
 
 
 def _pixels(cost_model: CostModel, pack: Workload, state: State) -> int:
@@ -383,12 +366,12 @@ class _Head:
         slots = -(-pack.slots // sharing.sequence)
         compute = state.compute_bytes
         casts = _casts(state, sharing)
-        number = _head_parameter(cost_model)
+        number = head_parameter(cost_model)
         learns = number is not None and cost_model.parameters[number].trainable
         numel = width * vocabulary if learns else 0
         seen = state.weight_bytes if not sharing.gathers else compute  # bytes of a weight as the head sees it
         logit = compute + FLOAT32 + (FLOAT32 if compute < FLOAT32 else 0)
-        tied = numel if learns and number is not None and _is_tied(cost_model, number) else 0
+        tied = numel if learns and number is not None and is_tied(cost_model, number) else 0
         stream, weight = FLOAT32 * slots * width, state.weight_bytes * numel
         if state.chunk is None:
             return _Head(slots * vocabulary * logit, 3 * FLOAT32 * slots * vocabulary, weight, seen * tied, stream)

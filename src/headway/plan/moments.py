@@ -64,9 +64,13 @@ def moment(name: str, **parts: int) -> Moment:
 class Unit:
     """Weights that FSDP2 gathers together [bytes]; of a lone process, nothing."""
 
-    gathered: int = 0  # whole, in the dtype of the products
-    arriving: int = 0  # its gradients as backward makes them, whole
-    summing: int = 0  # the same, laid out for their sum over the processes
+    gathered: int = 0  # whole, in the dtype of the products, with what fills slices up
+    arriving: int = 0  # its gradients as backward makes them, whole, without it
+    summing: int = 0  # the same, laid out for their sum over the processes, with it
+
+
+NO_UNIT = Unit()
+"""Nothing is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,14 @@ class Passed:
     is_recomputed: bool
     gradients: int  # of its weights, on this device, once backward has passed it
     passing: int  # gradients of activations at its fullest point
-    unit: Unit
+    unit: Unit = NO_UNIT  # without its spread experts
+    spread: Unit = NO_UNIT  # its spread experts, which backward passes before the rest
+    by_spread: int = 0  # of what it saves, what the products of spread experts read and give
+
+    @property
+    def gathered(self) -> int:
+        """Its weights where they are whole."""
+        return self.unit.gathered + self.spread.gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +103,8 @@ class Ends:
     rest: int  # gradients of weights in no block, the head's not among them, which come last
     tied: int  # the input embedding's gradient, where it is added to the head's
     root: int = 0  # gathered weights that stay
-    head_unit: Unit = Unit()
-    embedding_unit: Unit = Unit()
+    head_unit: Unit = NO_UNIT
+    embedding_unit: Unit = NO_UNIT
     stay_gathered: bool = False  # whether units that forward gathered stay so until backward has passed them
 
 
@@ -102,8 +113,9 @@ def fullest_of_backward(blocks: Sequence[Passed], ends: Ends) -> dict[str, int]:
 
     Backward goes from the last block to the first. As it enters a block, the blocks before it hold what they kept, this
     one all that it saves, and the blocks after it have turned into gradients. FSDP2 has the block's weights whole and
-    fetches those of the block before; the gradients of the block after are on their way until this one's follow, and
-    as they do, they exist twice, as they came and laid out for the sum.
+    fetches those of the block before; the gradients of the unit after are laid out for their sum until this one's
+    have come. Then the unit's weights are let go of, and its gradients exist twice, as they came and laid out. Spread
+    experts of a block are a unit that backward passes before the rest of the block.
 
     Args:
         blocks: in the order of forward.
@@ -114,35 +126,50 @@ def fullest_of_backward(blocks: Sequence[Passed], ends: Ends) -> dict[str, int]:
     """
     kept = ends.outside + sum(block.kept for block in blocks)
     casts = sum(block.casts for block in blocks if not block.is_recomputed)
-    staying = ends.embedding_unit.gathered + sum(block.unit.gathered for block in blocks)
+    staying = ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
     gradients, after, head = ends.head, ends.head_unit, ends.head_unit
-    points = [{
+    point = {
         "activations": kept, "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
         "gathered": ends.root + head.gathered + (staying if ends.stay_gathered else 0),
-        "reducing": head.arriving + head.summing,
-    }]  # fmt: skip
+    }  # fmt: skip
+    points = _reduced(point, head, NO_UNIT)
     for number, block in reversed(list(enumerate(blocks))):
         again = block.size.whole - block.kept if block.is_recomputed else 0
         before = blocks[number - 1].unit if number else ends.embedding_unit
-        whole = staying if ends.stay_gathered else block.unit.gathered + before.gathered
-        enters = {
+        whole = ends.root + (staying if ends.stay_gathered else block.gathered + before.gathered)
+        point = {
             "activations": kept, "recomputing": again, "passing": block.passing + ends.stream, "gradients": gradients,
-            "casts": casts + (block.casts if block.is_recomputed else 0), "gathered": ends.root + whole,
-            "reducing": after.summing,
+            "casts": casts + (block.casts if block.is_recomputed else 0), "gathered": whole, "reducing": after.summing,
         }  # fmt: skip
+        points.append(point)
+        point = {**point, "passing": ends.stream}
+        if block.spread.gathered:
+            passed = min(block.by_spread, again or block.kept)
+            point["recomputing" if again else "activations"] -= passed
+            points += _reduced(point, block.spread, after)
+            whole, after = whole - block.spread.gathered, block.spread
         kept -= block.kept
         casts -= 0 if block.is_recomputed else block.casts
         gradients += block.gradients
+        point = {**point, "activations": kept, "recomputing": 0, "casts": casts, "gradients": gradients}
+        points += _reduced({**point, "gathered": whole}, block.unit, after)
         after = block.unit
-        leaves = {
-            **enters, "activations": kept, "recomputing": 0, "passing": ends.stream, "casts": casts,
-            "gradients": gradients, "reducing": after.arriving + after.summing,
-        }  # fmt: skip
-        points += [enters, leaves]
-        staying -= block.unit.gathered
+        staying -= block.gathered
     last = ends.embedding_unit
     points.append({
         "activations": kept, "passing": ends.stream + ends.tied, "casts": casts, "gradients": gradients + ends.rest,
         "gathered": ends.root + last.gathered, "reducing": last.arriving + last.summing,
     })  # fmt: skip
     return max(points, key=lambda point: sum(point.values()))
+
+
+def _reduced(point: Mapping[str, int], unit: Unit, after: Unit) -> list[dict[str, int]]:
+    """Two points at which the gradients of a unit have come: before its weights are let go of, and after.
+
+    Args:
+        point: what is held beside gradients on their way.
+        unit: whose weights are whole.
+        after: the unit that backward passed before, whose gradients are let go of in between.
+    """
+    let_go = {"gathered": point["gathered"] - unit.gathered, "reducing": unit.arriving + unit.summing}
+    return [{**point, "reducing": after.summing + unit.arriving}, {**point, **let_go}]

@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from headway.devices import Device
 from headway.devices.model_rates import ModelRates
@@ -61,7 +62,8 @@ class Speeds:
         bytes_per_s: of its memory [byte/s].
         source: where these numbers are from, as a sentence.
         products: measured rates of matrix products by their shape [FLOP/s].
-        attention: measured rates of attention, forward and backward, by the length of a segment [FLOP/s].
+        attention: measured rates of causal attention over packs, forward and backward, by the length of their segments
+            [FLOP/s].
         elementwise: measured rates of elementwise operations, by the size of a tensor [byte/s by byte].
         board_power_w: what a device draws at most [W]; None where it is not known.
         host_s: that the host takes for a linear module and what stands around it, forward and backward [s].
@@ -169,17 +171,18 @@ class Speeds:
         weights = [1 / (distance + 1e-9) ** 2 for distance, _ in near]
         return math.exp(sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights))
 
-    def attention_s(self, forward: float, backward: float, length: float) -> Cases:
+    def attention_s(self, forward: float, backward: float, pairs_per_query: float) -> Cases:
         """Predict the time of attention [s].
 
         Args:
             forward: FLOPs of forward.
             backward: FLOPs of backward.
-            length: of a segment [tokens].
+            pairs_per_query: keys that a query sees on average: half the length of a causal segment.
         """
         if not self.attention:
             return Cases(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
-        rates = [_between({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
+        length = 2 * pairs_per_query - 1
+        rates = [_rate_at({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
         return Cases.exact(forward / rates[0] + backward / rates[1])
 
     def elementwise_s(self, num_bytes: float) -> Cases:
@@ -196,17 +199,17 @@ class Speeds:
         return Cases(*(num_bytes / rate for rate in self.bytes_per_s))
 
 
-def _between(rates: Mapping[int, float], size: float) -> float:
-    """Rate at a size between two that were measured, on a line over its logarithm; beyond them that of the nearest.
+def _rate_at(rates: Mapping[int, float], length: float) -> float:
+    """Rate of attention over segments of a length, from those of the lengths around it.
 
-    >>> _between({100: 1.0, 10000: 3.0}, 1000)
-    2.0
+    Time per token lies on a line between them, since it is that of moving a token plus that of its pairs; beyond the
+    longest the rate stays.
+
+    >>> round(_rate_at({9: 10.0, 99: 50.0}, 54), 3)  # 1 s and 2 s for ten or a hundred FLOPs per token
+    36.667
     """
-    sizes = sorted(rates)
-    if size <= sizes[0] or len(sizes) == 1:
-        return rates[sizes[0]]
-    for low, high in pairwise(sizes):
-        if size <= high:
-            share = math.log(size / low) / math.log(high / low)
-            return rates[low] + share * (rates[high] - rates[low])
-    return rates[sizes[-1]]
+    lengths = sorted(rates)
+    if length >= lengths[-1]:
+        return rates[lengths[-1]]
+    token_s = float(np.interp(length, lengths, [(one + 1) / rates[one] for one in lengths]))
+    return (length + 1) / token_s

@@ -22,9 +22,10 @@ from headway.devices.model_rates import BACKWARD_MOVES, FORWARD_MOVES
 from headway.plan.collectives import Links
 from headway.plan.communication import Exchanges, exposed_s
 from headway.plan.lines import NAMES, SLOW
-from headway.plan.memory import State, head_features, num_moments
+from headway.plan.memory import State, num_moments
 from headway.plan.moments import FLOAT32
 from headway.plan.speeds import Cases, Shape, Speeds
+from headway.plan.units import head_features
 
 ROWS = (512, 2048, 8192)
 """Rows of inputs for which the rates of products are measured; others lie between or near."""
@@ -105,7 +106,6 @@ class StepWork:
     Attributes:
         flops: useful ones of all devices together, by component.
         pack: a micro-batch of mean size, with its slots.
-        segment: length of a segment on average [tokens].
         packs: micro-batches of each device in a step.
         tokens: real tokens, all devices together.
         devices: how many there are.
@@ -118,7 +118,6 @@ class StepWork:
 
     flops: FlopCount
     pack: Workload
-    segment: float
     packs: int
     tokens: float
     devices: int = 1
@@ -143,8 +142,12 @@ class StepTimes:
         trained = cost_model.trained
         found: dict[tuple[str, str], dict[str, Counter[_Kind]]] = defaultdict(lambda: defaultdict(Counter))
         alive = set()
+        queries = {row.block: (row.component, row.driver) for row in reversed(cost_model.rows) if row.op != "attention"}
+        self._queries: dict[tuple[str, str], tuple[str, str]] = {}  # of attention, by a product of the same block
         for row in cost_model.rows:
             kinds, kind = found[row.component, row.driver], (row.op == "attention", row.features)
+            if row.op == "attention" and row.block in queries:
+                self._queries.setdefault((row.component, row.driver), queries[row.block])
             kinds["forward"][kind] += row.forward
             kinds["recompute"][kind] += row.forward
             for gradient in row.gradients:
@@ -168,9 +171,10 @@ class StepTimes:
         took: dict[str, Cases] = {}
         at_ceiling: dict[str, float] = defaultdict(float)
         rows = self._run_again(work, state)
+        amounts = {(row.name, row.driver): row.forward / self._per_unit(row.name, row.driver) for row in rows}
         for row in rows:
             factor = (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / devices
-            took[row.name] = took.get(row.name, Cases.exact(0.0)) + self._component_s(row, factor, work, state)
+            took[row.name] = took.get(row.name, Cases.exact(0.0)) + self._component_s(row, factor, work, state, amounts)
             at_ceiling[row.name] += (row.total + row.recompute) * factor / speeds.ceiling_flops_per_s
         useful = work.flops.total / devices
         at_peak = useful / speeds.peak_flops_per_s
@@ -216,7 +220,13 @@ class StepTimes:
     def _line(key: str, seconds: Cases) -> TimeLine:
         return TimeLine(key, NAMES[key], seconds)
 
-    def _component_s(self, row: FlopRow, factor: float, work: StepWork, state: State) -> Cases:
+    def _per_unit(self, component: str, driver: str) -> int:
+        """FLOPs of a component's forward for one unit of its driver."""
+        return self._kinds[component, driver]["forward"].total() or 1
+
+    def _component_s(
+        self, row: FlopRow, factor: float, work: StepWork, state: State, amounts: Mapping[tuple[str, str], float]
+    ) -> Cases:
         """Time of the products and the attention of one component under one driver on one device."""
         seconds = Cases.exact(0.0)
         attention = {"forward": 0.0, "backward": 0.0}
@@ -233,7 +243,9 @@ class StepTimes:
                 else:
                     shape = product_shape(phase, math.ceil(units), features)
                     seconds += self._speeds.product_s(share, shape, state.compute_bytes)
-        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], work.segment)
+        queries = amounts.get(self._queries.get((row.name, row.driver), ("", ""))) or work.tokens
+        pairs = amounts[row.name, row.driver]
+        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], pairs / queries)
 
     def _padding(self, work: StepWork, state: State) -> Mapping[str, int]:
         """FLOPs that slots without a token take in a step of all devices, by component."""

@@ -81,7 +81,6 @@ class Forecaster:
         work = StepWork(
             flops=packs.flops,
             pack=pack,
-            segment=tokens / packs.samples_per_pack,
             packs=config.optim.accumulation,
             tokens=tokens * ranks * config.optim.accumulation,
             devices=self._devices,

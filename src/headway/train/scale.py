@@ -15,10 +15,10 @@ from headway.count.activations import SavedActivations
 from headway.errors import PlanError
 from headway.packing.lengths import LengthTable, Numbers
 from headway.plan.collectives import Links
-from headway.plan.exchanges import padding_of
 from headway.plan.failures import Interruptions, Reliability
 from headway.plan.memory import MemoryPlan
 from headway.plan.mesh import MeshShape
+from headway.plan.slices import padding_of
 from headway.plan.speeds import Cases, Speeds
 from headway.plan.step_time import StepForecast
 from headway.train.config import TrainConfig
@@ -42,7 +42,7 @@ class SizedRun:
         memory: of each device.
         time: of a step.
         interruptions: by failures; None where nothing was said of them.
-        padding: numbers that are gathered of the weights over those that there are.
+        padding: numbers that slices of the weights hold over those that there are.
     """
 
     shape: MeshShape
@@ -130,7 +130,9 @@ class Scaling:
         memory = memory_plan(config, self.cost_model, self.saved, devices, packs.most_tokens, packs.most_patches)
         time = forecaster.predict(config, packs)
         failures = None if self.reliability is None else Interruptions.of(self.reliability, devices)
-        return SizedRun(shape, packs, steps, memory, time, failures, padding_of(self.cost_model, shape))
+        return SizedRun(
+            shape, packs, steps, memory, time, failures, padding_of(self.cost_model, shape.fsdp, shape.expert)
+        )
 
 
 def sizes_of(text: str) -> tuple[int, ...]:

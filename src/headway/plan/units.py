@@ -1,0 +1,89 @@
+"""Where a parameter belongs: the blocks of a model, and the units that FSDP2 gathers together."""
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+from headway.count import CostModel
+from headway.count.activations import SavedActivations
+from headway.count.rows import Parameter
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Same:
+    """A key that equals itself alone, for what is large to compare."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+def remembered(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep what a function finds for the last models, told apart by identity: a search asks thousands of times."""
+
+    @lru_cache(maxsize=128)
+    def found(*keys: Any) -> Any:
+        return cast("Any", function)(*(key.value if isinstance(key, _Same) else key for key in keys))
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        whole = [*args, *kwargs.values()]
+        keys = (_Same(one) if isinstance(one, CostModel | SavedActivations) else one for one in whole)
+        return cast("T", found(*keys))
+
+    return call
+
+
+def block_of(parameter: Parameter, saved: SavedActivations) -> str:
+    """Name the block that a parameter is in; empty outside of blocks."""
+    path = parameter.name
+    while path and path not in saved.blocks:
+        path = path.rpartition(".")[0]
+    return path
+
+
+@remembered
+def unit_names(cost_model: CostModel, saved: SavedActivations) -> list[str]:
+    """Name the unit that FSDP2 gathers each parameter with: a block, or (vision), (embedding), (head) or (root)."""
+    head = head_parameter(cost_model)
+    return [
+        block_of(parameter, saved) or _outer_unit(number, parameter, cost_model, head)
+        for number, parameter in enumerate(cost_model.parameters)
+    ]
+
+
+def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: int | None) -> str:
+    if head is not None and parameter.numel == cost_model.parameters[head].numel and not is_tied(cost_model, head):
+        return "(head)" if number == head else "(embedding)"
+    return "(vision)" if parameter.component.startswith("vision.") else "(root)"
+
+
+def is_tied(cost_model: CostModel, head: int) -> bool:
+    """Whether the head's weight is the input embedding's: no other parameter is as large."""
+    size = cost_model.parameters[head].numel
+    return not any(p.numel == size for number, p in enumerate(cost_model.parameters) if number != head)
+
+
+def head_parameter(cost_model: CostModel) -> int | None:
+    """Number of the head's weight among the parameters; None without a language head."""
+    for row in cost_model.rows:
+        if row.component == "language.head":
+            for gradient in row.gradients:
+                if gradient.phase == "wgrad":
+                    return gradient.needs.bit_length() - 1
+    return None
+
+
+def head_features(cost_model: CostModel) -> tuple[int, int] | None:
+    """Width of the hidden states and size of the vocabulary; None without a language head."""
+    rows = (row for row in cost_model.rows if row.component == "language.head")
+    return next((row.features for row in rows if row.features), None)
