@@ -3,7 +3,6 @@
 Read by griffe from the source, so that none of the libraries which parts of the package need has to be installed.
 """
 
-import re
 import textwrap
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ def api_pages() -> dict[str, str]:
     by_module = {module: list(found) for module, found in groupby(names, lambda one: one.module)}
     writer = _Writer(package, _main_places(names))
     pages = {f"api/{module}": writer.page(module, found) for module, found in by_module.items()}
-    rooms = [module for module in by_module if _at(package, module).is_init_module]
+    rooms = [module for module in by_module if _at(package, module).exports]
     rows = {module: (f"[`{module}`](api/{module}.md)", writer.summary(module)) for module in by_module}
     listed = table(("module", "what it offers"), [rows[module] for module in rooms])
     listed += "\n" + _OTHERS + table(("module", "what it is"), [rows[one] for one in by_module if one not in rooms])
@@ -90,7 +89,7 @@ class _Writer:
 
     def page(self, module: str, names: "Sequence[PublicName]") -> str:
         """Write the page of one module."""
-        text = _examples_fenced(prose(_at(self._package, module).docstring.value))
+        text = prose(_at(self._package, module).docstring.value)
         listed = ", ".join(one.name for one in names)
         shown = f"from {module} import {listed}"
         if len(shown) > _WIDTH:
@@ -157,9 +156,9 @@ class _Writer:
         for section in docstring.parse("google", warnings=False) if docstring is not None else ():
             kind = section.kind.value
             if kind == "text":
-                parts.append(_examples_fenced(prose(section.value)))
+                parts.append(prose(section.value))
             elif kind == "examples":
-                parts.append(_examples_fenced("\n".join(text for _, text in section.value)))
+                parts.append("\n\n".join(prose(text) for _, text in section.value))
             elif kind in _FIELDS:
                 parts.append("\n".join(self._fields(kind, section.value, owner)))
             else:  # a heading of the house's own, such as Source
@@ -214,14 +213,3 @@ def _attribute(owner: Any, name: str) -> Any:
 def _value(found: Any) -> str:
     text = " ".join(str(found.value).split())
     return textwrap.shorten(text, _WIDTH, placeholder=" ...")
-
-
-def _examples_fenced(text: str) -> str:
-    """Put examples, lines from `>>>` to the next empty one, into blocks of code."""
-
-    def fence(match: re.Match[str]) -> str:
-        return f"```pycon\n{match[0].rstrip()}\n```\n"
-
-    return re.sub(
-        r"^>>> .*\n?(?:.+\n?)*", fence, text.replace("\\<", "<") if ">>>" in text else text, flags=re.MULTILINE
-    )

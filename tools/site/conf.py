@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from docutils import nodes
 from sphinx.domains.python._object import PyObject
 
 from headway.version import __version__
@@ -26,6 +27,7 @@ html_show_sphinx = html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["search.js"]
+html_favicon = "static/icon.svg"
 smartquotes = False  # options begin with two hyphens
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "default", "github-dark"
@@ -43,8 +45,9 @@ for _field in PyObject.doc_field_types:
 
 
 def setup(app: Any) -> None:
-    """Have every page pass through `_read` before it is parsed."""
+    """Have every page pass through the functions below."""
     app.connect("source-read", _read)
+    app.connect("doctree-read", _anchor_rows)
 
 
 def _read(_app: Any, place: str, source: list[str]) -> None:
@@ -55,3 +58,12 @@ def _read(_app: Any, place: str, source: list[str]) -> None:
     if place == "glossary":
         source[0] = indexed(source[0])
     source[0] = source[0].replace("```mermaid", "```text")  # drawn by GitHub alone
+
+
+def _anchor_rows(_app: Any, page: nodes.document) -> None:
+    """Give the rows of a table the anchors of the index entries in them: a search shows the text at an anchor."""
+    for row in page.findall(nodes.row):
+        targets = [one for one in row.findall(nodes.target) if one["ids"]]
+        for target, place in zip(targets, [row, *row.children], strict=False):
+            place["ids"] += target["ids"]
+            target["ids"] = []

@@ -5,13 +5,20 @@ from collections.abc import Iterable, Sequence
 
 
 def prose(text: str) -> str:
-    r"""Escape what Markdown would take for markup in text that is written plainly; code between backticks stays.
+    r"""Escape what Markdown would take for markup in text that is written plainly, and put examples into blocks.
+
+    Code between backticks, indented lines and examples (from `>>>` to the next empty line) stay as they are.
 
     >>> prose("`a*b` is 2*3*4 of <unk>")
     '`a*b` is 2\\*3\\*4 of \\<unk>'
     """
-    parts = re.split(r"(`+[^`]*`+)", text)
-    return "".join(part if i % 2 else re.sub(r"(<|(?<=\S)\*(?=\S))", r"\\\1", part) for i, part in enumerate(parts))
+    blocks = re.split(r"(^>>> .*(?:\n.+)*)", text, flags=re.MULTILINE)
+    return "".join(f"```pycon\n{one}\n```" if i % 2 else _escaped(one) for i, one in enumerate(blocks))
+
+
+def _escaped(text: str) -> str:
+    kept = re.split(r"(^    .*$|`+[^`]*`+)", text, flags=re.MULTILINE)
+    return "".join(one if i % 2 else re.sub(r"(<|(?<=\S)\*(?=\S))", r"\\\1", one) for i, one in enumerate(kept))
 
 
 def cell(text: str) -> str:
