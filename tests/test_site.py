@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli.app import app
+from helpers.browser import Browser
 from helpers.markdown_links import broken_links
 from tools.site.built import requests_elsewhere
 from tools.site.commands import command_pages
@@ -125,18 +126,77 @@ def test_a_page_that_would_fetch_from_another_host_is_found(fault, tmp_path):
     assert ".example/" in found
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not BUILDER.exists(),
-    reason="the site's generator is not installed; `make docs` makes .venv-docs",
-)
-def test_the_site_builds_and_a_search_for_mfu_has_the_page_that_explains_it(tmp_path):
-    built = subprocess.run(
-        [BUILDER, "-m", "tools.site", tmp_path / "site"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built once for the tests below."""
+    if not BUILDER.exists():
+        pytest.skip("the site's generator is not installed; `make docs` makes .venv-docs")
+    folder = tmp_path_factory.mktemp("built") / "site"
+    built = subprocess.run([BUILDER, "-m", "tools.site", folder], cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    assert (tmp_path / "site/reference/api/headway.html").exists()
-    index = (tmp_path / "site/searchindex.js").read_text(encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.slow
+def test_a_search_for_mfu_has_the_page_that_explains_it_first(site):
+    assert (site / "reference/api/headway.html").exists()
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
     pages = re.findall(r'"([^"]+)"', re.search(r'"docnames":\[(.*?)\]', index)[1])
     (page,) = re.findall(r'"mfu":\[\[(\d+),"index-\d+",true\]', index)
     assert pages[int(page)] == "glossary"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_a_search_in_the_browser_leads_to_the_row_of_the_glossary(site, browser):
+    browser.show(f"file://{site}/index.html")
+    browser.follow("{ const box = document.querySelector('.sidebar-search'); box.value = 'MFU'; box.form.submit() }")
+    browser.wait_for("#search-results li a")
+    found = browser.value("document.querySelector('#search-results li a').href")
+    assert found.startswith(f"file://{site}/glossary.html#index-")
+    browser.show(found)
+    row = browser.value("document.getElementById(location.hash.slice(1)).innerText")
+    assert " ".join(row.split()) == "MFU model FLOPs utilisation: useful FLOPs / (wall time x peak)"
+    assert browser.errors == browser.requests == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize(
+    "page",
+    ["index", "tutorial", "what-the-numbers-mean", "configuration", "reference/records", "reference/api/headway"],
+)
+def test_a_page_fits_the_window_and_asks_no_other_host(page, width, site, browser):
+    browser.show(f"file://{site}/{page}.html", width=width)
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.errors == browser.requests == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_dark_site_is_dark_and_its_screens_of_commands_too(site, browser):
+    def brightness(dark, element):
+        browser.show(f"file://{site}/index.html", dark=dark)
+        shown = browser.value(f"getComputedStyle(document.querySelector({element!r})).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", shown)[:3])) / 3
+
+    for element in ("body", ".highlight"):
+        assert brightness(True, element) < 60
+        assert brightness(False, element) > 200
+
+
+@pytest.mark.browser
+def test_the_browser_tells_of_requests_and_errors(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text('<link rel="stylesheet" href="https://fonts.example/css?family=Inter"><script>missing()</script>')
+    with Browser(tmp_path / "profile") as browser:
+        browser.show(f"file://{page}")
+        assert browser.requests == ["https://fonts.example/css?family=Inter"]
+        assert any("missing is not defined" in error for error in browser.errors)

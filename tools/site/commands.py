@@ -67,7 +67,7 @@ def _page(name: str, command: Any, context: Any, links: "Sequence[str]") -> str:
     usage = " ".join(["headway", name, *command.collect_usage_pieces(context)])
     examples = re.findall(r"^Examples?: +(headway .*)$", command.help, flags=re.MULTILINE)
     text = re.sub(r"^Examples?: +headway .*$", "", command.help, flags=re.MULTILINE)
-    parts = [f"# headway {name}", "```sh\n" + "\n".join([*examples, "", f"# {usage}"]).strip() + "\n```", prose(text)]
+    parts = [f"# headway {name}", "```sh\n" + "\n".join([*examples, "", usage]).strip() + "\n```", prose(text)]
     for title, kind in (("Arguments", "argument"), ("Options", "option")):
         found = [one for one in command.get_params(context) if one.param_type_name == kind]
         if rows := [_row(*record) for one in found if (record := one.get_help_record(context))]:
