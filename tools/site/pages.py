@@ -113,6 +113,9 @@ def repository_pages() -> dict[str, str]:
     ]
     head = "# Recipes as files\n\n    headway train recipes/NAME.yaml --dry-run"
     says = "[Recipes](../recipes.md) says what each of them is."
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    install = "# Install" + readme.partition("\n## Install")[2].partition("\n## ")[0]
+    pages["reference/install"] = relinked(install, ROOT / "README.md", "reference/install")
     return {**pages, "reference/recipes": "\n\n".join([head, says, *recipes])}
 
 
