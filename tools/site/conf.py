@@ -3,18 +3,14 @@
 from typing import Any
 
 from docutils import nodes
-from sphinx.domains.python._object import PyObject
+from sphinx.domains.python import PyObject
 
 from headway.version import __version__
 from tools.site.pages import DOCS, home, indexed, relinked
 
 project = "Headway"
-author = "the Headway authors"
 release = version = __version__
 extensions = ["myst_parser"]
-root_doc = "index"
-exclude_patterns: list[str] = []
-source_suffix = {".md": "markdown"}
 
 myst_enable_extensions = ["colon_fence", "fieldlist"]
 myst_heading_anchors = 4  # as GitHub makes them, which the pages' links to headings are written for
@@ -32,7 +28,6 @@ smartquotes = False  # options begin with two hyphens
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "default", "github-dark"
 
-default_role = "code"
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"

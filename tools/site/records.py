@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 from dataclasses import replace
-from typing import Any
 
 from headway.count import Workload, load_cost_model
 from headway.devices import Peak
@@ -68,7 +67,7 @@ def record_page() -> str:
         LookupError: the code says of a key neither as attribute nor as property what it means.
     """
     record = example().as_record()
-    rows = [(f"`{key}`", _type_of(value), cell(meaning(key))) for key, value in record.items()]
+    rows = [(f"`{key}`", _JSON[type(value)], cell(meaning(key))) for key, value in record.items()]
     shown = json.dumps(record, indent=1)
     return "\n".join(
         [
@@ -98,7 +97,3 @@ def meaning(key: str) -> str:
             text = " ".join(found[1].split())
             return _UNKNOWN.sub("null", text[0].upper() + text[1:])
     raise LookupError(f"no attribute or property of Window says what {key!r} of a record means; give it a docstring")
-
-
-def _type_of(value: Any) -> str:
-    return _JSON[type(value)]
