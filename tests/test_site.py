@@ -145,11 +145,17 @@ def browser(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_search_for_mfu_has_the_page_that_explains_it_first(site):
-    assert (site / "reference/api/headway.html").exists()
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     pages = re.findall(r'"([^"]+)"', re.search(r'"docnames":\[(.*?)\]', index)[1])
     (page,) = re.findall(r'"mfu":\[\[(\d+),"index-\d+",true\]', index)
     assert pages[int(page)] == "glossary"
+
+
+@pytest.mark.slow
+def test_fields_have_the_meaning_that_comments_in_the_source_give_them(site):
+    page = re.sub(r"<[^>]+>", "", (site / "reference/api/headway.audit.html").read_text(encoding="utf-8"))
+    assert "log (Log) -- rows of one device" in page  # on the field's line
+    assert "peak_flops_per_s (float | None) -- the peak below useful MFU" in page  # above it
 
 
 @pytest.mark.slow

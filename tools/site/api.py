@@ -4,7 +4,7 @@ Read by griffe from the source, so that none of the libraries which parts of the
 """
 
 import textwrap
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 import griffe
@@ -113,7 +113,12 @@ class _Writer:
     def _class(self, path: str, found: Any) -> str:
         members = [self._member(name, one) for name, one in _public_members(found)]
         signature = self._signature(path, found) if found.parameters else path
-        return _directive("class", signature, "\n\n".join([self._text(found.docstring, found), *members]), "::::")
+        fields = "\n".join(
+            f":ivar {name}: {cell(meaning)}\n:vartype {name}: {self._type(found.members[name].annotation)}"
+            for name, meaning in _commented(found).items()
+        )
+        text = "\n\n".join([self._text(found.docstring, found), fields, *members])
+        return _directive("class", signature, text, "::::")
 
     def _member(self, name: str, found: Any) -> str:
         if found.is_function:
@@ -200,6 +205,23 @@ def _public_members(found: Any) -> "Iterator[tuple[str, Any]]":
         described = one.docstring is not None and (one.is_function or "property" in one.labels)
         if not name.startswith("_") and described and one.canonical_path.startswith("headway."):
             yield name, one
+
+
+def _commented(found: Any) -> dict[str, str]:
+    """Find the fields of a class that comments explain, on their own line or on those above, and no docstring does."""
+    lines = found.lines_collection[found.filepath]
+    sections = found.docstring.parse("google", warnings=False) if found.docstring is not None else ()
+    told = {item.name for one in sections if one.kind.value in ("attributes", "parameters") for item in one.value}
+    meanings = {}
+    for name, member in found.members.items():
+        if not member.is_attribute or member.annotation is None or name.startswith("_") or name in told:
+            continue
+        comment = lines[member.endlineno - 1].partition("  # ")[2]
+        above = takewhile(lambda line: line.startswith("    # "), reversed(lines[: member.lineno - 1]))
+        comment = comment or " ".join(line.strip("# ") for line in reversed([*above]))
+        if comment:
+            meanings[name] = comment
+    return meanings
 
 
 def _attribute(owner: Any, name: str) -> Any:
