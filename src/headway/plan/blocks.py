@@ -79,7 +79,7 @@ def _least_squares(of: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
     >>> _least_squares(np.array([[1.0, 1.0], [2.0, 1.0]]), np.array([3.0, 5.0]))
     (2.0, 1.0)
     """
-    both = np.linalg.lstsq(of, wanted)[0]
+    both = np.linalg.lstsq(of, wanted, rcond=None)[0]
     if both.min() < 0:  # then the best are on an edge
         alone = np.maximum(0.0, of.T @ wanted / (of**2).sum(0))
         edges = [np.array([alone[0], 0.0]), np.array([0.0, alone[1]])]
