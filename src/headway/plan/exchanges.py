@@ -162,7 +162,7 @@ def _of_activations(
     cost_model: CostModel, saved: SavedActivations, pack: Workload, alive: set[str], state: State, sharing: Sharing
 ) -> Iterator[Exchange]:
     """What shared packs and spread experts exchange, forward, again where it is recomputed, and backward."""
-    again = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
+    again = recomputed_blocks(state.recompute, [name for name in saved.blocks if name], cost_model.block_towers)
 
     def through(unit: str, forward: int, backward: int, ranks: int) -> Iterator[Exchange]:
         """List an all-to-all of forward, its repetition in a recomputed block, and its counterpart in backward.

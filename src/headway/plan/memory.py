@@ -141,7 +141,7 @@ def plan_memory(
     optimizer = _shared(state.moment_bytes * num_moments(in_slices, muon=state.muon), sharing)
     average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
     units = _units(cost_model, in_slices, saved, state, sharing)
-    chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
+    chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name], cost_model.block_towers)
     head = _Head.of(cost_model, pack, state, sharing)
     passed = _passed(in_slices, saved, pack, state, sharing, chosen, units)
     outside = -(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence)

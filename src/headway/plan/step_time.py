@@ -260,7 +260,8 @@ class StepTimes:
 
     def _moved_bytes(self, work: StepWork, state: State) -> float:
         """Bytes that elementwise kernels move for a pack on one device."""
-        chosen = recomputed_blocks(state.recompute, [name for name in self._saved.blocks if name])
+        blocks = [name for name in self._saved.blocks if name]
+        chosen = recomputed_blocks(state.recompute, blocks, self._cost_model.block_towers)
         sums = {"all": 0, "alive": 0, "again": 0}
         for name, block in self._saved.blocks.items():
             size = bytes_of(block.fused if state.fused else block.plain, work.pack)
