@@ -225,6 +225,7 @@ def search_of(
         count,
         num_heads=architecture.heads,
         num_experts=architecture.num_experts,
+        towers={learning.block_towers[block] for block in learning.blocks_in_backward if block},
         step_tokens=wanted,
         meshes=meshes,
         **({} if tolerance is None else {"tolerance": tolerance}),

@@ -77,6 +77,11 @@ class CostModel:
         return towers_of_blocks(self.rows)
 
     @cached_property
+    def blocks_in_backward(self) -> frozenset[str]:
+        """Blocks that backward passes, given what is trained; "" where it passes rows outside of blocks."""
+        return frozenset(row.block for row in self.rows if any(one.runs(self.trained) for one in row.gradients))
+
+    @cached_property
     def merge_group(self) -> int:
         """Patches that become one token; 1 where nothing is merged."""
         groups = [int(row.driver.removeprefix("patches/")) for row in self.rows if row.driver.startswith("patches/")]

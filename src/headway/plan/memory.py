@@ -293,7 +293,7 @@ def _kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[
     block without a backward at once.
     """
     head = head_parameter(cost_model)
-    alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
+    alive = cost_model.blocks_in_backward
     kept = 0
     for number in _of_products(cost_model):
         parameter = cost_model.parameters[number]

@@ -35,7 +35,7 @@ def block_bytes(
         fused: whether blocks are compiled or run on fused kernels.
         sequence: processes that share the pack.
     """
-    alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
+    alive = cost_model.blocks_in_backward
     sizes: dict[int, BlockBytes] = {}  # blocks of one stack are mostly one object
     for block in saved.blocks.values():
         if id(block) not in sizes:
