@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations, bytes_of
 from headway.errors import PlanError
+from headway.plan.units import remembered
 from headway.report import format_bytes
 
 
@@ -23,6 +24,7 @@ class BlockBytes:
         return min(self.whole, self.entry + (self.attention if keeps_attention else 0))
 
 
+@remembered
 def block_bytes(
     cost_model: CostModel, saved: SavedActivations, pack: Workload, *, fused: bool, sequence: int = 1
 ) -> dict[str, BlockBytes]:

@@ -200,10 +200,13 @@ def changed_config(config: TrainConfig, values: Values) -> TrainConfig | None:
         config: the recipe.
         values: settings by their dotted names.
     """
-    raw = config.as_dict()
-    for name, value in values.items():
+    changed: dict[str, dict[str, Any]] = {}
+    for name, value in changes(config, values).items():
         section, _, key = name.partition(".")
-        raw[section][key] = value
+        changed.setdefault(section, {})[key] = value
+    raw: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}  # checked already
+    for section, settings in changed.items():
+        raw[section] = raw[section].model_dump(mode="json", by_alias=True) | settings
     try:
         return parse_config(raw)
     except ConfigError:
