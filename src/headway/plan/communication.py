@@ -113,9 +113,10 @@ class Timeline:
         whole = sum(exchanges.compute.values()) or 1.0
         self._shares = np.array([[exchanges.compute.get(unit, 0.0) / whole] for unit in exchanges.order])
         self._known: dict[tuple[Kind, int, int, int], Cases] = {}  # blocks are alike
-        self._overlaps = {
-            last: self._overlaps_of(one for one in exchanges.all if last or not one.once) for last in (False, True)
-        }
+        of_last = self._overlaps_of(exchanges.all)
+        repeated = [one for one in exchanges.all if not one.once]
+        of_others = of_last if len(repeated) == len(exchanges.all) else self._overlaps_of(repeated)
+        self._overlaps = {False: of_others, True: of_last}
 
     def exposed(self, forward: Cases, backward: Cases, *, last: bool) -> Cases:
         """Predict how long a pack waits for exchanges [s].

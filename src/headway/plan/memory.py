@@ -36,9 +36,9 @@ from headway.plan.moments import (
     moment,
 )
 from headway.plan.recompute import block_bytes
-from headway.plan.slices import SPREAD, numbers_by_unit, sliced, spread_over, values_of_spread
+from headway.plan.slices import SPREAD, numbers_by_unit, sliced, trained_of_process, values_of_spread
 from headway.plan.units import block_of, chosen_blocks, head_features, head_parameter, is_tied, remembered
-from headway.plan.updating import UpdateOf, update_bytes
+from headway.plan.updating import UpdateOf, updating_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +141,11 @@ def plan_memory(
     chosen = chosen_blocks(state.recompute, cost_model, saved)
     head = _Head.of(cost_model, pack, state, sharing)
     computing = replace(state, accumulates=False, chunk=None)  # what blocks do not depend on
-    passed = _passed(
-        cost_model, in_slices, saved, pack, computing, replace(sharing, reshard=True, reduce_each_pack=True)
-    )
+    sharing_blocks = replace(sharing, reshard=True, reduce_each_pack=True)
+    passed = _passed(cost_model, in_slices, saved, pack, computing, sharing_blocks)
     outside = -(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence)
     casts = _kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
-    updating = _updating(
+    updating = updating_of(
         cost_model, in_slices, state.muon, UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards)
     )
     batch = _pixels(cost_model, pack, state.compute_bytes)
@@ -157,7 +156,7 @@ def plan_memory(
     # gradients of the step's earlier packs, which those of this one are added to: no more come then
     waits = gradients if state.accumulates else 0
     if state.accumulates and not sharing.reduce_each_pack:
-        waits = sharing.reduce_bytes * _trained_of_process(cost_model, sharing.expert)
+        waits = sharing.reduce_bytes * trained_of_process(cost_model, sharing.expert)
     comes = 0 if waits or sharing.offload else gradients
     in_blocks = sum(block.gradients for block in passed)
     at_once = _shared(head.weight, sharing)
@@ -172,8 +171,8 @@ def plan_memory(
         embedding_unit=units.get("(embedding)", NO_UNIT),
         stay_gathered=not sharing.reshard,
     )
-    walk = fullest_of_backward(passed if comes else [replace(block, gradients=0) for block in passed], ends)
-    walk["gradients"] += waits
+    walk = _walked(cost_model, in_slices, saved, pack, computing, sharing_blocks, ends, bool(comes))
+    walk = {**walk, "gradients": walk["gradients"] + waits}
     # FSDP2 keeps the buffer of the last gathering of a forward until the next, beside what was copied from it
     last = ends.head_unit.gathered or (passed[-1].unit.gathered if passed else 0)
     gathered = ends.root + ends.head_unit.gathered + last
@@ -207,22 +206,6 @@ def _casts(state: State, sharing: Sharing) -> bool:
 
 def _shared(num_bytes: float, sharing: Sharing) -> int:
     return -int(-num_bytes // sharing.shards)
-
-
-@remembered
-def _trained_of_process(cost_model: CostModel, expert: int) -> int:
-    """Numbers of the weights that learn, of spread experts those that one of so many processes keeps."""
-    return sum(p.numel // spread_over(p, expert) for p in cost_model.parameters if p.trainable)
-
-
-@remembered
-def _updating(cost_model: CostModel, in_slices: CostModel, muon: bool, of: UpdateOf) -> int:
-    """Bytes that the optimizer works on, Muon on the matrices of hidden layers alone."""
-    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if muon else frozenset()
-    shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
-    trained = [p for p in in_slices.parameters if p.trainable]
-    matrices = ((p, shapes.get(p.name, p.numel)) for p in trained if p.name in by_muon)
-    return update_bytes((p for p in trained if p.name not in by_muon), matrices, of)
 
 
 @remembered
@@ -271,6 +254,22 @@ def _passed(
         )
         for name in order
     ]
+
+
+@remembered
+def _walked(
+    whole: CostModel,
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    ends: Ends,
+    makes_gradients: bool,
+) -> dict[str, int]:
+    """Parts at the fullest point of a backward, whose blocks make gradients beside those that wait, or do not."""
+    passed = _passed(whole, cost_model, saved, pack, state, sharing)
+    return fullest_of_backward(passed if makes_gradients else [replace(one, gradients=0) for one in passed], ends)
 
 
 @remembered
