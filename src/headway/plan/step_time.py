@@ -16,7 +16,6 @@ from typing import Any
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
-from headway.count.recompute import recomputed_blocks
 from headway.count.step_facts import flops_on_padding
 from headway.devices.model_rates import BACKWARD_MOVES, FORWARD_MOVES
 from headway.plan.collectives import Links
@@ -25,7 +24,7 @@ from headway.plan.lines import NAMES, SLOW
 from headway.plan.memory import State, num_moments
 from headway.plan.moments import FLOAT32
 from headway.plan.speeds import Cases, Shape, Speeds
-from headway.plan.units import head_features
+from headway.plan.units import chosen_blocks, head_features, remembered
 
 ROWS = (512, 2048, 8192)
 """Rows of inputs for which the rates of products are measured; others lie between or near."""
@@ -260,15 +259,10 @@ class StepTimes:
 
     def _moved_bytes(self, work: StepWork, state: State) -> float:
         """Bytes that elementwise kernels move for a pack on one device."""
-        blocks = [name for name in self._saved.blocks if name]
-        chosen = recomputed_blocks(state.recompute, blocks, self._cost_model.block_towers)
-        sums = {"all": 0, "alive": 0, "again": 0}
-        for name, block in self._saved.blocks.items():
-            size = bytes_of(block.fused if state.fused else block.plain, work.pack)
-            sums["all"] += size
-            sums["alive"] += size if name in self._alive else 0
-            sums["again"] += size if name in chosen else 0
-        moved = FORWARD_MOVES * (sums["all"] + sums["again"]) + BACKWARD_MOVES * sums["alive"]
+        sizes = _bytes_by_block(self._saved, work.pack, state.fused)
+        again = sum(sizes[name] for name in chosen_blocks(state.recompute, self._cost_model, self._saved))
+        alive = sum(size for name, size in sizes.items() if name in self._alive)
+        moved = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
         features = head_features(self._cost_model)
         if features is not None:  # logits are read, their log-probabilities written and read, their gradient written
             moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
@@ -283,6 +277,12 @@ class StepTimes:
         """Gradients are read for their norm, scaled and read again; weights and moments are read and written."""
         moments = num_moments(self._cost_model, muon=state.muon)
         return ((4 + 2) * state.weight_bytes * self._trained + 2 * state.moment_bytes * moments) / work.shards
+
+
+@remembered
+def _bytes_by_block(saved: SavedActivations, pack: Workload, fused: bool) -> dict[str, int]:
+    """Activations that each block saves of a pack [bytes]; of what is outside of blocks under ""."""
+    return {name: bytes_of(block.fused if fused else block.plain, pack) for name, block in saved.blocks.items()}
 
 
 def product_shape(phase: str, units: int, features: tuple[int, int] | None) -> Shape | None:
