@@ -26,10 +26,12 @@ ON_CUDA = {
     "Muon": ("text", "optim.name=muon", "speed.recompute=full", "speed.loss_chunk=512"),
     "a frozen part": ("text", "model.freeze=[language.mlp]", "speed.loss_chunk=null"),
     "experts": ("experts", "optim.accumulation=2", "speed.recompute=every:2"),
+    "one tower, recomputed": ("image", "speed.recompute=vision:full"),
 }  # fmt: skip
 SLOW = {
     "adapters": ("experts", "model.lora={rank: 8}"),
     "images": ("image", "speed.recompute=full,-attention"),
+    "the other tower, recomputed": ("image", "speed.recompute=language:full,-attention"),
     "videos": ("video", "model.freeze=[language]"),
 }
 

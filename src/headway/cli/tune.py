@@ -89,6 +89,7 @@ def tune(
 
     Example: headway tune recipes/qwen2.5-7b-text-81920.yaml --write best.yaml
     """
+    from headway.devices import named_device
     from headway.train.config import load_config
 
     if steps is not None and measure is None:
@@ -99,9 +100,10 @@ def tune(
     config = _planned_for(config, devices, device, lengths, measured=bool(data))
     if measure is not None:
         _check_data(config)
-    joined = _links(config, GivenLinks(link, network, per_node))
-    search, found_device, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, links=joined)
-    tuned = _tuned(recipe, search, found_device, speeds, joined, top, measure, steps)
+    named = None if config.plan.device is None else named_device(config.plan.device)
+    joined = GivenLinks(link, network, per_node).joining(named, config.plan.devices or 1)
+    search, _, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, links=joined)
+    tuned = _tuned(recipe, search, named, speeds, joined, top, measure, steps)
     if write is not None:
         _write(write, recipe, tuned)
     if as_json:
@@ -174,13 +176,6 @@ def _tuned(
     )
 
 
-def _links(config: "TrainConfig", given: GivenLinks) -> "Links | None":
-    from headway.devices import named_device
-
-    name = config.plan.device
-    return given.joining(None if name is None else named_device(name), config.plan.devices or 1)
-
-
 def search_of(
     config: "TrainConfig",
     memory: str | None,
@@ -212,6 +207,7 @@ def search_of(
     from headway.train.forecast import Forecaster
     from headway.train.planned_lengths import lengths_of
     from headway.train.tune import Search, Space, parse_step_tokens
+    from headway.train.tune.space import TOLERANCE
 
     count, name = config.plan.devices or 1, config.plan.device
     found = named_device(name) if name is not None else None
@@ -219,15 +215,16 @@ def search_of(
     cost_model = resolve_cost_model(config.model.path)
     architecture = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
     learning = learning_model(config, cost_model)
-    wanted, tolerance = (None, None) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
+    wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
     space = Space.of(
         config,
         count,
         num_heads=architecture.heads,
         num_experts=architecture.num_experts,
+        towers={learning.block_towers[block] for block in learning.blocks_in_backward if block},
         step_tokens=wanted,
+        tolerance=tolerance,
         meshes=meshes,
-        **({} if tolerance is None else {"tolerance": tolerance}),
     )
     shape = config.parallel.mesh_shape(count)
     measured = measured_data(data, config) if data else None

@@ -16,7 +16,6 @@ from typing import Any
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
-from headway.count.recompute import recomputed_blocks
 from headway.count.step_facts import flops_on_padding
 from headway.plan.collectives import Links
 from headway.plan.communication import Exchanges, exposed_s
@@ -24,7 +23,7 @@ from headway.plan.lines import NAMES, SLOW
 from headway.plan.memory import State, num_moments
 from headway.plan.moments import FLOAT32
 from headway.plan.speeds import Cases, Shape, Speeds
-from headway.plan.units import head_features
+from headway.plan.units import chosen_blocks, head_features, remembered
 
 ROWS = (64, 512, 2048, 8192)
 """Rows of inputs for which the rates of products are measured; others lie between or near."""
@@ -228,7 +227,7 @@ class StepTimes:
 
     def launches(self, state: State) -> float:
         """Linear modules, attention and the like that the host launches for a pack, forward and backward being one."""
-        chosen = recomputed_blocks(state.recompute, [name for name in self._saved.blocks if name])
+        chosen = chosen_blocks(state.recompute, self._cost_model, self._saved)
         parts = sum(
             1 + (row.block in chosen) + 2 * any(gradient.runs(self._cost_model.trained) for gradient in row.gradients)
             for row in self._cost_model.rows
@@ -290,14 +289,10 @@ class StepTimes:
 
     def moved_bytes(self, work: StepWork, state: State) -> float:
         """Bytes that elementwise operations move for a pack on one device."""
-        chosen = recomputed_blocks(state.recompute, [name for name in self._saved.blocks if name])
-        sums = {"all": 0, "alive": 0, "again": 0}
-        for name, block in self._saved.blocks.items():
-            size = bytes_of(block.fused if state.fused else block.plain, work.pack)
-            sums["all"] += size
-            sums["alive"] += size if name in self._alive else 0
-            sums["again"] += size if name in chosen else 0
-        moved = FORWARD_MOVES * (sums["all"] + sums["again"]) + BACKWARD_MOVES * sums["alive"]
+        sizes = _bytes_by_block(self._saved, work.pack, state.fused)
+        again = sum(sizes[name] for name in chosen_blocks(state.recompute, self._cost_model, self._saved))
+        alive = sum(size for name, size in sizes.items() if name in self._alive)
+        moved = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
         features = head_features(self._cost_model)
         if features is not None:  # logits are read, their log-probabilities written and read, their gradient written
             moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
@@ -317,6 +312,12 @@ class StepTimes:
 def _share(row: FlopRow, padding: Mapping[str, int], work: StepWork) -> float:
     """Share of a component's FLOPs that one device computes, with those on its padding."""
     return (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / work.devices
+
+
+@remembered
+def _bytes_by_block(saved: SavedActivations, pack: Workload, fused: bool) -> dict[str, int]:
+    """Activations that each block saves of a pack [bytes]; of what is outside of blocks under ""."""
+    return {name: bytes_of(block.fused if fused else block.plain, pack) for name, block in saved.blocks.items()}
 
 
 def product_shape(phase: str, units: int, features: tuple[int, int] | None) -> Shape | None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.activations import SavedActivations
-from headway.count.recompute import as_choice
 from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
@@ -24,7 +23,7 @@ from headway.packing.measure import report_on
 from headway.plan.memory import MemoryPlan, Sharing, State, plan_memory
 from headway.plan.mesh import MeshShape
 from headway.plan.moments import BFLOAT16, FLOAT32
-from headway.plan.recompute import block_bytes, least_recomputed
+from headway.plan.recompute import least_within
 from headway.train.config import TrainConfig
 from headway.train.fitting import Way, ways_to_fit
 from headway.train.planned_lengths import lengths_of
@@ -233,9 +232,7 @@ def recompute_of(
         return config.speed.recompute
     pack, of_forward = fullest_pack(config, cost_model), saved[precision_of(config, shape.world_size)]
     fused = config.speed.is_fused(config.run.device)
-    return as_choice(
-        least_recomputed(block_bytes(cost_model, of_forward, pack, fused=fused, sequence=shape.sequence), size)
-    )
+    return least_within(cost_model, of_forward, pack, size, fused=fused, sequence=shape.sequence)
 
 
 def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:
