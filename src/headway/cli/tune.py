@@ -8,10 +8,10 @@ import typer
 
 from headway.cache import write_whole
 from headway.cli.dry_run import saved_of_recipe
-from headway.cli.index import build_indices
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
+from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import print_json
 from headway.cli.plan import speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
@@ -227,7 +227,11 @@ def search_of(
         meshes=meshes,
     )
     shape = config.parallel.mesh_shape(count)
-    lengths = _measured(data, config) if data else lengths_of(_of_size(config, space.step_tokens), learning, shape)
+    measured = measured_data(data, config) if data else None
+    if measured is not None:
+        lengths: tuple[str, LengthTable] | None = (measured.name, measured.lengths)
+    else:
+        lengths = lengths_of(_of_size(config, space.step_tokens), learning, shape)
     if lengths is None:
         raise PlanError(
             "nothing says how long the samples are: give --lengths FILE or --data D, or set plan.lengths or plan.mix "
@@ -235,7 +239,8 @@ def search_of(
         )
     saved = saved_of_recipe(config)
     speeds = speeds_of(config, cost_model, found, count)
-    timer = Forecaster(learning, saved, speeds, count, links).predict
+    making_s = None if measured is None else measured.making_s
+    timer = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict
     return Search(config, learning, saved, count, room, lengths, timer, space), found, speeds
 
 
@@ -269,19 +274,6 @@ def _of_size(config: "TrainConfig", step_tokens: int) -> "TrainConfig":
     packs = shape.world_size // shape.sequence * config.data.tokens_per_pack
     larger = changed_config(config, {"optim.accumulation": max(config.optim.accumulation, -(-step_tokens // packs))})
     return larger or config
-
-
-def _measured(data: list[str], config: "TrainConfig") -> "tuple[str, LengthTable]":
-    """Lengths of datasets, by the model's own processor."""
-    with needs_extra("indexing"):
-        from headway.data.sources import open_source
-        from headway.data.sources.opening import own_names
-    from headway.train.tune.lengths import joined
-
-    named = zip(data, own_names(data), strict=True)
-    sources = [open_source(path, name=name) for path, name in named]
-    indices = build_indices(sources, config.model.path, config.data.max_characters)
-    return ", ".join(source.name for source in sources), joined(indices)
 
 
 def _check_data(config: "TrainConfig") -> None:

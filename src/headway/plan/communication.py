@@ -79,7 +79,9 @@ class Exchanges:
         return sum(one.num_bytes for one in self.all if kind in (None, one.kind))
 
 
-def exposed_s(exchanges: Exchanges, packs: int, forward: Cases, backward: Cases, links: Links) -> Cases:
+def exposed_s(
+    exchanges: Exchanges, packs: int, forward: Cases, backward: Cases, links: Links, *, overlap: bool = True
+) -> Cases:
     """Predict how long a step waits for exchanges [s].
 
     Args:
@@ -88,10 +90,13 @@ def exposed_s(exchanges: Exchanges, packs: int, forward: Cases, backward: Cases,
         forward: time that a process computes forward in a step [s].
         backward: the same of backward, with what is computed again [s].
         links: between the devices.
+        overlap: whether devices compute meanwhile. A CPU does not: FSDP2 has no streams there, and waits for each.
 
     Raises:
         PlanError: the processes are on several nodes, whose network is not known.
     """
+    if not overlap:
+        forward = backward = Cases.exact(0.0)
     each = exchanges.timeline(links)
     times = forward.times(1 / packs), backward.times(1 / packs)
     return each.exposed(*times, last=False).times(packs - 1) + each.exposed(*times, last=True)

@@ -48,6 +48,7 @@ class Packs:
         most_patches: of the pack with the most [patches].
         mean_patches: of a pack on average [patches].
         flops: of a mean step, all devices together, by component.
+        epoch_tokens: of all samples once, those that are left out not among them.
     """
 
     lengths: str
@@ -58,6 +59,7 @@ class Packs:
     most_patches: int
     mean_patches: float
     flops: FlopCount
+    epoch_tokens: int
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -122,6 +124,7 @@ def dry_run(
     *,
     devices: int,
     device: Device | None,
+    lengths: tuple[str, LengthTable] | None = None,
 ) -> DryRun:
     """Plan a run.
 
@@ -132,6 +135,7 @@ def dry_run(
             not fit, that of the ways in which it would.
         devices: processes, a device each.
         device: whose memory it must fit.
+        lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
 
     Raises:
         ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
@@ -141,7 +145,7 @@ def dry_run(
     learning = learning_model(config, cost_model)
     left_out = saved[precision_of(config, devices)].left_out
     notes = []
-    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape))
+    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape), lengths)
     if packs is None:
         notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
@@ -326,7 +330,8 @@ def plan_packs(
         max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
     ]
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
-    return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count)
+    epoch = int(items.tokens.sum())
+    return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count, epoch)
 
 
 def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
