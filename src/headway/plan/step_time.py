@@ -309,15 +309,15 @@ class StepTimes:
         return ((4 + 2) * state.weight_bytes * self._trained + 2 * state.moment_bytes * moments) / work.shards
 
 
-def _share(row: FlopRow, padding: Mapping[str, int], work: StepWork) -> float:
-    """Share of a component's FLOPs that one device computes, with those on its padding."""
-    return (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / work.devices
-
-
 @remembered
 def _bytes_by_block(saved: SavedActivations, pack: Workload, fused: bool) -> dict[str, int]:
     """Activations that each block saves of a pack [bytes]; of what is outside of blocks under ""."""
     return {name: bytes_of(block.fused if fused else block.plain, pack) for name, block in saved.blocks.items()}
+
+
+def _share(row: FlopRow, padding: Mapping[str, int], work: StepWork) -> float:
+    """Share of a component's FLOPs that one device computes, with those on its padding."""
+    return (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / work.devices
 
 
 def product_shape(phase: str, units: int, features: tuple[int, int] | None) -> Shape | None:
