@@ -50,6 +50,8 @@ ON_CUDA: tuple[tuple[str, ...], ...] = (
     ("text", _MUON, _FULL, _CHUNK), ("text", _MUON, _PARAMS, _FULL, _CHUNK), ("text", "optim.ema={decay: 0.999}"),
     ("text", _LORA), ("text", _LORA, _PARAMS, _FULL), ("text", "model.freeze=[language.mlp]"), ("tied",),
     ("tied", _FULL), ("tied", _PARAMS), ("image",), ("image", _FULL), ("image", _FULL, _PARAMS),
+    ("image", "speed.recompute=vision:full"), ("image", "speed.recompute=full,-attention,vision:full"),
+    ("video", "speed.recompute=language:full,-attention,vision:every:2"),
     ("image", "model.freeze=[vision]"), ("image", _TWICE, _HALF), ("image", _LORA, _FULL), ("video",), ("video", _FULL),
     ("video", _PARAMS, _KEPT), ("video", "model.freeze=[language]"), ("video", "model.freeze=[vision]"), ("experts",),
     ("experts", _FULL), ("experts", _PARAMS), ("experts", _CODES, _HALF), ("experts", _MUON), ("experts", _LORA),
