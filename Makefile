@@ -4,6 +4,8 @@
 # make test-all   set up, then every test but the long ones (CI runs it)
 # make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (five minutes)
+# make test-browser  set up, then the tests that open pages in headless Chromium (two minutes)
+# make docs   set up .venv-docs, then build the documentation in site/; a broken link or an undocumented name fails (a minute)
 # make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (ten minutes)
 # make format rewrite the sources as ruff formats them
 #
@@ -15,7 +17,7 @@ SETUP := .venv/.headway-set-up
 SOURCES := src tests tools benchmarks examples
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
-.PHONY: demo check test test-all test-long test-oldest sweep format lint types fast-tests
+.PHONY: demo check test test-all test-long test-oldest test-browser docs sweep format lint types fast-tests
 
 demo: $(SETUP)
 	rm -rf runs/digits # a run folder is never written over, and this is the demo's own
@@ -76,6 +78,21 @@ $(OLDEST)/.set-up: pyproject.toml constraints-oldest.txt
 	$(OLDEST)/bin/pip install --quiet --no-deps --requirement constraints-oldest.txt
 	$(OLDEST)/bin/pip install --quiet --no-deps --editable .
 	touch $@
+
+# Neither torch nor transformers: the reference is read from the source.
+DOCS := .venv-docs
+docs: $(DOCS)/.set-up
+	$(DOCS)/bin/python -m tools.site
+
+$(DOCS)/.set-up: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet -c constraints.txt --editable '.[docs]' || \
+		{ echo "The site's generator could not be installed in $(DOCS); pip says why above. It needs a network, or pip's cache." >&2; exit 1; }
+	touch $@
+
+test-browser: $(SETUP) $(DOCS)/.set-up
+	@command -v chromium >/dev/null || { echo "These tests need Chromium: apt-get install chromium" >&2; exit 1; }
+	$(BIN)/python -m pytest -q -m browser
 
 sweep: $(SETUP)
 	$(BIN)/python -m tools.sweep docs/architectures.md

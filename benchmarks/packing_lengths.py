@@ -1,21 +1,27 @@
 """MFU and memory against packing length for LMMs-Engine's text, image and video recipes on 32 A800, as predicted.
 
     .venv/bin/python benchmarks/packing_lengths.py     # a minute; nothing is measured, so any machine will do
+    .venv/bin/python benchmarks/packing_lengths.py --draw docs/packing-lengths.svg     # with matplotlib
+    .venv/bin/python benchmarks/packing_lengths.py --render benchmarks/results/packing_lengths_*.json --draw lengths.svg
 
-Writes benchmarks/results/packing_lengths_<hardware>_<yyyymm>.json and the .md table rendered from it.
+Writes benchmarks/results/packing_lengths_<hardware>_<yyyymm>.json and the .md table rendered from it; `--draw` draws
+the recipes of Qwen2.5.
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headway.cli.links import GivenLinks
 from headway.cli.tune import search_of
+from headway.devices import named_device
 from headway.errors import HeadwayError
 from headway.train.config import load_config
 from headway.train.tune import Candidate
-from headway.train.tune.space import LEFT, Space
+from headway.train.tune.space import Space
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 RECIPES = (
@@ -26,6 +32,10 @@ RECIPES = (
     "qwen3-vl-8b-video-51200-sp2",
 )
 LENGTHS = (20_480, 30_720, 40_960, 51_200, 61_440, 81_920, 102_400)
+DRAWN = {RECIPES[0]: "text", RECIPES[1]: "images", RECIPES[3]: "videos"}
+MORE_DROPPED = 0.001
+"""Share of the tokens beyond which a length that drops them is no better one."""
+
 GIB = 2**30
 
 
@@ -33,31 +43,36 @@ def main() -> None:
     """Plan every length of every recipe, write the record, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
+    parser.add_argument("--render", type=Path, help="plan nothing; print the table of this earlier record")
+    parser.add_argument("--draw", type=Path, help="picture to draw, SVG or PNG")
     options = parser.parse_args()
-    runs = [run_of(name, tokens) for name in RECIPES for tokens in LENGTHS]
-    record = {"what": "packing_lengths", "environment": environment(torch.device("cpu")), "runs": runs}
-    table = render(record)
-    write(result_paths(options.out, record), record, table)
-    print(table)
+    if options.render:
+        record = json.loads(options.render.read_text(encoding="utf-8"))
+    else:
+        runs = [run_of(name, tokens) for name in RECIPES for tokens in LENGTHS]
+        record = {"what": "packing_lengths", "environment": environment(torch.device("cpu")), "runs": runs}
+        write(result_paths(options.out, record), record, render(record))
+    print(render(record))
+    if options.draw:
+        draw(record, options.draw)
 
 
 def run_of(name: str, tokens: int) -> dict[str, Any]:
-    """One recipe at one packing length and one pack a step: as it recomputes, and recomputing as little as fits."""
+    """One recipe at one packing length and one pack a step: as it recomputes, and by the fastest choice that fits."""
     config = load_config(Path(f"recipes/{name}.yaml"), (f"data.tokens_per_pack={tokens}",))
-    search = search_of(config, None, None, [])[0]
+    links = GivenLinks(None, None, None).joining(named_device(config.plan.device or ""), config.plan.devices or 1)
+    search = search_of(config, None, None, [], links=links)[0]
     ranks = search.devices // config.parallel.sequence
     axes: dict[str, Any] = {"accumulations": (1,), "sequences": (config.parallel.sequence,), "chunks": (2048,)}
-    search.space = Space(
-        ranks * tokens, recomputes=("none", config.speed.recompute, LEFT), limits_patches=False, **axes
-    )
+    search.space = Space(ranks * tokens, recomputes=search.space.recomputes, limits_patches=False, **axes)
     run: dict[str, Any] = {"recipe": name, "tokens_per_pack": tokens, "room_bytes": search.room_bytes}
     own = search.own()
     run["dropped"] = own.packs.counts.tokens_dropped / (own.packs.counts.tokens + own.packs.counts.tokens_dropped)
     run["own"] = row_of(own)
     try:
-        run["least"] = row_of(search.run().ranked[0])
+        run["best"] = row_of(search.run().ranked[0])
     except HeadwayError as error:
-        run["least"] = None
+        run["best"] = None
         run["why"] = str(error)
     return run
 
@@ -79,8 +94,8 @@ def render(record: dict[str, Any]) -> str:
     """The record as a Markdown table."""
     rows = []
     for run in record["runs"]:
-        own, least, room = run["own"], run["least"], run["room_bytes"]
-        stands = int(run["recipe"].removesuffix("-sp2").rpartition("-")[2]) == run["tokens_per_pack"]
+        own, best, room = run["own"], run["best"], run["room_bytes"]
+        stands = own_length(run["recipe"]) == run["tokens_per_pack"]
         rows.append(
             [
                 run["recipe"],
@@ -90,21 +105,63 @@ def render(record: dict[str, Any]) -> str:
                 own["recompute"],
                 f"{own['peak_bytes'] / GIB:.1f}" + ("" if own["peak_bytes"] <= room else " (too much)"),
                 f"{100 * own['mfu'][1]:.1f} %",
-                "-" if least is None else least["recompute"],
-                "-" if least is None else f"{least['peak_bytes'] / GIB:.1f}",
-                "-" if least is None else f"{100 * least['mfu'][1]:.1f} %",
+                "-" if best is None else best["recompute"],
+                "-" if best is None else f"{best['peak_bytes'] / GIB:.1f}",
+                "-" if best is None else f"{100 * best['mfu'][1]:.1f} %",
             ]
         )
     headings = ["recipe", "pack", "tokens dropped", "balance", "recompute", "GiB", "MFU"]
-    headings += ["as little as fits", "GiB", "MFU"]
+    headings += ["fastest that fits", "GiB", "MFU"]
     return (
         "# Packing length, memory and MFU\n\n"
         f"{describe_environment(record)}\n\n"
         "32 A800-SXM4-80GB, one pack a step and rank, typical lengths of each recipe, 67.1 GiB of 74.5 GiB allowed. "
-        "Predicted, by shares of the datasheet, without the time of communication; MFU is the expected case, with "
-        "the vision tower.\n\n"
+        "Predicted, by shares of the datasheet and with the exchanges that computing does not hide on the printed "
+        "links; MFU is the expected case, with the vision tower.\n\n"
         f"{markdown_table(headings, rows)}\n"
     )
+
+
+def own_length(recipe: str) -> int:
+    """Packing length in a recipe's name, which is LMMs-Engine's [tokens]."""
+    return int(recipe.removesuffix("-sp2").rpartition("-")[2])
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Draw MFU and memory against packing length, a column for each kind of data.
+
+    Args:
+        record: as it is written.
+        path: SVG or PNG file.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.fonttype"] = "none"  # text stays text, which is a fifth of the size
+    mpl.rcParams["svg.hashsalt"] = "headway"  # the same picture from the same record
+    figure = Figure(figsize=(10.5, 5.6), layout="constrained")
+    axes = figure.subplots(2, len(DRAWN), sharex=True, sharey="row")
+    for column, (recipe, kind) in enumerate(DRAWN.items()):
+        runs = [run for run in record["runs"] if run["recipe"] == recipe]
+        whole = [run for run in runs if run["dropped"] <= MORE_DROPPED]
+        best = max((run for run in whole if run["best"]), key=lambda run: run["best"]["mfu"][1])
+        mfu, memory = axes[0, column], axes[1, column]
+        for panel, value in ((mfu, lambda row: 100 * row["mfu"][1]), (memory, lambda row: row["peak_bytes"] / GIB)):
+            for key, style, label in (("own", "s--", "recomputing as the recipe"), ("best", "o-", "fastest that fits")):
+                shown = [run for run in whole if run[key]]
+                points = [run["tokens_per_pack"] / 1024 for run in shown], [value(run[key]) for run in shown]
+                panel.plot(*points, style, markersize=4, label=label)
+            panel.axvline(own_length(recipe) / 1024, color="gray", linestyle=":", label="LMMs-Engine's length")
+            panel.plot(best["tokens_per_pack"] / 1024, value(best["best"]), "*", markersize=13, label="best of all")
+            panel.grid(alpha=0.3)
+        memory.axhline(runs[0]["room_bytes"] / GIB, color="black", linewidth=0.8)
+        memory.annotate("limit", (20, runs[0]["room_bytes"] / GIB + 1))
+        mfu.set_title(f"{kind}: {recipe.rpartition('-')[0]}, {own_length(recipe):,}", fontsize=10)
+        memory.set_xlabel("tokens of a pack [x 1,024]")
+    axes[0, 0].set_ylabel("MFU [%], predicted")
+    axes[1, 0].set_ylabel("memory [GiB], planned")
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Predicted step times beside measured ones: small models trained on this CPU in 24 configurations, on one thread.
+"""Predicted step times beside measured ones: small models trained on this CPU in 28 configurations, on one thread.
 
     .venv/bin/python benchmarks/plan_time.py        # some ten minutes on two cores
 
 Each configuration is predicted before it runs, from the recipe, the lengths of its samples and the rates that
 `headway ceiling --model` measures: nothing is fitted to the steps. Then `headway train`'s loop takes its steps in this
 process. The median processor time of their thread counts, which other processes disturb less than wall time. Packs are
-made in a process of their own: a thread of this one would hold up its interpreter at every operation.
+made in a process of their own: a thread of this one would hold up its interpreter at every operation. Two processes
+exchange over gloo, at the bandwidth that gathers of two sizes reach, measured beforehand; their mean wall time counts.
 
 Writes benchmarks/results/plan_time_<hardware>_<yyyymm>.json and the .md table rendered from it.
 """
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -22,28 +24,35 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from scipy.stats import spearmanr
+from torch.multiprocessing import spawn
 
 from headway.cli.dry_run import saved_activations
 from headway.cli.index import build_indices
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
 from headway.count.activations import SavedByPrecision
 from headway.data.sources import open_source
 from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
 from headway.models.attention import attend
+from headway.plan.blocks import with_blocks
+from headway.plan.collectives import REACHED, Link, Links
 from headway.plan.speeds import Speeds
 from headway.plan.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
+from headway.train.block_times import timed_blocks
 from headway.train.config import TrainConfig, parse_config
 from headway.train.dry_run import learning_model, plan_packs
 from headway.train.forecast import Forecaster
 from headway.train.loop import train
+from headway.train.measured_data import joined
 from headway.train.optim import Optimizer
-from headway.train.tune.lengths import joined
+from headway.train.tune import measure
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 WARM, STEPS = 3, 8
+GATHERED = (2**14, 2**22)  # float32 numbers of a whole array
 # width, inner width, layers of the language model; the vision tower has the same widths and its own two layers
 MODELS = {"small": (128, 384, 3), "middle": (256, 768, 4), "large": (512, 1536, 4)}
 # model, packing length, accumulation, recomputation, frozen parts
@@ -57,6 +66,7 @@ CONFIGURATIONS = [
     ("middle", 2048, 1, "full", []),
     ("large", 512, 1, "every:2", []),
 ]
+PAIRS = [("small", 512, 1, "none", []), *((model, 1024, 1, "none", []) for model in MODELS)]  # two processes
 
 
 def main() -> None:
@@ -72,9 +82,13 @@ def main() -> None:
         folder = Path(temporary)
         write_digits(folder / "data", num_one_digit=300, num_train=3000, num_eval=4, renderings=1)
         speeds = {name: measured_speeds(folder, name) for name in MODELS}
-        for number, configuration in enumerate(CONFIGURATIONS[: options.only]):
-            record["rows"].append(one_row(folder, number, configuration, speeds))
-            print(json.dumps(record["rows"][-1]), flush=True)
+        links = gloo_links()
+        record["gloo_bytes_per_s"] = links.inside.bytes_per_s * REACHED.expected
+        found = [(one, 1) for one in CONFIGURATIONS] + [(one, 2) for one in PAIRS]
+        for number, (configuration, processes) in enumerate(found[: options.only]):
+            row = one_row(folder, number, configuration, speeds, processes, links)
+            record["rows"].append(row)
+            print(json.dumps(row), flush=True)
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in record["rows"]]
     order = spearmanr([row["predicted_s"] for row in record["rows"]], [row["measured_s"] for row in record["rows"]])
     record |= {"median_error": statistics.median(errors), "rank_correlation": float(order.statistic)}
@@ -98,13 +112,46 @@ def measured_speeds(folder: Path, name: str) -> Speeds:
     cost_model = resolve_cost_model(str(folder / name))
     found = resolve_architecture(str(folder / name), cost_model)
     rates = model_rates(
-        "cpu", "fp32", shapes_of(cost_model, (128, 512, 2048)), (found.heads, found.qk_dim), attend, refresh=True
+        "cpu", "fp32", shapes_of(cost_model, (64, 512, 2048)), (found.heads, found.qk_dim), attend, refresh=True
     )
     peak = matmul_ceiling("cpu", "fp32").peak().flops_per_s
-    return Speeds.measured("this CPU", peak, rates, runs_ahead=False)
+    blocks = timed_blocks(resolve_config(str(folder / name)), torch.device("cpu"), "fp32", refresh=True)
+    assert blocks is not None
+    return with_blocks(Speeds.measured("this CPU", peak, rates, runs_ahead=False), blocks)
 
 
-def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: dict[str, Speeds]) -> dict[str, Any]:
+def gloo_links() -> Links:
+    """How fast two processes of this machine gather, by arrays of 64 KiB and 16 MiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        spawn(_gathers, args=(str(found),), nprocs=2)
+        small_s, large_s = json.loads(found.read_text(encoding="utf-8"))
+    small, large = (size * 4 / 2 for size in GATHERED)  # half of a float32 array goes over
+    per_byte = (large_s - small_s) / (large - small)
+    latency_s = max(0.0, small_s - per_byte * small)
+    return Links(Link(1 / per_byte / REACHED.expected, latency_s), None, 2, "this CPU", "measured")
+
+
+def _gathers(rank: int, found: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{found}.store", rank=rank, world_size=2)
+    seconds = []
+    for size in GATHERED:
+        part, whole = torch.ones(size // 2), torch.empty(size)
+        times = []
+        for _ in range(30):
+            begin_s = time.perf_counter()
+            dist.all_gather_into_tensor(whole, part)
+            times.append(time.perf_counter() - begin_s)
+        seconds.append(statistics.median(times))
+    if rank == 0:
+        Path(found).write_text(json.dumps(seconds), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def one_row(
+    folder: Path, number: int, configuration: tuple[Any, ...], speeds: dict[str, Speeds], processes: int, links: Links
+) -> dict[str, Any]:
     """Predict one configuration, then train it."""
     model, slots, accumulation, recompute, frozen = configuration
     config = parse_config(
@@ -119,7 +166,18 @@ def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: d
             "run": {"folder": str(folder / f"run-{number}"), "device": "cpu", "threads": 1},
         }
     )  # fmt: skip
-    predicted = predict(config, speeds[model])
+    predicted = predict(config, speeds[model], processes, links)
+    seconds = timed_steps(config) if processes == 1 else [measure(config, processes, steps=STEPS).step_s or math.nan]
+    return {
+        "model": model, "slots": slots, "accumulation": accumulation, "recompute": recompute,
+        "frozen": ", ".join(frozen), "processes": processes, "predicted_s": predicted.step_s,
+        "measured_s": statistics.median(seconds), "least_s": min(seconds), "most_s": max(seconds),
+        "lines": {line.key: line.seconds.expected for line in predicted.lines},
+    }  # fmt: skip
+
+
+def timed_steps(config: TrainConfig) -> list[float]:
+    """Train here; processor time of each step after the first ones [s]."""
     times: list[float] = []
     plain = Optimizer.step
 
@@ -130,35 +188,31 @@ def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: d
 
     with patch.object(Optimizer, "step", timed):
         train(config)
-    measured = [after - before for before, after in pairwise(times[WARM - 1 :])]
-    return {
-        "model": model, "slots": slots, "accumulation": accumulation, "recompute": recompute,
-        "frozen": ", ".join(frozen), "predicted_s": predicted.step_s, "measured_s": statistics.median(measured),
-        "least_s": min(measured), "most_s": max(measured),
-        "lines": {line.key: line.seconds.expected for line in predicted.lines},
-    }  # fmt: skip
+    return [after - before for before, after in pairwise(times[WARM - 1 :])]
 
 
-def predict(config: TrainConfig, speeds: Speeds) -> StepForecast:
+def predict(config: TrainConfig, speeds: Speeds, processes: int, links: Links) -> StepForecast:
     """Predict a step from the recipe and the lengths of its samples."""
     source = open_source(str(config.data.train[0].path), name="digits")
     lengths = joined(build_indices([source], str(config.model.path), None))
     learning = learning_model(config, resolve_cost_model(str(config.model.path)))
-    shape = config.parallel.mesh_shape(1)
+    shape = config.parallel.mesh_shape(processes)
     packs = plan_packs(config, learning, shape, "none", ("digits", lengths))
     assert packs is not None
     saved = SavedByPrecision(partial(saved_activations, str(config.model.path)))
-    return Forecaster(learning, saved, speeds, 1).predict(config, packs)
+    return Forecaster(learning, saved, speeds, processes, None if processes == 1 else links).predict(config, packs)
 
 
 def render(record: dict[str, Any]) -> str:
     """The table, and what it comes to."""
-    headings = ["model", "slots", "packs", "recomputed", "frozen", "predicted ms", "measured ms", "range", "error"]
+    headings = [
+        "model", "slots", "packs", "recomputed", "frozen", "processes", "predicted ms", "measured ms", "range", "error"
+    ]  # fmt: skip
     rows = [
         [
             row["model"], str(row["slots"]), str(row["accumulation"]), row["recompute"], row["frozen"],
-            f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * row['measured_s']:.1f}",
-            f"{1e3 * row['least_s']:.1f} to {1e3 * row['most_s']:.1f}",
+            str(row["processes"]), f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * row['measured_s']:.1f}",
+            "" if row["processes"] > 1 else f"{1e3 * row['least_s']:.1f} to {1e3 * row['most_s']:.1f}",
             f"{100 * (row['predicted_s'] / row['measured_s'] - 1):+.1f} %",
         ]
         for row in record["rows"]
@@ -166,7 +220,8 @@ def render(record: dict[str, Any]) -> str:
     said = (
         f"{len(rows)} configurations: median error {100 * record['median_error']:.1f} %, rank correlation "
         f"{record['rank_correlation']:.3f}. Processor time of a step on one thread, median of {record['steps'] - 1}; "
-        "predicted before each ran, from the recipe, its samples' lengths and `headway ceiling --model`."
+        f"of two processes, mean wall time; they gather at {record['gloo_bytes_per_s'] / 1e9:.2f} GB/s. Predicted "
+        "before each ran, from the recipe, its samples' lengths and `headway ceiling --model`."
     )
     return "\n\n".join([describe_environment(record), markdown_table(headings, rows), said]) + "\n"
 

@@ -18,6 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import none
 
+from helpers.browser import CHROMIUM
+
 # A slow machine is no failure, and the same examples everywhere make a failure reproducible.
 settings.register_profile("headway", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("quick", parent=settings.get_profile("headway"))
@@ -51,7 +53,10 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs a CUDA device where there is none."""
+    """Skip what needs a CUDA device or a browser where there is none."""
+    for item in items:
+        if item.get_closest_marker("browser") and not CHROMIUM:
+            item.add_marker(pytest.mark.skip(reason="needs Chromium: apt-get install chromium"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -71,6 +76,7 @@ SHARED_RUNS = {
     "test_ranks.py",
     "test_resume.py",
     "test_shard.py",
+    "test_site.py",
 }
 
 

@@ -39,6 +39,15 @@ def test_a_committed_table_is_rendered_from_its_record(path, monkeypatch):
     assert script.render(record) == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
+def test_the_picture_of_packing_lengths_is_drawn_from_its_record(tmp_path):
+    (record,) = (path for path in RECORDS if path.name.startswith("packing_lengths_"))
+    run("packing_lengths.py", "--render", record, "--draw", tmp_path / "lengths.svg")
+    drawn = (tmp_path / "lengths.svg").read_text(encoding="utf-8")
+    for words in ("text: qwen2.5-7b-text, 81,920", "images: qwen2.5-vl-7b-image, 61,440", "best of all", "limit"):
+        assert f">{words}</text>" in drawn
+    assert len(drawn) < 150_000
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("mix", ["text", "images", "digits", "gemma3", "internvl"])

@@ -10,8 +10,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from helpers.markdown_links import broken_links
+
 DOCS = Path(__file__).parent.parent / "docs"
-NOT_RUN = {"log.md", "tutorial.md", "architectures.md", "published-figures.md"}  # tests/test_tutorial.py runs that one
+NOT_RUN = {"log.md", "tutorial.md", "architectures.md"}  # tests/test_tutorial.py runs that one
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in NOT_RUN)
 BLOCKS = [
     block
@@ -58,9 +60,24 @@ def test_there_are_sessions_to_run():
 
 
 @pytest.mark.parametrize("page", sorted(page.name for page in DOCS.glob("*.md")))
-def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text(encoding="utf-8")):
-        assert (DOCS / target).exists()
+def test_links_lead_to_files_and_headings(page):
+    assert broken_links(DOCS / page) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    (tmp_path / "there.md").write_text("# A page\n\n## Why 33 % is `21`?\n\n## Twice\n\n## Twice\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](there.md) [b](there.md#why-33--is-21) [c](there.md#twice-1) [d](#here) [e](https://example.org/x)\n"
+        "[f](gone.md) [g](there.md#gone) [h](#gone) [i](gone.md#here) `[j](code.md)`\n```python\n[k](code.md)\n```\n"
+    )
+    assert broken_links(page) == ["gone.md", "there.md#gone", "#gone", "gone.md#here"]
+
+
+@pytest.mark.parametrize("page", sorted({page.name for page in DOCS.glob("*.md")} - {"index.md", "log.md"}))
+def test_a_page_begins_with_what_one_types(page):
+    begin = (DOCS / page).read_text(encoding="utf-8").splitlines()[:25]
+    assert any(re.match(r"```(bash|console|python|sh|text|yaml)|    \S", line) for line in begin)
 
 
 def test_the_index_names_every_page():

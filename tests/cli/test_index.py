@@ -46,6 +46,18 @@ def test_the_summary_goes_to_stdout(headway, chats, model, tmp_path):
     assert [line.partition("line ")[2][:2] for line in lines if line.startswith("bad:")] == ["3:", "4:"]
 
 
+def test_a_log_file_is_told_how_far_it_is(headway, monkeypatch, chats, model):
+    monkeypatch.setattr("headway.data.index.build.units_of", lambda rows: [range(n, n + 4) for n in range(0, rows, 4)])
+    asked = ("index", chats, "--model", model, "--on-bad", "skip", "--workers", 0, "--refresh")
+    assert headway(*asked).err == ""  # it took less than half a minute
+    monkeypatch.setattr("headway.cli.index._LINE_S", 0.0)
+    told = headway(*asked).err.splitlines()
+    assert [line.partition(" bad, ")[0] for line in told] == [
+        "indexing chats: 4 of 12 rows, 2", "indexing chats: 8 of 12 rows, 2"
+    ]  # fmt: skip
+    assert all(line.endswith(" left") for line in told)
+
+
 def test_json_names_every_bad_row(headway, chats, model):
     result = headway("index", chats, "--model", model, "--on-bad", "skip", "--workers", 0, "--json")
 

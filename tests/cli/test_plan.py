@@ -5,7 +5,10 @@ import json
 import pytest
 
 from headway.devices import named_device
+from headway.devices.measure import TimeBudget
+from headway.synthetic.digits import write_reader
 from helpers.processes import ROOT
+from helpers.talking import QUESTIONS
 
 RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
 MODEL = ("plan", "qwen3-0.6b", "--device", "H100", "--devices", 8)
@@ -43,6 +46,36 @@ def test_a_recipe_is_planned_for_its_own_devices_within_eighty_columns(headway, 
     assert "Exchanges between devices are taken to hide behind computing" in unknown.out
 
 
+def test_a_run_over_given_lengths_lasts_as_many_epochs(headway, tmp_path):
+    file = tmp_path / "lengths.csv"
+    file.write_text("tokens\n" + "\n".join(str(100 + row % 900) for row in range(9000)))
+    tokens = sum(100 + row % 900 for row in range(9000))
+    asked = (*MODEL, "--lengths", file, "--price", 2, "--json")
+    run = json.loads(headway(*asked, "--epochs", 2.5).out)["run"]
+    assert run["tokens"] == 2.5 * tokens
+    assert run == json.loads(headway(*asked, "--tokens", 2.5 * tokens).out)["run"]
+
+
+def test_data_are_measured_and_their_making_is_timed(headway, monkeypatch, tmp_path):
+    data = tmp_path / "chats.jsonl"
+    answers = ["digit " * (1 + row % 7) for row in range(60)]
+    rows = [{"prompt": QUESTIONS[row % len(QUESTIONS)], "completion": answers[row]} for row in range(60)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    write_reader(tmp_path / "model", [*QUESTIONS, "user\n", "assistant\n", "system\n"])
+    few = ("--device", "H100", "--set", "data.tokens_per_pack=64", "--data", data, "--epochs", 3)
+    plan = headway("plan", tmp_path / "model", *few)
+    assert plan.code == 0, plan.err
+    assert "lengths chats" in " ".join(plan.out.split())
+    assert "Data: a worker makes" in plan.out
+    found = json.loads(headway("plan", tmp_path / "model", *few, "--json").out)
+    index = json.loads(headway("index", data, "--model", tmp_path / "model", "--json").out)
+    assert found["run"]["tokens"] == 3 * index["indices"][0]["tokens"]
+    monkeypatch.setattr("headway.train.measured_data.making_s", lambda *_: 1.0)
+    slow = json.loads(headway("plan", tmp_path / "model", *few, "--set", "data.workers=2", "--json").out)
+    tokens = 64 * slow["packs"]["fill"]
+    assert slow["time"]["step_s"] == pytest.approx([tokens / 2] * 3)  # two workers, a second a token
+
+
 def test_settings_change_the_plan(headway):
     plain, again = (
         json.loads(headway(*MODEL, "--json", *more).out)["time"] for more in ((), ("--set", "speed.recompute=full"))
@@ -55,16 +88,18 @@ def test_settings_change_the_plan(headway):
 def test_this_processor_is_measured_at_the_models_sizes_and_kept(headway, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("headway.devices.model_rates._LENGTHS", {"cpu": (16,)})
-    monkeypatch.setattr("headway.devices.model_rates._ELEMENTS", {"cpu": (64,)})
+    monkeypatch.setattr("headway.train.block_times._SLOTS", {"cpu": (8, 16)})
+    monkeypatch.setattr("headway.train.block_times._BUDGET", TimeBudget(0.0, 60.0, 1))
     monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (2**16,)})
     monkeypatch.setattr("headway.plan.step_time.shapes_of", lambda _: [(8, 4, 2), (16, 4, 2)])
     measured = headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--dtype", "fp32")
     assert measured.code == 0, measured.err
-    assert "fp32 product         8x4x2" in measured.out
+    assert " ".join(measured.out.split()).count("fp32 product 8x4x2") == 1
+    assert "first blocks, forward and backward  pack of 16 tokens" in measured.out
     assert "just now" in measured.out
     again = json.loads(headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--json").out)
     assert (again["schema_version"], again["model"], again["device"]["type"]) == (1, "qwen3-0.6b", "cpu")
-    assert [(one["dtype"], one["cached"]) for one in again["rates"]] == [("fp32", True)]
+    assert [(one["dtype"], one["cached"], one["blocks"]["cached"]) for one in again["rates"]] == [("fp32", True, True)]
     planned = headway("plan", "qwen3-0.6b", "--set", "run.device=cpu", "--json")
     assert planned.code == 0, planned.err
     speeds = json.loads(planned.out)["speeds"]
@@ -95,7 +130,14 @@ def test_a_run_that_does_not_fit_is_told_and_fails(headway):
         (("plan", "qwen3-0.6b"), "no device is named"),
         (("plan", "qwen3-0.6b", "--device", "H999"), "H999"),
         (("plan", "qwen3-0.6b", "--device", "rtx-3090-ti"), "the bandwidth of its memory is not known"),
-        ((*MODEL, "--price", 2), "give its --tokens too"),
+        ((*MODEL, "--price", 2), "give its --tokens or --epochs too"),
+        ((*MODEL, "--tokens", 1e9, "--epochs", 1), "both say how long the run is"),
+        ((*MODEL, "--epochs", 1), "needs data that end"),
+        ((*MODEL, "--tokens", "inf"), "--tokens inf is no length of a run"),
+        ((*MODEL, "--epochs", 0, "--lengths", "x.csv"), "--epochs 0 is no length of a run"),
+        ((*MODEL, "--data", "x.jsonl", "--lengths", "x.csv"), "two places for lengths"),
+        (("plan", "qwen3-0.6b", "--data", "x.jsonl", "--scale", "8"), "--data x.jsonl is for one size of a run"),
+        ((*MODEL, "--data", "no-such.jsonl"), "no-such.jsonl"),
         ((*MODEL, "--set", "plan.mix=null"), "nothing says how long the samples are"),
         ((*MODEL, "--set", "parallel.replicate=3"), "does not divide the 8 processes"),
         (("plan", "no-such-model", "--device", "H100"), "no-such-model"),

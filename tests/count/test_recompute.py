@@ -142,7 +142,33 @@ def test_a_choice_that_matches_nothing_is_refused(choice):
         load_cost_model("qwen3-8b").count(Workload([9]), recompute=choice)
 
 
+@pytest.mark.parametrize(("tower", "part"), [("vision", ""), ("language", ""), ("language", "vision")])
+def test_the_checkpointed_blocks_of_one_tower_run_again_alone(tower, part):
+    plain, real = frozen(build("qwen3_vl"), part), enable_checkpointing(frozen(build("qwen3_vl"), part))
+    for name, module in real.named_modules():
+        if hasattr(module, "gradient_checkpointing") and ("visual" in name) != (tower == "vision"):
+            module.gradient_checkpointing = False
+    check_recompute(plain, real, trace(plain), "qwen3_vl", f"{tower}:full")
+
+
+def test_the_towers_choices_add_up():
+    model, step = load_cost_model("qwen2.5-vl-7b"), Workload([2000], images=[(1, 40, 40)])
+    full = model.count(step, recompute="full")
+    vision, language = (model.count(step, recompute=f"{tower}:full") for tower in ("vision", "language"))
+    assert vision.recompute + language.recompute == full.recompute
+    assert {row.name.partition(".")[0] for row in vision.rows if row.recompute} == {"vision"}
+    assert language == model.count(step, recompute="model.language_model.layers.*")
+    assert model.count(step, recompute="vision:every:2") == model.count(step, recompute="model.visual.*[13579]")
+    assert model.count(step, recompute="full,-vision:full") == language
+
+
+def test_a_tower_that_the_model_has_not_is_refused():
+    with pytest.raises(UsageError, match="recompute 'vision:full': the model has no vision tower whose blocks"):
+        load_cost_model("qwen3-8b").count(Workload([9]), recompute="language:full,vision:full")
+
+
 NAMES = [f"{tower}.{i}" for tower in ("vision", "text") for i in range(3)]
+TOWERS = {name: name.partition(".")[0].replace("text", "language") for name in NAMES}
 
 
 @pytest.mark.parametrize(
@@ -153,10 +179,13 @@ NAMES = [f"{tower}.{i}" for tower in ("vision", "text") for i in range(3)]
         ("every:2", {"vision.1": False, "text.1": False}),
         ("every:3, -attention", {"vision.2": True, "text.2": True}),
         ("text.[01],-attention,text.1", {"text.0": True, "text.1": False}),
+        ("vision:full", dict.fromkeys(NAMES[:3], False)),
+        ("language:every:2,-attention,vision:every:3", {"vision.2": False, "text.1": True}),
+        ("full,-attention,vision:full", dict.fromkeys(NAMES[:3], False) | dict.fromkeys(NAMES[3:], True)),
     ],
 )
 def test_what_training_recomputes_is_what_the_ledger_bills(choice, expected):
-    assert recomputed_blocks(choice, NAMES) == expected
+    assert recomputed_blocks(choice, NAMES, TOWERS) == expected
     assert recomputed_blocks(as_choice(expected), NAMES) == expected
     model, step = load_cost_model("qwen3-8b"), Workload([100])
     blocks = [f"model.layers.{i}" for i in range(36)]
@@ -165,10 +194,17 @@ def test_what_training_recomputes_is_what_the_ledger_bills(choice, expected):
         assert model.count(step, recompute=said).recompute == model.count(step, recompute=again).recompute > 0
 
 
-@pytest.mark.parametrize("choice", ["attention", "reentrant", "full,-mlp", "every:4", "-attention,audio", ""])
+@pytest.mark.parametrize(
+    "choice", ["attention", "reentrant", "full,-mlp", "every:4", "-attention,audio", "vision:every:4", ""]
+)
 def test_what_training_does_not_recompute_is_refused(choice):
     with pytest.raises(UsageError, match="chooses none of the model's 6 blocks"):
-        recomputed_blocks(choice, NAMES)
+        recomputed_blocks(choice, NAMES, TOWERS)
+
+
+def test_a_tower_without_blocks_is_refused_for_training():
+    with pytest.raises(UsageError, match="no audio tower whose blocks can be recomputed; it has those of vision and l"):
+        recomputed_blocks("vision:full,audio:full", NAMES, TOWERS)
 
 
 class Checkpointing(nn.Module):

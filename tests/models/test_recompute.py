@@ -50,11 +50,14 @@ def pack(lengths):
         ("model.language_model.layers.0,model.visual.blocks.2", ["vision.2", "text.0"]),
         ("full,-attention", ["vision.0", "vision.1", "vision.2", "text.0", "text.1"]),
         ("every:2,-attention", ["vision.1", "text.1"]),
+        ("vision:full", ["vision.0", "vision.1", "vision.2"]),
+        ("language:full,-attention", ["text.0", "text.1"]),
+        ("vision:every:2,language:every:2,-attention", ["vision.1", "text.1"]),
     ],
 )
 def test_a_choice_is_the_same_blocks_for_the_model_and_for_its_ledger(choice, expected):
     cost_model = tiny_ledger("qwen3_vl")
-    names = recompute_blocks(model_of("qwen3_vl"), choice)
+    names = recompute_blocks(model_of("qwen3_vl"), choice, cost_model.block_towers)
     short = [n.replace("model.visual.blocks", "vision").replace("model.language_model.layers", "text") for n in names]
     assert sorted(short) == sorted(expected)
     workload = Workload([50], images=[(1, 8, 8)])
@@ -67,6 +70,12 @@ def test_a_choice_is_the_same_blocks_for_the_model_and_for_its_ledger(choice, ex
 def test_a_choice_of_no_block_is_an_error():
     with pytest.raises(ConfigError, match="'every:7' chooses none of the model's 2 blocks; the longest tower has 2"):
         recompute_blocks(model_of("qwen3"), "every:7")
+
+
+def test_a_tower_that_the_model_has_not_is_an_error():
+    towers = tiny_ledger("qwen3").block_towers
+    with pytest.raises(ConfigError, match=r"'vision:full': the model has no vision tower .* it has those of language"):
+        recompute_blocks(model_of("qwen3"), "vision:full", towers)
 
 
 @pytest.mark.parametrize("choice", ["full", "every:2"])
@@ -138,7 +147,7 @@ def backward_under(family, choice, batch, *, compiled):
     """Loss and gradients of a step, and the forwards of attention that its backward ran."""
     torch._dynamo.reset()
     model = model_of(family)
-    recompute_blocks(model, choice)
+    recompute_blocks(model, choice, tiny_ledger(family).block_towers)
     if compiled:
         compile_blocks(model, CompileWatch(is_strict=True), backend="aot_eager_decomp_partition")
     loss = model(**batch).logits.logsumexp(-1).sum()
@@ -164,6 +173,22 @@ def test_attention_that_is_kept_never_runs_again(family):
     assert (none, again) == (0, 0)
     assert full > 0
     assert all(map(torch.equal, kept, plain))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_the_blocks_of_one_tower_run_again_alone_and_change_no_gradient(family):
+    batch = batch_of(family)
+    plain, _ = backward_under(family, "none", batch, compiled=False)
+    _, of_all = backward_under(family, "full", batch, compiled=False)
+    again = {}
+    for tower, other in (("vision", "language"), ("language", "vision")):
+        gradients, again[tower] = backward_under(family, f"{tower}:full", batch, compiled=False)
+        assert all(
+            (mine - theirs).norm() <= 1e-6 * theirs.norm() for mine, theirs in zip(gradients, plain, strict=True)
+        )
+        _, beside_kept = backward_under(family, f"{other}:full,-attention,{tower}:full", batch, compiled=False)
+        assert beside_kept == again[tower] > 0
+    assert sum(again.values()) == of_all
 
 
 @pytest.mark.slow

@@ -10,14 +10,13 @@ from headway.devices import named_device
 from headway.devices.model_rates import ModelRates
 from headway.errors import PlanError
 from headway.plan.speeds import ATTENTION, PRODUCTS, Cases, Speeds
+from headway.plan.speeds import MEASURED as AS_MEASURED
 
 H100 = named_device("H100")
 RATES = ModelRates(
     products={(100, 10, 10): 1e9, (10_000, 10, 10): 9e9},
     attention={100: (2e9, 1e9), 10_000: (4e9, 3e9)},
-    bytes_per_s={10**3: 3e9, 10**6: 2e9, 10**9: 1e9},
     copied_bytes_per_s=5e9,
-    host_s=1e-4,
     measured_at=datetime(2026, 11, 23, tzinfo=UTC),
     is_cached=False,
 )
@@ -42,13 +41,15 @@ def test_a_product_with_one_row_takes_as_long_as_its_weight_takes_to_read():
 
 
 def test_measured_rates_are_taken_as_they_are_and_between_sizes_from_those_near():
-    assert MEASURED.product_s(1e9, (100, 10, 10), 4) == Cases.exact(1.0)
-    assert MEASURED.product_s(9e9, (10_000, 10, 10), 4) == Cases.exact(1.0)
+    assert MEASURED.product_s(1e9, (100, 10, 10), 4) == AS_MEASURED
+    assert MEASURED.product_s(9e9, (10_000, 10, 10), 4) == AS_MEASURED
     assert MEASURED.product_s(3e9, (1000, 10, 10), 4).expected == pytest.approx(1.0)  # the geometric mean of both
-    assert MEASURED.product_s(9e9, None, 4) == Cases.exact(1.0)  # of a size that is not known, the best
-    assert MEASURED.attention_s(4e9, 3e9, 10**6) == pytest.approx([2.0] * 3)  # beyond the longest, as the longest
-    assert MEASURED.memory_s(5e9) == Cases.exact(1.0)
-    assert MEASURED.elementwise_s(1e9) == Cases.exact(1.0)  # by that of the largest tensors
+    assert MEASURED.product_s(9e9, None, 4) == AS_MEASURED  # of a size that is not known, the best
+    assert MEASURED.attention_s(4e9, 3e9, 10**6) == AS_MEASURED.times(2)  # beyond the longest, as the longest
+    assert MEASURED.memory_s(5e9) == pytest.approx(AS_MEASURED)
+    assert MEASURED.moving_s(5e9) == pytest.approx(AS_MEASURED)  # as the memory, where nothing else is known
+    assert replace(MEASURED, elementwise_s=1e-9).moving_s(1e9) == pytest.approx(AS_MEASURED)
+    assert AS_MEASURED.best < AS_MEASURED.expected < AS_MEASURED.worst
 
 
 def test_a_product_faster_than_the_peak_becomes_the_peak():

@@ -57,6 +57,27 @@ def test_a_step_by_hand():
     assert step.tokens_per_s.expected == pytest.approx(8 / step.step_s)
 
 
+def test_packs_that_are_made_too_slowly_are_waited_for():
+    times = StepTimes(tiny(), saved(), SPEEDS)
+    ready = times.predict(work(tiny()), EAGER)
+    assert times.predict(work(tiny(), making_s=0.9 * ready.step_s), EAGER) == ready
+    late = times.predict(work(tiny(), making_s=ready.step_s + 2), EAGER)
+    assert seconds(late)["idle.data"] == pytest.approx(2)
+    assert late.step_s == pytest.approx(ready.step_s + 2)
+
+
+def test_what_runs_in_part_takes_the_host_in_part():
+    host = replace(SPEEDS, host_s=1.0, runs_ahead=False)
+
+    def launched(cost_model, **changes):
+        step = StepTimes(cost_model, saved(), host).predict(work(cost_model), replace(EAGER, **changes))
+        return seconds(step)["idle.launch"]
+
+    assert launched(tiny()) == pytest.approx(2)  # a linear module and attention, forward and backward
+    assert launched(tiny(), recompute="full") == pytest.approx(2 + 2 / 3)
+    assert launched(tiny().freeze(["*"])) == pytest.approx(2 / 3)
+
+
 def test_recomputation_costs_forward_again_and_its_bytes():
     times = StepTimes(tiny(), saved(), SPEEDS)
     plain, again = (seconds(times.predict(work(tiny()), replace(EAGER, recompute=how))) for how in ("none", "full"))

@@ -90,7 +90,12 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("data.stages.0.path=a", "data.stages is {}, which has no '0' in it"),
         ("data.epoch_of=total", "epoch_of has no effect without weights"),
         ("eval.every=10", "data.eval names no file"),
-        ("speed.recompute=half", "'half' is not none, full, every:N, one of these with ,-attention behind it, or"),
+        (
+            "speed.recompute=half",
+            "'half' is not none, full, every:N, one of these of a tower (language, vision, audio) as",
+        ),
+        ("speed.recompute=visual:full", "'visual:full' is not none, full, every:N"),
+        ("speed.recompute=vision:attention", "'vision:attention' is not none, full, every:N"),
         ("speed.recompute=every:0", "'every:0' is not none, full, every:N"),
         ("speed.recompute=-attention", "'-attention' is not none, full"),
         ("speed.recompute=full,-mlp", "'full,-mlp' is not none, full"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.count import Workload
-from headway.errors import PlanError
+from headway.errors import ConfigError, PlanError
 from headway.models.blocks import blocks
 from headway.models.recompute import checkpointed_but_attention, is_recomputed
 from headway.train.config import parse_config
@@ -40,6 +40,21 @@ def test_a_size_recomputes_the_blocks_that_bring_the_largest_pack_within_it(raw,
     assert run.meter.recompute == choice
     chosen = [block.name for block in blocks(run.model) if is_recomputed(block.module)]
     assert chosen == ([] if choice == "none" else [VISION, TEXT])
+
+
+@pytest.mark.parametrize(("tower", "block"), [("vision", VISION), ("language", TEXT)])
+def test_the_blocks_of_one_tower_are_recomputed_and_billed(raw, tower, block):
+    run = prepared(raw, f"{tower}:full")
+    assert [one.name for one in blocks(run.model) if is_recomputed(one.module)] == [block]
+    again = run.meter.cost_model.count(Workload([60, 40], images=[(1, 4, 4)]), recompute=run.meter.recompute)
+    assert {row.name.partition(".")[0] for row in again.rows if row.recompute} == {tower}
+
+
+def test_a_tower_that_the_model_has_not_is_an_error(raw):
+    with pytest.raises(
+        ConfigError, match=r"'audio:full': the model has no audio tower .* those of vision and language"
+    ):
+        prepared(raw, "audio:full")
 
 
 def test_kept_attention_is_billed_as_it_runs(raw):

@@ -56,6 +56,8 @@ def render(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "# Architectures that count completely",
         "",
+        "    headway flops FOLDER --segments 4096    # FOLDER has the config.json of any architecture below",
+        "",
         f"Every architecture that transformers {transformers.__version__} registers for these tasks, built from its "
         f"own default configuration with at most {LAYERS} layers a tower and traced forward and backward. Made by "
         "`make sweep`; a complete ledger has no operation unexplained, and a refusal names the first thing that is.",

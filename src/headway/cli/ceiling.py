@@ -7,7 +7,7 @@ import typer
 
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, warn
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
 from headway.count.models import shipped_name
 from headway.errors import UnknownDeviceError, UsageError
 from headway.report import Column, format_rate, format_share, render_pairs, render_table
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headway.devices import Ceiling, Device
     from headway.devices.measure import Measurement
     from headway.devices.model_rates import ModelRates
+    from headway.plan.blocks import TimedBlocks
 
 
 _KINDS = ("cpu", "cuda", "mps")
@@ -69,7 +70,7 @@ def ceiling(
 
 
 def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refresh: bool, as_json: bool) -> None:
-    """Measure a model's products, attention and elementwise operations, and print their rates."""
+    """Measure a model's products, attention and first blocks, and print their rates and times."""
     cost_model = resolve_cost_model(model)
     with needs_extra("measuring a model's rates"):
         from headway.devices.ceilings import environment
@@ -79,16 +80,19 @@ def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refre
         found = {name: local_rates(model, cost_model, where, name, refresh=refresh) for name in names}
         around = environment(where)
     if as_json:
-        rates = [{"dtype": name, **one.as_json()} for name, one in found.items()]
+        rates = [
+            {"dtype": name, **rates.as_json(), "blocks": None if blocks is None else blocks.as_json()}
+            for name, (rates, blocks) in found.items()
+        ]
         print_json({"model": model, "device": around, "rates": rates})
     else:
-        print("\n\n".join(_render_model(model, name, one) for name, one in found.items()))
+        print("\n\n".join(_render_model(model, name, *both) for name, both in found.items()))
 
 
 def local_rates(
     model: str, cost_model: "CostModel", where: "torch.device", dtype: str, *, refresh: bool = False
-) -> "ModelRates":
-    """Rates at a model's sizes on a device of this machine, measured now or before.
+) -> "tuple[ModelRates, TimedBlocks | None]":
+    """Rates at a model's sizes and times of its first blocks on a device of this machine, measured now or before.
 
     Args:
         model: as `resolve_cost_model` takes it.
@@ -103,17 +107,19 @@ def local_rates(
     from headway.devices.model_rates import model_rates
     from headway.models.attention import attend
     from headway.plan.step_time import shapes_of
+    from headway.train.block_times import timed_blocks
 
-    numbers = resolve_architecture(shipped_name(model) or model, cost_model)
+    name = shipped_name(model) or model
+    numbers = resolve_architecture(name, cost_model)
+    heads = (numbers.heads, numbers.qk_dim)
     try:
-        return model_rates(
-            where, dtype, shapes_of(cost_model), (numbers.heads, numbers.qk_dim), attend, refresh=refresh, warn=warn
-        )
+        rates = model_rates(where, dtype, shapes_of(cost_model), heads, attend, refresh=refresh, warn=warn)
     except UnknownDeviceError as error:
         raise UsageError(str(error)) from error
+    return rates, timed_blocks(resolve_config(name), where, dtype, refresh=refresh, warn=warn)
 
 
-def _render_model(model: str, dtype: str, rates: "ModelRates") -> str:
+def _render_model(model: str, dtype: str, rates: "ModelRates", blocks: "TimedBlocks | None") -> str:
     columns = [Column("what", "left"), Column("size", "left"), Column("rate")]
     rows = [
         [f"{dtype} product", "x".join(map(str, shape)), format_rate(rate)] for shape, rate in rates.products.items()
@@ -121,10 +127,12 @@ def _render_model(model: str, dtype: str, rates: "ModelRates") -> str:
     for length, both in rates.attention.items():
         for phase, rate in zip(("forward", "backward"), both, strict=True):
             rows.append([f"attention, {phase}", f"segments of {length} tokens", format_rate(rate)])
-    rows += [["elementwise", f"{size / 2**20:.3g} MiB", _bandwidth(rate)] for size, rate in rates.bytes_per_s.items()]
-    state = "from the cache; --refresh measures again" if rates.is_cached else "just now"
-    host = f"{1e6 * rates.host_s:.0f} us for a linear module and what stands around it, forward and backward"
-    pairs = [("model", model), ("host", host), ("measured", f"{rates.measured_at:%Y-%m-%d %H:%M} UTC, {state}")]
+    for segments, seconds in {} if blocks is None else blocks.seconds.items():
+        size = f"pack of {sum(segments):,} tokens"
+        rows.append(["first blocks, forward and backward", size, f"{1e3 * seconds:.4g} ms"])
+    is_cached = rates.is_cached and (blocks is None or blocks.is_cached)
+    state = "from the cache; --refresh measures again" if is_cached else "just now"
+    pairs = [("model", model), ("measured", f"{rates.measured_at:%Y-%m-%d %H:%M} UTC, {state}")]
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 
 

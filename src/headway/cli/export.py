@@ -51,6 +51,7 @@ def export(
         import torch
 
         from headway.models.load import processor_note
+        from headway.train.checkpoint.card import FILE_NAME as CARD
         from headway.train.checkpoint.export import export as write
         from headway.train.checkpoint.export import find_checkpoint_in
 
@@ -62,5 +63,7 @@ def export(
     else:
         what = "the adapters" if (folder / "adapter_config.json").is_file() else "the model"
         print(f"{folder}: {what} after step {checkpoint.step}")
+        if (folder / CARD).is_file():
+            print(f"model card: {folder / CARD}")
         if (note := processor_note(folder)) is not None:
             print(f"processor: {note}")

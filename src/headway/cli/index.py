@@ -1,8 +1,10 @@
 """`headway index`: what every sample takes of a pack, measured once and kept."""
 
-from contextlib import contextmanager, nullcontext
+import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from headway.data.sources import Source
 
 _SHOWN_BAD = 5
+_LINE_S = 30.0  # from one line of a log to the next
 
 
 def index(
@@ -147,7 +150,7 @@ def build_indices(
 
 @contextmanager
 def _progress_bar(name: str) -> "Iterator[Progress]":
-    """A bar on stderr, on a terminal; it appears with the first unit."""
+    """A bar on stderr on a terminal, which appears with the first unit; elsewhere a line every half minute."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -163,9 +166,31 @@ def _progress_bar(name: str) -> "Iterator[Progress]":
         disable=not console.is_terminal,
         transient=True,
     )
+    if bar.disable:  # rich 13 ends a bar off a terminal with an empty line
+        yield _progress_lines(name)
+        return
     task = bar.add_task(printable(name), total=None, bad=0)
-    with nullcontext() if bar.disable else bar:  # rich 13 ends a bar off a terminal with an empty line
+    with bar:
         yield lambda measured, rows, bad: bar.update(task, completed=measured, total=rows, bad=bad)
+
+
+def _progress_lines(name: str) -> "Progress":
+    """Print how far an index is, half a minute after the start and after each line."""
+    from headway.log.live import TimeLeft
+
+    left: TimeLeft | None = None
+    last_s = monotonic()
+
+    def show(measured: int, rows: int, bad: int) -> None:
+        nonlocal left, last_s
+        left = left or TimeLeft(rows)
+        more = "".join(f", {value} {word}" for word, value in left.after(measured))
+        if more and monotonic() - last_s >= _LINE_S:
+            last_s = monotonic()
+            line = f"indexing {printable(name)}: {measured:,} of {rows:,} rows, {bad:,} bad{more}"
+            print(line, file=sys.stderr, flush=True)
+
+    return show
 
 
 def _record(path: str, index: "LengthIndex") -> dict[str, Any]:

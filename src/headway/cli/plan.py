@@ -1,6 +1,7 @@
 """`headway plan`: will it fit, how long will a step take, what will the run cost."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import typer
 from headway.cli.ceiling import local_device, local_rates
 from headway.cli.dry_run import NO_ROOM, saved_of_recipe, verdict
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
+from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
@@ -69,12 +71,19 @@ def plan(
     tokens: Annotated[
         float | None, typer.Option(metavar="T", min=1, help="Tokens to train on, such as 2e9; for time and cost.")
     ] = None,
+    epochs: Annotated[
+        float | None, typer.Option(metavar="E", min=0, help="Instead: how often the data of --data or --lengths play.")
+    ] = None,
     price: Annotated[
         float | None, typer.Option(metavar="P", min=0, help="Price of a device-hour, in any currency.")
     ] = None,
     lengths: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Measured lengths, CSV or Parquet; plan.lengths or plan.mix if not given."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="D", help="Instead: datasets, measured with the model's own processor. Repeatable."),
     ] = None,
     scale: Annotated[
         str | None,
@@ -112,8 +121,7 @@ def plan(
     from headway.train.forecast import Forecaster
     from headway.train.planned_lengths import NO_LENGTHS
 
-    if price is not None and tokens is None:
-        raise UsageError("--price is for a whole run; give its --tokens too.")
+    _refuse_halves(tokens, epochs, price, lengths, data)
     of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
     cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
     name = device or config.plan.device
@@ -122,31 +130,54 @@ def plan(
     given = GivenLinks(link, network, per_node)
     reliability = _reliability(scale, mtbf, save, restart)
     if scale is not None:
-        _refuse_with_scale({"--devices": devices, "--tokens": tokens})
+        _refuse_with_scale({"--devices": devices, "--tokens": tokens, "--epochs": epochs, "--data": data})
         _print_scale(scale, config, cost_model, found, saved, given, reliability, as_json=as_json)
         return
     count = devices or config.plan.devices or 1
     links = given.joining(found, count)
-    planned = dry_run(config, cost_model, saved, devices=count, device=found)
+    measured = measured_data(data, config) if data else None
+    table = None if measured is None else (measured.name, measured.lengths)
+    planned = dry_run(config, cost_model, saved, devices=count, device=found, lengths=table)
     if planned.packs is None:
         raise PlanError(NO_LENGTHS)
     speeds = speeds_of(config, cost_model, found, count)
-    forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links)
+    making_s = None if measured is None else measured.making_s
+    forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links, making_s=making_s)
     time = forecaster.predict(config, planned.packs)
+    if epochs is not None:
+        tokens = epochs * planned.packs.epoch_tokens
     run = None if tokens is None else _run(tokens, time, count, price, speeds)
     if as_json:
         print_json(_record(planned, time, speeds, run))
     else:
-        text = _render(config, planned, time, speeds, run, count, links)
+        text = _render(config, planned, time, speeds, run, count, links, making_s)
         print(text.replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
     if planned.fits is False:
         raise typer.Exit(1)
 
 
+def _refuse_halves(
+    tokens: float | None, epochs: float | None, price: float | None, lengths: Path | None, data: list[str] | None
+) -> None:
+    """Refuse options that two places would answer, or none."""
+    if lengths is not None and data:
+        raise UsageError("--lengths and --data are two places for lengths; give one of them.")
+    if tokens is not None and epochs is not None:
+        raise UsageError("--tokens and --epochs both say how long the run is; give one of them.")
+    for name, value in (("--tokens", tokens), ("--epochs", epochs)):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} {value:g} is no length of a run; give a positive number.")
+    if epochs is not None and lengths is None and not data:
+        raise UsageError(f"--epochs {epochs:g} needs data that end: give --data or --lengths, or --tokens instead.")
+    if price is not None and tokens is None and epochs is None:
+        raise UsageError("--price is for a whole run; give its --tokens or --epochs too.")
+
+
 def _refuse_with_scale(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
-            raise UsageError(f"{name} {value:g} is for one size of a run, and cannot take effect with --scale.")
+            given = value[0] if isinstance(value, list) else f"{value:g}"
+            raise UsageError(f"{name} {given} is for one size of a run, and cannot take effect with --scale.")
 
 
 def _reliability(
@@ -235,6 +266,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     Raises:
         PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
     """
+    from headway.plan.blocks import with_blocks
     from headway.plan.speeds import Speeds
     from headway.train.dry_run import precision_of
 
@@ -250,9 +282,10 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
             "no device is named, so neither memory nor time can be planned: give --device, set plan.device, or plan "
             "for this machine's processor with --set run.device=cpu."
         )
-    rates = local_rates(config.model.path, cost_model, where, dtype)
+    rates, blocks = local_rates(config.model.path, cost_model, where, dtype)
     peak = matmul_ceiling(where, dtype, warn=warn).peak()
-    return Speeds.measured(peak.name, peak.flops_per_s, rates, runs_ahead=where.type != "cpu")
+    speeds = Speeds.measured(peak.name, peak.flops_per_s, rates, runs_ahead=where.type != "cpu")
+    return speeds if blocks is None else with_blocks(speeds, blocks)
 
 
 def _run(tokens: float, time: "StepForecast", devices: int, price: float | None, speeds: "Speeds") -> WholeRun:
@@ -290,6 +323,7 @@ def _render(
     run: WholeRun | None,
     devices: int,
     links: "Links | None",
+    making_s: float | None,
 ) -> str:
     packs = planned.packs
     assert packs is not None
@@ -316,6 +350,11 @@ def _render(
         if run.energy_kwh is not None:
             pairs.append(("energy", _cases(run.energy_kwh, lambda energy: f"{energy:,.4g} kWh") + ", boards alone"))
     notes = [*planned.notes, f"Rates: {speeds.source}.", note_on_links(links, devices)]
+    if making_s is not None:
+        notes.append(
+            f"Data: a worker makes {format_count(round(1 / making_s))} tokens/s, timed here; each device has "
+            f"{format_count(max(1, config.data.workers))}."
+        )
     return "\n\n".join([render_pairs(pairs), _lines(time), render_lines([note for note in notes if note])])
 
 

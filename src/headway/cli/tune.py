@@ -8,10 +8,10 @@ import typer
 
 from headway.cache import write_whole
 from headway.cli.dry_run import saved_of_recipe
-from headway.cli.index import build_indices
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
+from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import print_json
 from headway.cli.plan import speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
@@ -89,6 +89,7 @@ def tune(
 
     Example: headway tune recipes/qwen2.5-7b-text-81920.yaml --write best.yaml
     """
+    from headway.devices import named_device
     from headway.train.config import load_config
 
     if steps is not None and measure is None:
@@ -99,9 +100,10 @@ def tune(
     config = _planned_for(config, devices, device, lengths, measured=bool(data))
     if measure is not None:
         _check_data(config)
-    joined = _links(config, GivenLinks(link, network, per_node))
-    search, found_device, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, links=joined)
-    tuned = _tuned(recipe, search, found_device, speeds, joined, top, measure, steps)
+    named = None if config.plan.device is None else named_device(config.plan.device)
+    joined = GivenLinks(link, network, per_node).joining(named, config.plan.devices or 1)
+    search, _, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, links=joined)
+    tuned = _tuned(recipe, search, named, speeds, joined, top, measure, steps)
     if write is not None:
         _write(write, recipe, tuned)
     if as_json:
@@ -174,13 +176,6 @@ def _tuned(
     )
 
 
-def _links(config: "TrainConfig", given: GivenLinks) -> "Links | None":
-    from headway.devices import named_device
-
-    name = config.plan.device
-    return given.joining(None if name is None else named_device(name), config.plan.devices or 1)
-
-
 def search_of(
     config: "TrainConfig",
     memory: str | None,
@@ -212,6 +207,7 @@ def search_of(
     from headway.train.forecast import Forecaster
     from headway.train.planned_lengths import lengths_of
     from headway.train.tune import Search, Space, parse_step_tokens
+    from headway.train.tune.space import TOLERANCE
 
     count, name = config.plan.devices or 1, config.plan.device
     found = named_device(name) if name is not None else None
@@ -219,18 +215,23 @@ def search_of(
     cost_model = resolve_cost_model(config.model.path)
     architecture = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
     learning = learning_model(config, cost_model)
-    wanted, tolerance = (None, None) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
+    wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
     space = Space.of(
         config,
         count,
         num_heads=architecture.heads,
         num_experts=architecture.num_experts,
+        towers={learning.block_towers[block] for block in learning.blocks_in_backward if block},
         step_tokens=wanted,
+        tolerance=tolerance,
         meshes=meshes,
-        **({} if tolerance is None else {"tolerance": tolerance}),
     )
     shape = config.parallel.mesh_shape(count)
-    lengths = _measured(data, config) if data else lengths_of(_of_size(config, space.step_tokens), learning, shape)
+    measured = measured_data(data, config) if data else None
+    if measured is not None:
+        lengths: tuple[str, LengthTable] | None = (measured.name, measured.lengths)
+    else:
+        lengths = lengths_of(_of_size(config, space.step_tokens), learning, shape)
     if lengths is None:
         raise PlanError(
             "nothing says how long the samples are: give --lengths FILE or --data D, or set plan.lengths or plan.mix "
@@ -238,7 +239,8 @@ def search_of(
         )
     saved = saved_of_recipe(config)
     speeds = speeds_of(config, cost_model, found, count)
-    timer = Forecaster(learning, saved, speeds, count, links).predict
+    making_s = None if measured is None else measured.making_s
+    timer = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict
     return Search(config, learning, saved, count, room, lengths, timer, space), found, speeds
 
 
@@ -272,19 +274,6 @@ def _of_size(config: "TrainConfig", step_tokens: int) -> "TrainConfig":
     packs = shape.world_size // shape.sequence * config.data.tokens_per_pack
     larger = changed_config(config, {"optim.accumulation": max(config.optim.accumulation, -(-step_tokens // packs))})
     return larger or config
-
-
-def _measured(data: list[str], config: "TrainConfig") -> "tuple[str, LengthTable]":
-    """Lengths of datasets, by the model's own processor."""
-    with needs_extra("indexing"):
-        from headway.data.sources import open_source
-        from headway.data.sources.opening import own_names
-    from headway.train.tune.lengths import joined
-
-    named = zip(data, own_names(data), strict=True)
-    sources = [open_source(path, name=name) for path, name in named]
-    indices = build_indices(sources, config.model.path, config.data.max_characters)
-    return ", ".join(source.name for source in sources), joined(indices)
 
 
 def _check_data(config: "TrainConfig") -> None:

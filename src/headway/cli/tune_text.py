@@ -1,7 +1,7 @@
 """What `headway tune` prints: the best choices, what memory buys, what stands in the way of the next, runs measured."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.cli.dry_run import LABELS
 from headway.report import (
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headway.devices import Device
     from headway.train.tune import Candidate, Found, Trial
 
+T = TypeVar("T")
 _GIB, _MIB = 2**30, 2**20
 _SMALL = 8 * _GIB  # limits below it are told in MiB
 _LEAST_GAIN = 0.01  # in speed, by which a line of the table of memory and speed exceeds the one before
@@ -203,21 +204,27 @@ def _front_table(tuned: Tuned) -> str:
         last = one is tuned.front[-1]
         if not kept or last or one.flops_per_s > (1 + _LEAST_GAIN) * kept[-1].flops_per_s:
             kept.append(one)
-    rows, room = [], tuned.found.room_bytes
+    room = tuned.found.room_bytes
     unit, name = (_MIB, "MiB") if room is not None and room < _SMALL else (_GIB, "GiB")
+    rows = []
     for before, one in zip([None, *kept], kept, strict=False):
+        more = 0.0 if before is None else (one.memory.peak - before.memory.peak) / unit
         gain = "-"
-        if before is not None:
-            more = (one.memory.peak - before.memory.peak) / unit
-            gain = f"+{100 * (one.flops_per_s / before.flops_per_s - 1) / more:.2f} %" if more > 0 else "-"
-        cells = _cells(tuned, one)
-        fits = "" if room is None or one.memory.peak <= room else "beyond"
-        rows.append([cells[5], cells[7], gain, cells[0], cells[1], cells[3], cells[4], fits])
-    columns = _columns(tuned)
-    headings = [Column("memory"), columns[7], Column(f"a {name} buys"), *columns[:2], columns[3], columns[4]]
+        if before is not None and more > 0:
+            gain = f"+{100 * (one.flops_per_s / before.flops_per_s - 1) / more:.2f} %"
+        memory, speed, *settings = _on_front(_cells(tuned, one))
+        rows.append([memory, speed, gain, *settings, "" if tuned.found.fits(one) else "beyond"])
+    of_memory, of_speed, *others = _on_front(_columns(tuned))
+    headings = [of_memory, of_speed, Column(f"a {name} buys"), *others]
     if any(row[-1] for row in rows):
         return render_table([*headings, Column("", "left")], rows)
     return render_table(headings, [row[:-1] for row in rows])
+
+
+def _on_front(cells: "Sequence[T]") -> "list[T]":
+    """Cells of a choice in the order of the table of memory and speed."""
+    pack, packs, _, recompute, mesh, memory, _, speed = cells
+    return [memory, speed, pack, packs, recompute, mesh]
 
 
 def _what_is_next(tuned: Tuned) -> str:

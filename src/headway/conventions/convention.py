@@ -8,8 +8,11 @@ from headway.conventions.architecture import Architecture
 from headway.count.workload import Workload
 from headway.errors import NotExpressibleError, UsageError
 
-# linear: projections, dense MLPs and whatever else is billed per token; experts: routed and shared experts, routers
 PARTS = ("linear", "experts", "attention", "recurrence", "head", "embedding", "vision", "audio", "recompute")
+"""Parts of a bill.
+
+`linear`: projections, dense MLPs and whatever else is billed per token; `experts`: routed and shared ones, and routers.
+"""
 
 Number: TypeAlias = int | float  # exact integers, except where a tool itself divides
 Parts: TypeAlias = "Mapping[str, Number]"

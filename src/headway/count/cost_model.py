@@ -15,7 +15,7 @@ from typing import Any, Literal
 from headway.count import drivers
 from headway.count.adapters import reaching, targets_of, with_adapters
 from headway.count.flop_count import FlopCount, FlopRow
-from headway.count.recompute import run_again
+from headway.count.recompute import run_again, towers_of_blocks
 from headway.count.rows import ParamCount, Parameter, Row
 from headway.count.workload import Workload
 from headway.errors import UsageError, WorkloadError
@@ -72,6 +72,16 @@ class CostModel:
         return frozenset(drivers.tower(row.driver) for row in self.rows)
 
     @cached_property
+    def block_towers(self) -> dict[str, str]:
+        """Tower of each block by the block's name: `language`, `vision` or `audio`."""
+        return towers_of_blocks(self.rows)
+
+    @cached_property
+    def blocks_in_backward(self) -> frozenset[str]:
+        """Blocks that backward passes, given what is trained; "" where it passes rows outside of blocks."""
+        return frozenset(row.block for row in self.rows if any(one.runs(self.trained) for one in row.gradients))
+
+    @cached_property
     def merge_group(self) -> int:
         """Patches that become one token; 1 where nothing is merged."""
         groups = [int(row.driver.removeprefix("patches/")) for row in self.rows if row.driver.startswith("patches/")]
@@ -102,7 +112,7 @@ class CostModel:
         Args:
             workload: what the step computes.
             recompute: activation checkpointing: `none`, `full`, or a choice of blocks and parts of them such as
-                `every:2` or `full,-attention`; see `headway.count.recompute`.
+                `every:2`, `vision:full` or `full,-attention`; see `headway.count.recompute`.
             forward_only: leave the backward out (evaluation, prefill, decode steps).
             by: one row per component, per module with layer numbers folded into `*`, or per module of each layer.
 

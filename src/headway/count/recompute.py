@@ -6,6 +6,7 @@ A choice is written as terms joined by commas, each adding operations, or leavin
   tensor that backward needs, so that a block's closing projection usually is not run again.
 * `reentrant`: every block to its end, as `use_reentrant=True`, DeepSpeed and Megatron-LM's full granularity do it.
 * `every:N`: every N-th block of each stack, as torchtitan's layer-wise selective checkpointing.
+* `vision:full`, `language:every:2`: those blocks of one tower alone; `TOWERS` has the names.
 * a pattern of block names (`model.layers.*[02468]`): those blocks.
 * a component (`language.attention`, `mlp`) or a pattern of module names (`*.up_proj`): those operations of all blocks,
   each to its end, as Megatron-LM's `recompute_modules`, whose `core_attn` is `attention`.
@@ -22,10 +23,15 @@ import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from headway.count.rows import Row
 from headway.errors import UsageError
 
+TOWERS = ("language", "vision", "audio")
+"""Towers whose blocks can be chosen apart, as components begin."""
+
+_NO_TOWERS: Mapping[str, str] = MappingProxyType({})
 _ATTENTION = "attention"
 _MAX_DIGITS = 9  # of a number of blocks
 
@@ -37,18 +43,21 @@ class Term:
     text: str  # as written, without the `-`
     leaves_out: bool  # whether it takes operations away again
     every: int  # N of `every:N`; 1 of `full` and `reentrant`; 0 of a name or pattern
+    tower: str = ""  # whose blocks it chooses; "" for all
 
     @property
     def to_the_end(self) -> bool:
         """Whether it runs blocks to their ends."""
-        return self.text == "reentrant"
+        return self.text.removeprefix(f"{self.tower}:") == "reentrant"
 
-    def blocks(self, names: Sequence[str]) -> list[str]:
-        """Find the blocks that it names whole, among the names of all."""
+    def blocks(self, names: Sequence[str], towers: Mapping[str, str]) -> list[str]:
+        """Find the blocks that it names whole, among the names of all, with the towers that these are in."""
         if not self.every:
             return [name for name in names if fnmatch.fnmatchcase(name, self.text)]
         places, found = Counter[str](), []
         for name in names:
+            if self.tower and towers.get(name) != self.tower:
+                continue
             stack = name.rpartition(".")[0]
             places[stack] += 1
             found += [name] if places[stack] % self.every == 0 else []
@@ -58,37 +67,47 @@ class Term:
 def parse(choice: str) -> tuple[Term, ...]:
     """Read a choice; `none` has no terms.
 
-    >>> parse("every:2,-attention")
-    (Term(text='every:2', leaves_out=False, every=2), Term(text='attention', leaves_out=True, every=0))
+    >>> parse("vision:every:2")
+    (Term(text='vision:every:2', leaves_out=False, every=2, tower='vision'),)
+    >>> parse("full,-attention")[1]
+    Term(text='attention', leaves_out=True, every=0, tower='')
     """
     return () if choice == "none" else tuple(_term(text.strip()) for text in choice.split(","))
 
 
 def _term(text: str) -> Term:
     name = text.removeprefix("-").strip()
-    number = name.removeprefix("every:") if name.startswith("every:") else ""
+    tower, _, of_tower = name.partition(":")
+    blocks = of_tower if tower in TOWERS else name
+    number = blocks.removeprefix("every:") if blocks.startswith("every:") else ""
     counts = number.isdecimal() and len(number) <= _MAX_DIGITS  # else a name that no block has
-    every = int(number) if counts else int(name in ("full", "reentrant"))
-    return Term(name, text.startswith("-"), every)
+    every = int(number) if counts else int(blocks in ("full", "reentrant"))
+    return Term(name, text.startswith("-"), every, tower if every and tower in TOWERS else "")
+
+
+def towers_of_blocks(rows: Sequence[Row]) -> dict[str, str]:
+    """Find the tower that each block is in, by what its rows compute."""
+    return {row.block: row.component.partition(".")[0] for row in rows if row.block}
 
 
 def is_for_training(choice: str) -> bool:
-    """Whether a choice names blocks by their places alone and leaves out attention at most, so that any model has it.
+    """Whether a choice names blocks by their places or towers alone and leaves out attention at most.
 
-    >>> is_for_training("full,-attention"), is_for_training("attention")
-    (True, False)
+    >>> is_for_training("full,-attention"), is_for_training("vision:every:2"), is_for_training("attention")
+    (True, True, False)
     """
     return all(
         term.text == _ATTENTION if term.leaves_out else term.every and not term.to_the_end for term in parse(choice)
     ) and not choice.startswith("-")
 
 
-def recomputed_blocks(choice: str, names: Sequence[str]) -> dict[str, bool]:
+def recomputed_blocks(choice: str, names: Sequence[str], towers: Mapping[str, str] = _NO_TOWERS) -> dict[str, bool]:
     """Say which blocks are recomputed, and of which the results of attention are kept, so that it does not run again.
 
     Args:
-        choice: blocks, by place or by name, and `-attention`, which holds for the blocks before it.
+        choice: blocks, by place, tower or name, and `-attention`, which holds for the blocks before it.
         names: of all blocks, in order.
+        towers: that they are in, as `CostModel.block_towers`; needed by a choice that names one.
 
     Returns:
         By the name of each recomputed block, in order: whether its attention is kept.
@@ -98,15 +117,17 @@ def recomputed_blocks(choice: str, names: Sequence[str]) -> dict[str, bool]:
     """
     chosen: dict[str, bool] = {}
     for term in parse(choice):
-        named = term.blocks(names)
+        named = term.blocks(names, towers)
         if term.leaves_out and term.text == _ATTENTION:
             chosen = dict.fromkeys(chosen, True)
+        elif term.tower and not any(towers.get(name) == term.tower for name in names):
+            raise _no_tower(choice, term, towers)
         elif term.leaves_out or term.to_the_end or not named:
             longest = max(Counter(name.rpartition(".")[0] for name in names).values(), default=0)
             raise UsageError(
                 f"recompute {choice!r}: {term.text!r} chooses none of the model's {len(names)} blocks; the longest "
-                f"tower has {longest}. Give none, full, every:N or names of blocks, with ,-attention behind them to "
-                "keep what attention computed."
+                f"tower has {longest}. Give none, full, every:N, one of these of a tower (vision:full) or names of "
+                "blocks, with ,-attention behind them to keep what attention computed."
             )
         else:
             chosen |= dict.fromkeys(named, False)
@@ -159,8 +180,11 @@ def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[
 
 def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool]:
     """Find the rows that a term names, and whether it names them as whole blocks."""
-    blocks = list(dict.fromkeys(row.block for row in rows if row.block))
-    named = set(term.blocks(blocks))
+    towers = towers_of_blocks(rows)
+    blocks = list(towers)
+    named = set(term.blocks(blocks, towers))
+    if term.tower and term.tower not in towers.values():
+        raise _no_tower(term.text, term, towers)
     if named:
         return {i for i, row in enumerate(rows) if row.block in named}, True
     hits = {
@@ -175,7 +199,16 @@ def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool
         some = ", ".join(blocks[:3]) or "none"
         parts = ", ".join(sorted({row.component for row in rows if row.block})) or "none"
         raise UsageError(
-            f"--recompute {term.text[:80]} matches nothing of {name}. Give none, full, reentrant, every:N, a pattern "
-            f"of its blocks ({some}, ...) or of modules in them, or a component ({parts})."
+            f"--recompute {term.text[:80]} matches nothing of {name}. Give none, full, reentrant, every:N, one of "
+            f"these of a tower (vision:full), a pattern of its blocks ({some}, ...) or of modules in them, or a "
+            f"component ({parts})."
         )
     return hits, False
+
+
+def _no_tower(choice: str, term: Term, towers: Mapping[str, str]) -> UsageError:
+    has = " and ".join(dict.fromkeys(towers.values())) or "no tower"
+    return UsageError(
+        f"recompute {choice!r}: the model has no {term.tower} tower whose blocks can be recomputed; it has those of "
+        f"{has}."
+    )

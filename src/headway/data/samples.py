@@ -196,6 +196,7 @@ class Document:
 
 
 Sample = Chat | Document
+"""One row of a dataset, read and checked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Rates at a model's own sizes on this very device: matrix products, attention, and elementwise operations.
+"""Rates at a model's own sizes on this very device: matrix products and attention.
 
 Measured as eager PyTorch runs them, with results that are allocated anew, and attention as the caller computes it over
 packs; kept beside the ceilings.
@@ -20,22 +20,16 @@ from headway.errors import UnknownDeviceError
 if TYPE_CHECKING:
     import torch
 
-    Run = Callable[[], object]
     Attend = Callable[..., tuple[torch.Tensor, None]]
 
-FORWARD_MOVES, BACKWARD_MOVES = 2, 3
-"""How often elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
-read once more, and its gradient is written and read."""
+Run = Callable[[], object]
 
 Shape = tuple[int, ...]
 _PRODUCTS = TimeBudget(shape_s=0.15, total_s=90.0, min_repeats=3)
 _OTHERS = TimeBudget(shape_s=0.5, total_s=20.0, min_repeats=3)
 _LENGTHS = {"cpu": (16, 64, 256, 1024), "cuda": (128, 512, 2048, 8192), "mps": (64, 256, 1024, 4096)}
 _PACK = {"cpu": 1024, "cuda": 16384, "mps": 4096}  # slots of a pack of such segments, or twice the longest
-_ELEMENTS = {"cpu": (2**16, 2**19, 2**22), "cuda": (2**20, 2**24, 2**27), "mps": (2**18, 2**22, 2**25)}
 _GOLDEN = (5**0.5 - 1) / 2
-_WIDTH = 256  # of a row that is normalised
-_MODULES = 24  # linear ones, of which three make an MLP with a gate and a norm
 
 
 @dataclass(frozen=True)
@@ -45,18 +39,14 @@ class ModelRates:
     Attributes:
         products: by (m, k, n) [FLOP/s].
         attention: forward and backward of causal attention over packs, by the mean length of their segments [FLOP/s].
-        bytes_per_s: of a norm and a gate, forward and backward, by the bytes of one of their tensors [byte/s].
         copied_bytes_per_s: of copies of large tensors [byte/s].
-        host_s: that the host takes for a linear module and the operators around it, forward and backward [s].
         measured_at: when, in UTC.
         is_cached: whether it was read from the cache.
     """
 
     products: dict[tuple[int, int, int], float]
     attention: dict[int, tuple[float, float]]
-    bytes_per_s: dict[int, float]
     copied_bytes_per_s: float
-    host_s: float
     measured_at: datetime
     is_cached: bool
 
@@ -68,9 +58,7 @@ class ModelRates:
                 {"length": length, "forward_flops_per_s": forward, "backward_flops_per_s": backward}
                 for length, (forward, backward) in self.attention.items()
             ],
-            "elementwise": [{"bytes": size, "bytes_per_s": rate} for size, rate in self.bytes_per_s.items()],
             "copied_bytes_per_s": self.copied_bytes_per_s,
-            "host_s": self.host_s,
             "measured_at": self.measured_at.isoformat(timespec="seconds"),
             "cached": self.is_cached,
         }
@@ -111,13 +99,10 @@ def model_rates(
     dtype = getattr(torch, TORCH_NAMES.get(dtype_name, "float32"))
     ordered = sorted(shapes, key=lambda shape: (shape[0] * shape[1] * shape[2], shape))
     lengths = [(*heads, max(_PACK[where.type], 2 * length), length) for length in _LENGTHS[where.type]]
-    sizes = [(size,) for size in _ELEMENTS[where.type]]
     problems: dict[str, tuple[Sequence[Shape], Callable[[Shape], tuple[Run, int]], TimeBudget]] = {
         "products": (ordered, partial(_product, where, dtype), _PRODUCTS),
         "packed": (lengths, partial(_attention, where, dtype, attend, backward=False), _OTHERS),
         "packed-backward": (lengths, partial(_attention, where, dtype, attend, backward=True), _OTHERS),
-        "elementwise": (sizes, partial(_elementwise, where, dtype), _OTHERS),
-        "host": ([(_MODULES,)], partial(_modules, where, dtype), _OTHERS),
     }
     found = {}
     for name, (asked, make, budget) in problems.items():
@@ -133,9 +118,7 @@ def model_rates(
             for shape, one in by_shape["packed"].items()
             if shape in by_shape["packed-backward"]
         },
-        bytes_per_s={size * dtype.itemsize: one.best_per_s for (size,), one in by_shape["elementwise"].items()},
         copied_bytes_per_s=copy_ceiling(where, refresh=refresh, warn=warn).best.best_per_s,
-        host_s=1 / found["host"].best.best_per_s,
         measured_at=found["products"].measured_at,
         is_cached=all(ceiling.is_cached for ceiling in found.values()),
     )
@@ -188,58 +171,3 @@ def pack_of(slots: int, length: int) -> list[int]:
         spread = 0.75 + 0.5 * (len(found) * _GOLDEN % 1)  # multiples of the golden ratio fill any range evenly
         found.append(min(left, max(1, round(spread * length))))
     return found
-
-
-def _elementwise(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
-    """Forward and backward of an RMSNorm written out in PyTorch and a SiLU gate.
-
-    The work is the bytes that a plan expects of it (`FORWARD_MOVES`, `BACKWARD_MOVES` of each byte that autograd
-    saves), so that the rate fits the bytes of a plan.
-    """
-    import torch
-
-    width = min(_WIDTH, shape[0])
-    size = (shape[0] // width, width)
-    x, gate = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
-    weight, slopes = torch.ones(width, device=device, dtype=dtype, requires_grad=True), torch.randn_like(x)
-    saved: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    def run() -> object:
-        with torch.inference_mode(mode=False):
-            normed = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-            return torch.autograd.grad(torch.nn.functional.silu(gate) * normed, (x, gate, weight), slopes)
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run()
-    return run, (FORWARD_MOVES + BACKWARD_MOVES) * sum(saved.values())
-
-
-def _modules(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
-    """Forward and backward of gated MLPs so small that the host's time for each operator is all that counts."""
-    import torch
-    from torch import nn
-    from torch.nn.functional import silu
-
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(16, device=device, dtype=dtype))
-            self.gate, self.up, self.down = (nn.Linear(16, 16, bias=False, device=device, dtype=dtype) for _ in "gud")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-            out: torch.Tensor = x + self.down(silu(self.gate(normed)) * self.up(normed))
-            return out
-
-    stack = nn.Sequential(*(Gated() for _ in range(shape[0] // 3)))
-    x = torch.randn(1, 4, 16, device=device, dtype=dtype)
-
-    def run() -> object:
-        with torch.inference_mode(mode=False):
-            return torch.autograd.grad(stack(x).sum(), [*stack.parameters()])
-
-    return run, shape[0]

@@ -5,7 +5,7 @@ window of steps, of all ranks together.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from headway.devices.names import named_devices
 from headway.errors import ConfigError, HeadwayError
 from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork, head_lines
+from headway.explain.findings.finding import Finding
 from headway.explain.findings.rules import find
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
 from headway.explain.unprofiled import WAY_OUT, unprofiled
@@ -74,9 +75,7 @@ def explain_records(path: Path, *, step: int | None = None, rank: int | None = N
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
         raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
-    first = num_first_steps([one.duration_ns for one in in_series])
-    of_each = find(waterfalls[first:], {0: _facts(reads)})
-    findings = find_in_series(Series(tuple(in_series), beside_ns), of_each)
+    findings = _found(reads, waterfalls, Series(tuple(in_series), beside_ns))
     return JobExplanation(tuple(chosen), (WAY_OUT, *notes, *about_beside), tuple(findings))
 
 
@@ -90,6 +89,27 @@ def step_records(path: Path) -> list[Mapping[str, Any]]:
         ConfigError: the file cannot be read or holds no record of a step.
     """
     return [read.record for read in _read(path)[0]]
+
+
+def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | None = None) -> list[Finding]:
+    """What the records of a run's last steps show, while it goes.
+
+    Args:
+        records: as Headway writes them, in their order.
+        memory_bytes: of the device [bytes]; None where it is not known.
+
+    Returns:
+        At most five, the dearest first.
+    """
+    reads = [read for record in records if (read := _checked(record)) is not None]
+    waterfalls = [_waterfall(read, _work(read, "the run"), "") for read in reads]
+    in_series = [_series_step(read, one, memory_bytes) for read, one in zip(reads, waterfalls, strict=True)]
+    return _found(reads, waterfalls, Series(tuple(in_series))) if reads else []
+
+
+def _found(reads: list[_Read], waterfalls: list[StepWaterfall], series: Series) -> list[Finding]:
+    first = num_first_steps([one.duration_ns for one in series.steps])
+    return find_in_series(series, find(waterfalls[first:], {0: _facts(reads)}))
 
 
 def _facts(reads: list[_Read]) -> dict[str, Any]:

@@ -47,11 +47,10 @@ class LiveSink(Sink):
     ) -> None:
         if every < 1:
             raise UsageError(f"every={every} is not a number of records; 1 shows each of them.")
-        self._num_steps, self._every, self._clock = num_steps, every, clock
+        self._num_steps, self._every, self._left = num_steps, every, TimeLeft(num_steps, clock)
         self._console = console or shared_console()
         self._live: Live | None = None
         self._num_records = 0
-        self._first: tuple[int, float] | None = None
 
     @classmethod
     def parse(cls, place: str) -> "LiveSink":
@@ -65,7 +64,7 @@ class LiveSink(Sink):
         flatten(record)
         if record.get("kind", "step") != "step":
             return
-        fields = [("step", self._progress(record["step"])), *shown_fields(record), *self._time_left(record["step"])]
+        fields = [("step", self._progress(record["step"])), *shown_fields(record), *self._left.after(record["step"])]
         self._num_records += 1
         if self._console.is_terminal:
             self._show(fields)
@@ -91,16 +90,28 @@ class LiveSink(Sink):
     def _progress(self, step: int) -> str:
         return format_count(step) + (f" of {format_count(self._num_steps)}" if self._num_steps is not None else "")
 
-    def _time_left(self, step: int) -> list[tuple[str, str]]:
-        """Time left at the pace since the first record, evaluations and checkpoints included."""
+
+class TimeLeft:
+    """Time that a run has left, at its pace since the first step that was told, evaluations and checkpoints included.
+
+    Args:
+        num_steps: of the whole run; None where that is not known [steps].
+        clock: monotonic clock [s].
+    """
+
+    def __init__(self, num_steps: int | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._num_steps, self._clock = num_steps, clock
+        self._first: tuple[int, float] | None = None
+
+    def after(self, step: int) -> list[tuple[str, str]]:
+        """Name and value for a line, after a step; nothing where it is not known yet, or nothing is left."""
         now_s = self._clock()
         if self._first is None:
             self._first = step, now_s
         first_step, first_s = self._first
-        if self._num_steps is None or step <= first_step:
+        if self._num_steps is None or not first_step < step < self._num_steps:
             return []
-        left_s = (now_s - first_s) / (step - first_step) * max(0, self._num_steps - step)
-        return [("left", format_duration(left_s))]
+        return [("left", format_duration((now_s - first_s) / (step - first_step) * (self._num_steps - step)))]
 
 
 def _whole(value: float) -> str:

@@ -9,7 +9,7 @@ transformers' own, which wraps `forward` and so leaves the hooks of FSDP outside
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
@@ -47,13 +47,15 @@ _ATTENTION = frozenset({
 })  # fmt: skip
 
 
-def recompute_blocks(model: PreTrainedModel, choice: str) -> tuple[str, ...]:
+def recompute_blocks(model: PreTrainedModel, choice: str, towers: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Let blocks be recomputed in backward.
 
     Args:
         model: its blocks are changed in place.
-        choice: none, full, every:N (every N-th block of each tower), or names of blocks joined by commas; after
-            `,-attention` what attention computed is kept. In `CostModel.count` each stands for the same operations.
+        choice: none, full, every:N (every N-th block of each tower), one of these of a tower, such as vision:full, or
+            names of blocks, joined by commas; after `,-attention` what attention computed is kept. In
+            `CostModel.count` each stands for the same operations.
+        towers: that the blocks are in, as `CostModel.block_towers`; needed by a choice that names one.
 
     Returns:
         Names of the chosen blocks.
@@ -65,7 +67,7 @@ def recompute_blocks(model: PreTrainedModel, choice: str) -> tuple[str, ...]:
         return ()
     found = {block.name: block.module for block in blocks(model)}
     try:
-        chosen = recomputed_blocks(choice, list(found))
+        chosen = recomputed_blocks(choice, list(found), towers or {})
     except UsageError as error:
         raise ConfigError(str(error)) from error
     if any(chosen.values()):

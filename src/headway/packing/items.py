@@ -13,6 +13,8 @@ from headway.errors import ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget, segment_costs
 
 Overlong = Literal["error", "drop", "truncate", "split"]
+"""What happens to a sample that is longer than a pack: an error, or it is left out, cut, or cut in pieces."""
+
 OVERLONG: tuple[Overlong, ...] = ("error", "drop", "truncate", "split")
 Numbers = NDArray[Any]
 

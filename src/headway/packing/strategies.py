@@ -17,7 +17,10 @@ from headway.packing.budget import Budget, Size
 from headway.packing.steps import BALANCE, group_into_steps
 
 Strategy = Literal["balanced", "best_fit", "first_fit", "next_fit", "none"]
+"""Name of a way to assign samples to packs; "none" gives each sample a pack of its own."""
+
 STRATEGIES: tuple[Strategy, ...] = ("balanced", "best_fit", "first_fit", "next_fit", "none")
+"""Every `Strategy`."""
 
 FILL = 0.9912
 """Share of the token and patch budgets that `balanced` plans packs for; the rest lets costs be made equal."""

@@ -6,20 +6,19 @@ ranks tell each other of their packs, which goes between hosts.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations
-from headway.count.recompute import recomputed_blocks
 from headway.count.rows import Row
 from headway.plan.communication import Exchange, Exchanges, Phase
 from headway.plan.memory import Sharing, State
 from headway.plan.mesh import MeshShape
 from headway.plan.moments import FLOAT32
 from headway.plan.slices import rows_of, sliced, spread_over
-from headway.plan.units import head_features, remembered, unit_names
+from headway.plan.units import chosen_blocks, head_features, remembered, unit_names
 
 
 def exchanges_of(
@@ -43,36 +42,70 @@ def exchanges_of(
     Raises:
         UsageError: `state.recompute` chooses no block.
     """
+    chosen_blocks(state.recompute, cost_model, saved)  # or an error
     if not sharing.gathers:
         return Exchanges()
-    units = unit_names(cost_model, saved)
-    runs = [pack.patches > 0 or not one.component.startswith("vision.") for one in cost_model.parameters]
-    places = _Places(cost_model)
-    order = sorted({unit for unit, there in zip(units, runs, strict=True) if there}, key=places.before)
-    alive = _units_with_backward(cost_model, saved)
-    gathered = _gathered_again(sorted(order, key=places.after), alive) if sharing.reshard else set()
-    found = [one for one in _of_weights(cost_model, units, gathered, state, sharing, shape) if one.unit in order]
-    found += _of_activations(cost_model, saved, pack, alive, state, sharing)
-    compute: Counter[str] = Counter()
-    for row in cost_model.rows:
-        compute[_unit_of(row, saved)] += row.forward * drivers.parse(row.driver)(pack)
+    computing = State(compute_bytes=state.compute_bytes)  # what weights alone depend on
+    if sharing.sequence > 1 or sharing.expert > 1:
+        computing = replace(computing, recompute=state.recompute)
+    return _all_of(cost_model, saved, pack, computing, sharing, shape)
+
+
+@remembered
+def _all_of(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing, shape: MeshShape
+) -> Exchanges:
+    """List exchanges once for choices that differ in nothing that is exchanged."""
+    order, gathered = _order_of(cost_model, saved, pack.patches > 0)
+    again = gathered if sharing.reshard else frozenset()
+    found = [
+        one for one in _of_weights(cost_model, saved, again, state.compute_bytes, sharing, shape) if one.unit in order
+    ]
+    found += _of_activations(cost_model, saved, pack, state, sharing)
     copied = sum(
         2 * one.num_bytes if one.kind == "all-gather" else one.num_bytes
         for one in found
         if one.kind in ("all-gather", "reduce-scatter")
     )
-    return Exchanges(tuple(one for one in found if one.ranks > 1), tuple(order), compute, copied)
+    compute = _computed(cost_model, saved, pack)
+    return Exchanges(tuple(one for one in found if one.ranks > 1), order, compute, copied)
 
 
+@remembered
+def _order_of(
+    cost_model: CostModel, saved: SavedActivations, has_pictures: bool
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Units as forward computes them, and those of them whose weights are gathered again for backward."""
+    units = unit_names(cost_model, saved)
+    runs = [has_pictures or not one.component.startswith("vision.") for one in cost_model.parameters]
+    places = _Places(cost_model)
+    order = sorted({unit for unit, there in zip(units, runs, strict=True) if there}, key=places.before)
+    alive = _units_with_backward(cost_model, saved)
+    return tuple(order), frozenset(_gathered_again(sorted(order, key=places.after), alive))
+
+
+@remembered
+def _computed(cost_model: CostModel, saved: SavedActivations, pack: Workload) -> Counter[str]:
+    """FLOPs of each unit's forward."""
+    units = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    compute: Counter[str] = Counter()
+    for row in cost_model.rows:
+        compute[_unit_of(row, saved)] += row.forward * units[row.driver]
+    return compute
+
+
+@remembered
 def _of_weights(
     cost_model: CostModel,
-    units: Sequence[str],
-    again: set[str],
-    state: State,
+    saved: SavedActivations,
+    again: frozenset[str],
+    compute_bytes: int,
     sharing: Sharing,
     shape: MeshShape,
-) -> Iterable[Exchange]:
+) -> tuple[Exchange, ...]:
     """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
+    units = unit_names(cost_model, saved)
+    found: list[Exchange] = []
     whole: Counter[tuple[str, bool]] = Counter()
     learns: Counter[tuple[str, bool]] = Counter()
     for parameter, unit in zip(sliced(cost_model, shape.fsdp, sharing.expert).parameters, units, strict=True):
@@ -81,16 +114,17 @@ def _of_weights(
         learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
     for (unit, spread), numel in whole.items():
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
-        gather = Exchange("all-gather", unit, "forward", numel * state.compute_bytes, ranks, stride)
-        yield gather
+        gather = Exchange("all-gather", unit, "forward", numel * compute_bytes, ranks, stride)
+        found.append(gather)
         if unit in again:
-            yield Exchange("all-gather", unit, "backward", gather.num_bytes, ranks, stride)
+            found.append(Exchange("all-gather", unit, "backward", gather.num_bytes, ranks, stride))
         summed = learns[unit, spread] * sharing.reduce_bytes
         if summed:
             once = not sharing.reduce_each_pack
-            yield Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once)
+            found.append(Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once))
             part = summed // ranks
-            yield Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once)
+            found.append(Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +165,13 @@ class _Attention:
         }
 
 
-def _attentions(cost_model: CostModel, saved: SavedActivations, state: State) -> Iterator[_Attention]:
+@remembered
+def _attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: int) -> list[_Attention]:
     """Read heads off the rows: a module's linear ones before its attention make queries, keys and values.
 
     What attention saves is its output and, in float32, one number for each query and head.
     """
+    found = []
     for place, row in enumerate(cost_model.rows):
         if row.op != "attention" or row.block not in saved.blocks:
             continue
@@ -151,18 +187,19 @@ def _attentions(cost_model: CostModel, saved: SavedActivations, state: State) ->
             continue
         given = after[0][0]
         queries = row.forward // 2 - given
-        heads = max(1, int(sum(kept.values()) - given * state.compute_bytes) // FLOAT32)
+        heads = max(1, int(sum(kept.values()) - given * compute_bytes) // FLOAT32)
         key_heads = heads
         if len(before) > 2 and before[-2][1] * given == before[-1][1] * queries:
             key_heads = max(1, before[-2][1] * heads // queries)
-        yield _Attention(row.block, inside[0][2], heads, key_heads, queries // heads, given // heads)
+        found.append(_Attention(row.block, inside[0][2], heads, key_heads, queries // heads, given // heads))
+    return found
 
 
 def _of_activations(
-    cost_model: CostModel, saved: SavedActivations, pack: Workload, alive: set[str], state: State, sharing: Sharing
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
 ) -> Iterator[Exchange]:
     """What shared packs and spread experts exchange, forward, again where it is recomputed, and backward."""
-    again = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
+    again, alive = chosen_blocks(state.recompute, cost_model, saved), _units_with_backward(cost_model, saved)
 
     def through(unit: str, forward: int, backward: int, ranks: int) -> Iterator[Exchange]:
         """List an all-to-all of forward, its repetition in a recomputed block, and its counterpart in backward.
@@ -177,7 +214,7 @@ def _of_activations(
             yield Exchange("all-to-all", unit, phase, numbers * state.compute_bytes, ranks, waits=True)
 
     if sharing.sequence > 1:
-        for one in _attentions(cost_model, saved, state):
+        for one in _attentions(cost_model, saved, state.compute_bytes):
             unit = cost_model.merge_group if one.driver.startswith("patches") else 1
             sent = one.sent(pack, sharing.sequence, unit)
             yield from through(one.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)
@@ -217,6 +254,7 @@ def _expert_rows(cost_model: CostModel) -> list[tuple[str, int]]:
     return found
 
 
+@remembered
 def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[str]:
     """Units that have a backward: a parameter in the unit, or in a unit before it, is trained."""
     trained = cost_model.trained

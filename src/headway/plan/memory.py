@@ -16,14 +16,13 @@ measurement in `benchmarks/results/plan_memory_*.md`. What the allocator and CUD
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
-from headway.count.recompute import recomputed_blocks
-from headway.count.rows import Parameter, hidden_matrices
+from headway.count.rows import hidden_matrices
 from headway.plan.moments import (
     BFLOAT16,
     FLOAT32,
@@ -37,9 +36,9 @@ from headway.plan.moments import (
     moment,
 )
 from headway.plan.recompute import block_bytes
-from headway.plan.slices import SPREAD, numbers_by_unit, sliced, spread_over, values_of_spread
-from headway.plan.units import block_of, head_features, head_parameter, is_tied, remembered
-from headway.plan.updating import UpdateOf, update_bytes
+from headway.plan.slices import SPREAD, numbers_by_unit, sliced, trained_of_process, values_of_spread
+from headway.plan.units import block_of, chosen_blocks, head_features, head_parameter, is_tied, remembered
+from headway.plan.updating import UpdateOf, updating_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +133,22 @@ def plan_memory(
         UsageError: `state.recompute` chooses no block.
     """
     in_slices = sliced(cost_model, sharing.shards, sharing.expert) if sharing.gathers else cost_model
-    trained, whole = ([p for p in of.parameters if p.trainable] for of in (in_slices, cost_model))
-    held = _shared(state.weight_bytes * _numel(in_slices.parameters), sharing)
-    gradients = _shared(state.weight_bytes * _numel(trained), sharing)
-    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if state.muon else frozenset()
+    held = _shared(state.weight_bytes * in_slices.params.total, sharing)
+    gradients = _shared(state.weight_bytes * in_slices.params.trainable, sharing)
     optimizer = _shared(state.moment_bytes * num_moments(in_slices, muon=state.muon), sharing)
-    average = _shared(FLOAT32 * _numel(trained) if state.averaged else 0, sharing)
+    average = _shared(FLOAT32 * in_slices.params.trainable if state.averaged else 0, sharing)
     units = _units(cost_model, in_slices, saved, state, sharing)
-    chosen = recomputed_blocks(state.recompute, [name for name in saved.blocks if name])
+    chosen = chosen_blocks(state.recompute, cost_model, saved)
     head = _Head.of(cost_model, pack, state, sharing)
-    passed = _passed(in_slices, saved, pack, state, sharing, chosen, units)
+    computing = replace(state, accumulates=False, chunk=None)  # what blocks do not depend on
+    sharing_blocks = replace(sharing, reshard=True, reduce_each_pack=True)
+    passed = _passed(cost_model, in_slices, saved, pack, computing, sharing_blocks)
     outside = -(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence)
     casts = _kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
-    shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
-    updating = update_bytes(
-        (p for p in trained if p.name not in by_muon),
-        ((p, shapes.get(p.name, p.numel)) for p in trained if p.name in by_muon),
-        UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards),
+    updating = updating_of(
+        cost_model, in_slices, state.muon, UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards)
     )
-    batch = _pixels(cost_model, pack, state)
+    batch = _pixels(cost_model, pack, state.compute_bytes)
     host = 0
     if sharing.offload:
         host = held + gradients + optimizer + average
@@ -160,7 +156,7 @@ def plan_memory(
     # gradients of the step's earlier packs, which those of this one are added to: no more come then
     waits = gradients if state.accumulates else 0
     if state.accumulates and not sharing.reduce_each_pack:
-        waits = sharing.reduce_bytes * sum(p.numel // spread_over(p, sharing.expert) for p in whole)
+        waits = sharing.reduce_bytes * trained_of_process(cost_model, sharing.expert)
     comes = 0 if waits or sharing.offload else gradients
     in_blocks = sum(block.gradients for block in passed)
     at_once = _shared(head.weight, sharing)
@@ -175,8 +171,8 @@ def plan_memory(
         embedding_unit=units.get("(embedding)", NO_UNIT),
         stay_gathered=not sharing.reshard,
     )
-    walk = fullest_of_backward(passed if comes else [replace(block, gradients=0) for block in passed], ends)
-    walk["gradients"] += waits
+    walk = _walked(cost_model, in_slices, saved, pack, computing, sharing_blocks, ends, bool(comes))
+    walk = {**walk, "gradients": walk["gradients"] + waits}
     # FSDP2 keeps the buffer of the last gathering of a forward until the next, beside what was copied from it
     last = ends.head_unit.gathered or (passed[-1].unit.gathered if passed else 0)
     gathered = ends.root + ends.head_unit.gathered + last
@@ -196,6 +192,7 @@ def plan_memory(
     return MemoryPlan(**most, host=host, moments=tuple(found))
 
 
+@remembered
 def num_moments(cost_model: CostModel, *, muon: bool) -> int:
     """Numbers that the optimizer keeps of the weights that learn: two each, one of a matrix that Muon updates."""
     by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if muon else frozenset()
@@ -211,20 +208,21 @@ def _shared(num_bytes: float, sharing: Sharing) -> int:
     return -int(-num_bytes // sharing.shards)
 
 
-def _numel(parameters: Iterable[Parameter]) -> int:
-    return sum(p.numel for p in parameters)
-
-
+@remembered
 def _passed(
-    cost_model: CostModel,
-    saved: SavedActivations,
-    pack: Workload,
-    state: State,
-    sharing: Sharing,
-    chosen: Mapping[str, bool],
-    units: Mapping[str, Unit],
+    whole: CostModel, cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
 ) -> list[Passed]:
-    """What the backward of each block needs and leaves, in the order of forward: towers before the language model."""
+    """What the backward of each block needs and leaves, in the order of forward: towers before the language model.
+
+    Args:
+        whole: the model.
+        cost_model: the same, `sliced`.
+        saved: what autograd saves of it.
+        pack: the largest micro-batch.
+        state: dtypes, and which blocks are recomputed.
+        sharing: of the model among processes.
+    """
+    units, chosen = _units(whole, cost_model, saved, state, sharing), chosen_blocks(state.recompute, whole, saved)
     sizes = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sharing.sequence)
     gradients = _trained_by_block(cost_model, saved)
     casts = _cast_weights(cost_model, saved) if _casts(state, sharing) else Counter[str]()
@@ -256,6 +254,22 @@ def _passed(
         )
         for name in order
     ]
+
+
+@remembered
+def _walked(
+    whole: CostModel,
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    ends: Ends,
+    makes_gradients: bool,
+) -> dict[str, int]:
+    """Parts at the fullest point of a backward, whose blocks make gradients beside those that wait, or do not."""
+    passed = _passed(whole, cost_model, saved, pack, state, sharing)
+    return fullest_of_backward(passed if makes_gradients else [replace(one, gradients=0) for one in passed], ends)
 
 
 @remembered
@@ -293,7 +307,7 @@ def _kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[
     block without a backward at once.
     """
     head = head_parameter(cost_model)
-    alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
+    alive = cost_model.blocks_in_backward
     kept = 0
     for number in _of_products(cost_model):
         parameter = cost_model.parameters[number]
@@ -323,7 +337,8 @@ def _units(
     }
 
 
-def _pixels(cost_model: CostModel, pack: Workload, state: State) -> int:
+@remembered
+def _pixels(cost_model: CostModel, pack: Workload, compute_bytes: int) -> int:
     """Bytes of a pack's pixels: as bytes, scaled to float32, and where autocast is, once more for the product.
 
     A value of a patch is multiplied into each channel of the tower once, which gives how many there are.
@@ -336,7 +351,7 @@ def _pixels(cost_model: CostModel, pack: Workload, state: State) -> int:
     if row is None or not width:
         return 0
     values = row.forward * drivers.parse(row.driver)(pack) // (2 * width)
-    copies = FLOAT32 + (state.compute_bytes if state.compute_bytes < FLOAT32 else 0)
+    copies = FLOAT32 + (compute_bytes if compute_bytes < FLOAT32 else 0)
     return values * (1 + copies)
 
 

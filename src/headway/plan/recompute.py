@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations, bytes_of
+from headway.count.recompute import as_choice
 from headway.errors import PlanError
+from headway.plan.units import remembered
 from headway.report import format_bytes
 
 
@@ -23,6 +25,7 @@ class BlockBytes:
         return min(self.whole, self.entry + (self.attention if keeps_attention else 0))
 
 
+@remembered
 def block_bytes(
     cost_model: CostModel, saved: SavedActivations, pack: Workload, *, fused: bool, sequence: int = 1
 ) -> dict[str, BlockBytes]:
@@ -35,13 +38,41 @@ def block_bytes(
         fused: whether blocks are compiled or run on fused kernels.
         sequence: processes that share the pack.
     """
-    alive = {row.block for row in cost_model.rows if any(g.runs(cost_model.trained) for g in row.gradients)}
+    alive = cost_model.blocks_in_backward
     sizes: dict[int, BlockBytes] = {}  # blocks of one stack are mostly one object
     for block in saved.blocks.values():
         if id(block) not in sizes:
             parts = (block.fused if fused else block.plain, block.entry, block.attention)
             sizes[id(block)] = BlockBytes(*(-(-bytes_of(rows, pack) // sequence) for rows in parts))
     return {name: sizes[id(block)] for name, block in saved.blocks.items() if name and name in alive}
+
+
+@remembered
+def least_within(
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    budget_bytes: int,
+    *,
+    fused: bool,
+    sequence: int = 1,
+) -> str:
+    """Name the blocks that `least_recomputed` chooses of a model, as `CostModel.count` takes them.
+
+    Args:
+        cost_model: as for `block_bytes`, like the others.
+        saved: what autograd saves of the model.
+        pack: the largest micro-batch.
+        budget_bytes: what blocks may hold [bytes].
+        fused: whether blocks are compiled or run on fused kernels.
+        sequence: processes that share the pack.
+
+    Raises:
+        PlanError: all blocks recomputed are not enough.
+    """
+    return as_choice(
+        least_recomputed(block_bytes(cost_model, saved, pack, fused=fused, sequence=sequence), budget_bytes)
+    )
 
 
 def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, bool]) -> int:

@@ -50,6 +50,12 @@ def spread_over(parameter: Parameter, expert: int) -> int:
 
 
 @remembered
+def trained_of_process(cost_model: CostModel, expert: int) -> int:
+    """Count the weights that learn, of experts spread over so many processes those that one keeps."""
+    return sum(p.numel // spread_over(p, expert) for p in cost_model.parameters if p.trainable)
+
+
+@remembered
 def numbers_by_unit(
     cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, expert: int
 ) -> dict[str, tuple[int, int, int]]:

@@ -48,6 +48,10 @@ PRODUCTS = Cases(0.8, 0.65, 0.45)
 ATTENTION = Cases(0.65, 0.45, 0.25)
 # Assumed likewise.
 BANDWIDTH = Cases(0.9, 0.8, 0.6)
+# Steps of small models on a CPU took 1.00 to 1.33 times as long as what was measured of their parts foretold.
+# Source: benchmarks/results/plan_time_amd-epyc-1threads_202611.md.
+MEASURED = Cases(0.97, 1.0, 1.35)
+"""Time of a step over that of its measured parts."""
 LAUNCH_S = 5e-6
 """Time that the host takes to launch a product [s], where nothing was measured: some microseconds."""
 
@@ -64,7 +68,7 @@ class Speeds:
         products: measured rates of matrix products by their shape [FLOP/s].
         attention: measured rates of causal attention over packs, forward and backward, by the length of their segments
             [FLOP/s].
-        elementwise: measured rates of elementwise operations, by the size of a tensor [byte/s by byte].
+        elementwise_s: that a byte of elementwise operations takes [s]; None for what the memory takes.
         board_power_w: what a device draws at most [W]; None where it is not known.
         host_s: that the host takes for a linear module and what stands around it, forward and backward [s].
         runs_ahead: whether the host launches while the device computes; a CPU does one after the other.
@@ -76,7 +80,7 @@ class Speeds:
     source: str
     products: Mapping[Shape, float] = field(default_factory=dict)
     attention: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    elementwise: Mapping[int, float] = field(default_factory=dict)
+    elementwise_s: float | None = None
     board_power_w: float | None = None
     host_s: float = 3 * LAUNCH_S
     runs_ahead: bool = True
@@ -125,12 +129,10 @@ class Speeds:
         return cls(
             name,
             peak_flops_per_s,
-            Cases.exact(rates.copied_bytes_per_s),
+            Cases(*(rates.copied_bytes_per_s / longer for longer in MEASURED)),
             source,
             rates.products,
             rates.attention,
-            rates.bytes_per_s,
-            host_s=rates.host_s,
             runs_ahead=runs_ahead,
         )
 
@@ -158,9 +160,7 @@ class Speeds:
             m, k, n = shape
             moved = self.memory_s(flops / (2 * m * k * n) * (m * k + k * n + m * n) * number_bytes)
             return Cases(*map(max, computed, moved))
-        if shape is None:
-            return Cases.exact(flops / self.ceiling_flops_per_s)
-        return Cases.exact(flops / self._rate(shape))
+        return MEASURED.times(flops / (self.ceiling_flops_per_s if shape is None else self._rate(shape)))
 
     def _rate(self, shape: Shape) -> float:
         """Rate of the four measured shapes nearest to one, each weighted by its nearness in sizes' logarithms."""
@@ -183,16 +183,17 @@ class Speeds:
             return Cases(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
         length = 2 * pairs_per_query - 1
         rates = [_rate_at({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
-        return Cases.exact(forward / rates[0] + backward / rates[1])
+        return MEASURED.times(forward / rates[0] + backward / rates[1])
 
-    def elementwise_s(self, num_bytes: float) -> Cases:
-        """Predict the time of elementwise operations that move so many bytes [s].
-
-        By the rate of the largest tensors measured: in a step others come between, so none is still in a cache.
-        """
-        if not self.elementwise:
+    def moving_s(self, num_bytes: float) -> Cases:
+        """Predict the time of elementwise operations that move so many bytes [s]."""
+        if self.elementwise_s is None:
             return self.memory_s(num_bytes)
-        return Cases.exact(num_bytes / self.elementwise[max(self.elementwise)])
+        return MEASURED.times(num_bytes * self.elementwise_s)
+
+    def launching_s(self, launches: float) -> Cases:
+        """Predict the time that the host takes for so many linear modules and what stands around them [s]."""
+        return (MEASURED if self.is_measured else Cases.exact(1.0)).times(launches * self.host_s)
 
     def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""

@@ -16,19 +16,21 @@ from typing import Any
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
-from headway.count.recompute import recomputed_blocks
 from headway.count.step_facts import flops_on_padding
-from headway.devices.model_rates import BACKWARD_MOVES, FORWARD_MOVES
 from headway.plan.collectives import Links
 from headway.plan.communication import Exchanges, exposed_s
 from headway.plan.lines import NAMES, SLOW
 from headway.plan.memory import State, num_moments
 from headway.plan.moments import FLOAT32
 from headway.plan.speeds import Cases, Shape, Speeds
-from headway.plan.units import head_features
+from headway.plan.units import chosen_blocks, head_features, remembered
 
-ROWS = (512, 2048, 8192)
+ROWS = (64, 512, 2048, 8192)
 """Rows of inputs for which the rates of products are measured; others lie between or near."""
+
+FORWARD_MOVES, BACKWARD_MOVES = 2, 3
+"""How often elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
+read once more, and its gradient is written and read."""
 
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 _Kind = tuple[bool, tuple[int, int] | None]  # whether it is attention, and the features of a linear module
@@ -114,6 +116,7 @@ class StepWork:
         balance: mean over heaviest FLOPs of the ranks, a fraction.
         exchanges: what a device exchanges for a pack; None where that is taken to hide behind computing.
         links: between the devices; None with `exchanges`.
+        making_s: that the data workers of a device take to make its packs [s]; 0 where they are taken to be ready.
     """
 
     flops: FlopCount
@@ -126,6 +129,7 @@ class StepWork:
     balance: float = 1.0
     exchanges: Exchanges | None = None
     links: Links | None = None
+    making_s: float = 0.0
 
 
 class StepTimes:
@@ -168,14 +172,11 @@ class StepTimes:
         """
         speeds, devices = self._speeds, work.devices
         padding = self._padding(work, state)
-        took: dict[str, Cases] = {}
-        at_ceiling: dict[str, float] = defaultdict(float)
         rows = self._run_again(work, state)
-        amounts = {(row.name, row.driver): row.forward / self._per_unit(row.name, row.driver) for row in rows}
+        at_ceiling: dict[str, float] = defaultdict(float)
         for row in rows:
-            factor = (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / devices
-            took[row.name] = took.get(row.name, Cases.exact(0.0)) + self._component_s(row, factor, work, state, amounts)
-            at_ceiling[row.name] += (row.total + row.recompute) * factor / speeds.ceiling_flops_per_s
+            flops = (row.total + row.recompute) * _share(row, padding, work)
+            at_ceiling[row.name] += flops / speeds.ceiling_flops_per_s
         useful = work.flops.total / devices
         at_peak = useful / speeds.peak_flops_per_s
         head = {
@@ -185,25 +186,53 @@ class StepTimes:
             "padding": sum(padding.values()) / devices / speeds.ceiling_flops_per_s,
         }
         lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
-        for name, seconds in took.items():
+        for name, seconds in self.computed_s(work, state).items():
             lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
         copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
-        lines.append(self._line("memory", speeds.elementwise_s(work.packs * (self._moved_bytes(work, state) + copied))))
+        lines.append(self._line("memory", speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         if work.exchanges is not None and work.links is not None:
             forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
-            waits = exposed_s(work.exchanges, work.packs, passes.times(forward), passes.times(1 - forward), work.links)
+            both = (passes.times(forward), passes.times(1 - forward))
+            waits = exposed_s(work.exchanges, work.packs, *both, work.links, overlap=speeds.runs_ahead)
             lines.append(self._line("communication.transfer", waits))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
-        host_s = len(self._cost_model.rows) * work.packs * speeds.host_s
-        late = Cases(*(max(0.0, host_s - seconds) if speeds.runs_ahead else host_s for seconds in computed))
+        late = speeds.launching_s(self.launches(state) * work.packs)
+        if speeds.runs_ahead:
+            late = Cases(*(max(0.0, seconds) for seconds in late - computed))
         lines.append(self._line("idle.launch", late))
+        step = sum((line.seconds for line in lines), Cases.exact(0.0))
+        lines.append(self._line("idle.data", Cases(*(max(0.0, work.making_s - seconds) for seconds in step))))
         peak = speeds.peak_flops_per_s * devices
         shown = tuple(line for line in lines if any(line.seconds))
         return StepForecast(shown, work.flops.total, peak, work.tokens)
+
+    def computed_s(self, work: StepWork, state: State) -> dict[str, Cases]:
+        """Predict the time of products and attention of a step on one device, by component [s].
+
+        Args:
+            work: what the step asks of the devices.
+            state: dtypes, and how forward computes.
+        """
+        rows, padding = self._run_again(work, state), self._padding(work, state)
+        amounts = {(row.name, row.driver): row.forward / self._per_unit(row.name, row.driver) for row in rows}
+        took: dict[str, Cases] = {}
+        for row in rows:
+            seconds = self._component_s(row, _share(row, padding, work), work, state, amounts)
+            took[row.name] = took.get(row.name, Cases.exact(0.0)) + seconds
+        return took
+
+    def launches(self, state: State) -> float:
+        """Linear modules, attention and the like that the host launches for a pack, forward and backward being one."""
+        chosen = chosen_blocks(state.recompute, self._cost_model, self._saved)
+        parts = sum(
+            1 + (row.block in chosen) + 2 * any(gradient.runs(self._cost_model.trained) for gradient in row.gradients)
+            for row in self._cost_model.rows
+        )
+        return parts / 3
 
     def _run_again(self, work: StepWork, state: State) -> list[FlopRow]:
         """The rows of a step with what is computed again: the same share of each forward in any pack."""
@@ -258,16 +287,12 @@ class StepTimes:
         total = sum(language.values())
         return {name: on_padding * packs * flops // total for name, flops in language.items()}
 
-    def _moved_bytes(self, work: StepWork, state: State) -> float:
-        """Bytes that elementwise kernels move for a pack on one device."""
-        chosen = recomputed_blocks(state.recompute, [name for name in self._saved.blocks if name])
-        sums = {"all": 0, "alive": 0, "again": 0}
-        for name, block in self._saved.blocks.items():
-            size = bytes_of(block.fused if state.fused else block.plain, work.pack)
-            sums["all"] += size
-            sums["alive"] += size if name in self._alive else 0
-            sums["again"] += size if name in chosen else 0
-        moved = FORWARD_MOVES * (sums["all"] + sums["again"]) + BACKWARD_MOVES * sums["alive"]
+    def moved_bytes(self, work: StepWork, state: State) -> float:
+        """Bytes that elementwise operations move for a pack on one device."""
+        sizes = _bytes_by_block(self._saved, work.pack, state.fused)
+        again = sum(sizes[name] for name in chosen_blocks(state.recompute, self._cost_model, self._saved))
+        alive = sum(size for name, size in sizes.items() if name in self._alive)
+        moved = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
         features = head_features(self._cost_model)
         if features is not None:  # logits are read, their log-probabilities written and read, their gradient written
             moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
@@ -282,6 +307,17 @@ class StepTimes:
         """Gradients are read for their norm, scaled and read again; weights and moments are read and written."""
         moments = num_moments(self._cost_model, muon=state.muon)
         return ((4 + 2) * state.weight_bytes * self._trained + 2 * state.moment_bytes * moments) / work.shards
+
+
+@remembered
+def _bytes_by_block(saved: SavedActivations, pack: Workload, fused: bool) -> dict[str, int]:
+    """Activations that each block saves of a pack [bytes]; of what is outside of blocks under ""."""
+    return {name: bytes_of(block.fused if fused else block.plain, pack) for name, block in saved.blocks.items()}
+
+
+def _share(row: FlopRow, padding: Mapping[str, int], work: StepWork) -> float:
+    """Share of a component's FLOPs that one device computes, with those on its padding."""
+    return (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / work.devices
 
 
 def product_shape(phase: str, units: int, features: tuple[int, int] | None) -> Shape | None:

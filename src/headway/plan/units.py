@@ -1,11 +1,12 @@
 """Where a parameter belongs: the blocks of a model, and the units that FSDP2 gathers together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
+from headway.count.recompute import recomputed_blocks
 from headway.count.rows import Parameter
 
 P = ParamSpec("P")
@@ -28,19 +29,44 @@ class _Same:
 
 
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep what a function finds for the last models, told apart by identity: a search asks thousands of times."""
+    """Keep what a function finds for the last arguments, since a search asks thousands of times.
 
-    @lru_cache(maxsize=128)
-    def found(*keys: Any) -> Any:
-        return cast("Any", function)(*(key.value if isinstance(key, _Same) else key for key in keys))
+    Models and what they save are told apart by identity. Nobody changes what is found.
+    """
+
+    @lru_cache(maxsize=256)
+    def found(*keys: Any, **named: Any) -> Any:
+        whole = {name: _value(key) for name, key in named.items()}
+        return cast("Any", function)(*map(_value, keys), **whole)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        whole = [*args, *kwargs.values()]
-        keys = (_Same(one) if isinstance(one, CostModel | SavedActivations) else one for one in whole)
-        return cast("T", found(*keys))
+        return cast("T", found(*map(_key, args), **{name: _key(one) for name, one in kwargs.items()}))
 
     return call
+
+
+def _key(value: object) -> object:
+    return _Same(value) if isinstance(value, CostModel | SavedActivations) else value
+
+
+def _value(key: object) -> object:
+    return key.value if isinstance(key, _Same) else key
+
+
+@remembered
+def chosen_blocks(recompute: str, cost_model: CostModel, saved: SavedActivations) -> Mapping[str, bool]:
+    """Say which blocks of a model are recomputed, and of which the results of attention are kept.
+
+    Args:
+        recompute: as for `recomputed_blocks`.
+        cost_model: of the model.
+        saved: names its blocks.
+
+    Raises:
+        UsageError: a term names no block.
+    """
+    return recomputed_blocks(recompute, [name for name in saved.blocks if name], cost_model.block_towers)
 
 
 def block_of(parameter: Parameter, saved: SavedActivations) -> str:
@@ -67,12 +93,14 @@ def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: 
     return "(vision)" if parameter.component.startswith("vision.") else "(root)"
 
 
+@remembered
 def is_tied(cost_model: CostModel, head: int) -> bool:
     """Whether the head's weight is the input embedding's: no other parameter is as large."""
     size = cost_model.parameters[head].numel
     return not any(p.numel == size for number, p in enumerate(cost_model.parameters) if number != head)
 
 
+@remembered
 def head_parameter(cost_model: CostModel) -> int | None:
     """Number of the head's weight among the parameters; None without a language head."""
     for row in cost_model.rows:
@@ -83,6 +111,7 @@ def head_parameter(cost_model: CostModel) -> int | None:
     return None
 
 
+@remembered
 def head_features(cost_model: CostModel) -> tuple[int, int] | None:
     """Width of the hidden states and size of the vocabulary; None without a language head."""
     rows = (row for row in cost_model.rows if row.component == "language.head")

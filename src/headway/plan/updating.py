@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headway.count.rows import Parameter
+from headway.count import CostModel
+from headway.count.rows import Parameter, hidden_matrices
+from headway.plan.units import remembered
 
 AT_ONCE = 2**24
 """Values that the optimizer works on at a time; equal to `headway.train.optim.parts.AT_ONCE`."""
@@ -28,6 +30,23 @@ class UpdateOf:
 
 Shape = tuple[int, int] | int
 """Of a matrix, its inputs and outputs; of a stack of them, how many numbers it has."""
+
+
+@remembered
+def updating_of(cost_model: CostModel, in_slices: CostModel, muon: bool, of: UpdateOf) -> int:
+    """Add up what an update of a model works on.
+
+    Args:
+        cost_model: of the model.
+        in_slices: the same, as processes hold it.
+        muon: whether Muon updates the matrices of hidden layers.
+        of: how weights and moments are held.
+    """
+    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if muon else frozenset()
+    shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
+    trained = [p for p in in_slices.parameters if p.trainable]
+    matrices = ((p, shapes.get(p.name, p.numel)) for p in trained if p.name in by_muon)
+    return update_bytes((p for p in trained if p.name not in by_muon), matrices, of)
 
 
 def update_bytes(by_adamw: Iterable[Parameter], by_muon: Iterable[tuple[Parameter, Shape]], of: UpdateOf) -> int:

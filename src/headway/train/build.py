@@ -89,7 +89,7 @@ def build_trained(
     with_loss = model_with_loss(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
     if precision.is_float8:
         notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
-    recompute_blocks(model, recompute)
+    recompute_blocks(model, recompute, cost_model.block_towers)
     compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
     if is_compiled:
         compile_blocks(model, compile_watch)

@@ -13,7 +13,6 @@ import numpy as np
 
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.activations import SavedActivations
-from headway.count.recompute import as_choice
 from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
@@ -24,7 +23,7 @@ from headway.packing.measure import report_on
 from headway.plan.memory import MemoryPlan, Sharing, State, plan_memory
 from headway.plan.mesh import MeshShape
 from headway.plan.moments import BFLOAT16, FLOAT32
-from headway.plan.recompute import block_bytes, least_recomputed
+from headway.plan.recompute import least_within
 from headway.train.config import TrainConfig
 from headway.train.fitting import Way, ways_to_fit
 from headway.train.planned_lengths import lengths_of
@@ -49,6 +48,7 @@ class Packs:
         most_patches: of the pack with the most [patches].
         mean_patches: of a pack on average [patches].
         flops: of a mean step, all devices together, by component.
+        epoch_tokens: of all samples once, those that are left out not among them.
     """
 
     lengths: str
@@ -59,6 +59,7 @@ class Packs:
     most_patches: int
     mean_patches: float
     flops: FlopCount
+    epoch_tokens: int
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -123,6 +124,7 @@ def dry_run(
     *,
     devices: int,
     device: Device | None,
+    lengths: tuple[str, LengthTable] | None = None,
 ) -> DryRun:
     """Plan a run.
 
@@ -133,6 +135,7 @@ def dry_run(
             not fit, that of the ways in which it would.
         devices: processes, a device each.
         device: whose memory it must fit.
+        lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
 
     Raises:
         ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
@@ -142,7 +145,7 @@ def dry_run(
     learning = learning_model(config, cost_model)
     left_out = saved[precision_of(config, devices)].left_out
     notes = []
-    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape))
+    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape), lengths)
     if packs is None:
         notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
@@ -229,9 +232,7 @@ def recompute_of(
         return config.speed.recompute
     pack, of_forward = fullest_pack(config, cost_model), saved[precision_of(config, shape.world_size)]
     fused = config.speed.is_fused(config.run.device)
-    return as_choice(
-        least_recomputed(block_bytes(cost_model, of_forward, pack, fused=fused, sequence=shape.sequence), size)
-    )
+    return least_within(cost_model, of_forward, pack, size, fused=fused, sequence=shape.sequence)
 
 
 def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:
@@ -329,7 +330,8 @@ def plan_packs(
         max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
     ]
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
-    return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count)
+    epoch = int(items.tokens.sum())
+    return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count, epoch)
 
 
 def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:

@@ -26,6 +26,8 @@ class Forecaster:
         speeds: of the device.
         devices: processes, a device each.
         links: between them; None where they are not known, and exchanges are taken to hide behind computing.
+        making_s: that a data worker takes to make a token of a pack [s]; None where it is not known, and packs are
+            taken to be ready.
 
     Raises:
         PlanError: the devices are on several nodes, and the network between these is not known.
@@ -38,11 +40,13 @@ class Forecaster:
         speeds: Speeds,
         devices: int,
         links: Links | None = None,
+        *,
+        making_s: float | None = None,
     ) -> None:
         if links is not None:
             links.require(devices)
         self._cost_model, self._saved, self._devices = cost_model, saved, devices
-        self._speeds, self._links = speeds, links
+        self._speeds, self._links, self._making_s = speeds, links, making_s or 0.0
         self._times: dict[str, StepTimes] = {}
         self._exchanges: dict[tuple[object, ...], Exchanges] = {}
 
@@ -89,6 +93,7 @@ class Forecaster:
             balance=packs.report.balance,
             exchanges=None if self._links is None else self._exchanges_of(config, precision, pack, state, shape),
             links=self._links,
+            making_s=self._making_s * tokens * config.optim.accumulation / max(1, config.data.workers),
         )
         return self._times[precision].predict(work, state)
 

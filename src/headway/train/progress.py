@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from headway.log.live import fitted, shared_console, shown_fields
+from headway.log.live import TimeLeft, fitted, shared_console, shown_fields
 from headway.report import format_count, format_share
+from headway.train.warnings import RunWarnings
 
 
 class Progress:
@@ -33,7 +34,8 @@ class Progress:
         quiet: bool = False,
         has_panel: bool = False,
     ) -> None:
-        self._steps = steps
+        self._steps, self._left = steps, TimeLeft(steps)
+        self._warnings = None if quiet else RunWarnings(self.note)
         self._log_every, self._epochs = log_every, epochs
         self._console = Console(stderr=True, quiet=True) if quiet else shared_console()
         self._bar = Bar(
@@ -58,9 +60,12 @@ class Progress:
         self._bar.update(self._task, completed=step)
         if "epoch" in record:
             self._bar.update(self._task, description=f"epoch {epoch_of(record['epoch'], self._epochs)}")
+        left = [] if self._console.is_terminal else self._left.after(step)  # a terminal's bar has it
         if step % self._log_every == 0 or step in (1, self._steps):
             width = self._console.width if self._console.is_terminal else None
-            self.note(step_line(record, self._steps, self._epochs, width))
+            self.note(step_line(record, self._steps, self._epochs, width, left))
+        if self._warnings is not None:
+            self._warnings.add(record)
 
     def recompiled(self, step: int, guards: Iterable[str]) -> None:
         """Warn of guards that failed in a step, so that a block was compiled again."""
@@ -76,12 +81,18 @@ class Progress:
             self._bar.stop()
 
 
-def step_line(record: dict[str, Any], steps: int, epochs: float | None = None, width: int | None = None) -> str:
+def step_line(
+    record: dict[str, Any],
+    steps: int,
+    epochs: float | None = None,
+    width: int | None = None,
+    left: Iterable[tuple[str, str]] = (),
+) -> str:
     """Render a step's record as one line; where it does not fit, without the numbers that are missed least."""
     fields = [("step", f"{record['step']:>{len(str(steps))}}/{steps}")]
     if "epoch" in record:
         fields.append(("epoch", epoch_of(record["epoch"], epochs)))
-    return fitted([*fields, *shown_fields(record)], width)
+    return fitted([*fields, *shown_fields(record), *left], width)
 
 
 def epoch_of(done: float, epochs: float | None) -> str:

@@ -8,12 +8,11 @@ from transformers import PreTrainedModel
 from headway.count import CostModel
 from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import shipped_name
-from headway.count.recompute import as_choice
 from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.models.kernels import use_kernels
 from headway.models.load import load_config
-from headway.plan.recompute import block_bytes, least_recomputed
+from headway.plan.recompute import least_within
 from headway.tracing.block_activations import saved_by_block, saved_of_config
 from headway.train.config import SpeedConfig, TrainConfig
 from headway.train.device import Precision
@@ -90,8 +89,7 @@ def chosen_recompute(
         return config.speed.recompute
     saved = saved_by_block(model, autocast=None if precision.params == precision.compute else precision.compute)
     pack = fullest_pack(config, cost_model)
-    kept = block_bytes(cost_model, saved, pack, fused=fused, sequence=config.parallel.sequence)
-    return as_choice(least_recomputed(kept, size))
+    return least_within(cost_model, saved, pack, size, fused=fused, sequence=config.parallel.sequence)
 
 
 def saved_of(path: str, precision: str) -> SavedActivations:

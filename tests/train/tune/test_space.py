@@ -96,6 +96,15 @@ def test_the_whole_space_follows_from_recipe_devices_and_model(recipe):
         Space.of(changed_config(recipe, {"parallel.sequence": 2}), 7, num_heads=4, num_experts=0)
 
 
+def test_towers_are_recomputed_apart_where_backward_passes_several(recipe):
+    one = Space.of(recipe, 1, num_heads=28, num_experts=0, towers={"language"})
+    assert one.recomputes == Space.of(recipe, 1, num_heads=28, num_experts=0).recomputes
+    two = Space.of(recipe, 1, num_heads=28, num_experts=0, towers={"language", "vision"})
+    more = {choice for choice in two.recomputes if choice not in one.recomputes}
+    assert {"vision:full", "language:full", "vision:full,-attention", "full,-attention,vision:full"} <= more
+    assert all(changed_config(recipe, {"speed.recompute": choice}) for choice in more)
+
+
 def test_the_configurations_own_checks_decide(recipe):
     assert changed_config(recipe, {"parallel.reduce": "step"}) is None  # has no effect with one pack a step
     assert changed_config(recipe, {"parallel.reduce": "step", "optim.accumulation": 2}) is not None

@@ -30,6 +30,7 @@ NEEDS = {
 """Schemas and the columns that each must have; "caption" and "text" need the text column."""
 
 SCHEMAS = ("auto", *NEEDS, "caption", "text")
+"""What `schema` may name; "auto" takes the one whose columns a row has."""
 
 VERSION = 2
 """Raised when rows that could not be used can be, so that no index says otherwise."""

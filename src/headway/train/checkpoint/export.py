@@ -27,6 +27,7 @@ from headway.models.lora import (
     base_name,
     merged,
 )
+from headway.train.checkpoint.card import write_card
 from headway.train.checkpoint.folder import (
     MANIFEST,
     MODEL,
@@ -133,6 +134,7 @@ def export(
             else:
                 files.add(adapters_alone(cast))
         files.close()
+        write_card(checkpoint, temporary, adapters=adapts and not merge_adapters)
         temporary.rename(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.count.recompute import is_for_training
+from headway.count.recompute import TOWERS, is_for_training
 from headway.plan.mesh import MeshShape
 from headway.train.config.sections import Fraction, Positive, Section, Share, changed
 
@@ -98,7 +98,8 @@ class SpeedConfig(Section):
         default="none",
         description="Blocks that keep their input alone and compute the rest again in backward: none, full, every:N "
         "(every N-th of each tower), or memory:SIZE, such as memory:40GiB, for the least with which what the blocks "
-        "of the largest pack keep fits SIZE on each device. full,-attention and every:N,-attention keep what attention "
+        "of the largest pack keep fits SIZE on each device. vision:full, language:every:N and audio:full are blocks of "
+        "one tower; more than one choice is joined by commas. ,-attention behind any of them keeps what attention "
         "computed as well, so that it does not run again (selective activation checkpointing)",
     )
 
@@ -124,8 +125,9 @@ class SpeedConfig(Section):
     def _recompute_is_understood(cls, recompute: str) -> str:
         if not is_for_training(recompute) and _size(recompute) is None:
             raise ValueError(
-                f"{recompute!r} is not none, full, every:N, one of these with ,-attention behind it, or memory:SIZE "
-                f"with a size such as 40GiB; units are {', '.join(SIZE_UNITS)}"
+                f"{recompute!r} is not none, full, every:N, one of these of a tower ({', '.join(TOWERS)}) as "
+                f"vision:full, any with ,-attention behind it, or memory:SIZE with a size such as 40GiB; units are "
+                f"{', '.join(SIZE_UNITS)}"
             )
         return recompute
 

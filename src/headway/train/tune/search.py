@@ -227,7 +227,7 @@ class Search:
                 self._note(least.peak, values)
                 if self._may_fit(least.peak):
                     for choice in choices:
-                        yield from self._timed({**packing, **mesh, **choice}, packs)
+                        yield from self._timed(thrifty, {**packing, **mesh, **choice}, packs)
 
     def _choices(self, packing: Values) -> list[Values]:
         return [
@@ -237,24 +237,30 @@ class Search:
             )
         ]
 
-    def _timed(self, values: Values, packs: Packs) -> Iterator[Candidate]:
-        """The choice, if it is near the limit; where it recomputes as little as fits, one for each size tried."""
-        sizes = [values["speed.recompute"]] if values["speed.recompute"] != LEFT else self._sizes_left(values, packs)
-        for recompute in sizes:
-            chosen = {**values, "speed.recompute": recompute}
-            config = changed_config(self.config, chosen)
+    def _timed(self, thrifty: TrainConfig, values: Values, packs: Packs) -> Iterator[Candidate]:
+        """The choice, if it is near the limit; where it recomputes as little as fits, one for each size tried.
+
+        Args:
+            thrifty: a choice of the same packs and mesh.
+            values: all settings of this one.
+            packs: of both.
+        """
+        recompute = values["speed.recompute"]
+        for size in [recompute] if recompute != LEFT else self._sizes_left(thrifty, values, packs):
+            chosen = {**values, "speed.recompute": size}
+            config = changed_config(thrifty, chosen)
             memory = None if config is None else self._admitted(config, packs)
             if config is not None and memory is not None and self._may_fit(memory.peak):
                 self._fitting += self.room_bytes is None or memory.peak <= self.room_bytes
                 yield self._candidate(config, changes(self.config, chosen), packs, memory)
 
-    def _sizes_left(self, values: Values, packs: Packs) -> list[str]:
+    def _sizes_left(self, thrifty: TrainConfig, values: Values, packs: Packs) -> list[str]:
         """What the limit leaves for activations, as `memory:SIZE`; nothing where all of them fit, or none do."""
         if self.room_bytes is None:
             return []
         whole, again = (
             None if config is None else self._admitted(config, packs)
-            for config in (changed_config(self.config, {**values, "speed.recompute": r}) for r in ("none", "full"))
+            for config in (changed_config(thrifty, {**values, "speed.recompute": r}) for r in ("none", "full"))
         )
         if whole is None or again is None or whole.peak <= self.room_bytes:
             return []

@@ -7,7 +7,7 @@ configuration's own checks decide which of them go together.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -74,6 +74,7 @@ class Space:
         *,
         num_heads: int,
         num_experts: int,
+        towers: Collection[str] = (),
         step_tokens: int | None = None,
         tolerance: float = TOLERANCE,
         meshes: bool = True,
@@ -85,6 +86,7 @@ class Space:
             devices: processes, a device each.
             num_heads: query heads, which processes that share packs divide among them.
             num_experts: of a layer; 0 of a dense model.
+            towers: whose blocks backward passes; where there are several, each is recomputed alone too.
             step_tokens: of an optimizer step; as many as the recipe's packs hold when None [tokens].
             tolerance: by which a step may differ from that, a fraction.
             meshes: whether processes may share model and packs in other ways than in the recipe.
@@ -114,7 +116,7 @@ class Space:
             step_tokens or own,
             tolerance,
             accumulations=tuple(sorted({*ACCUMULATIONS, config.optim.accumulation})),
-            recomputes=tuple(dict.fromkeys([*RECOMPUTES, config.speed.recompute, LEFT])),
+            recomputes=tuple(dict.fromkeys([*RECOMPUTES, *_of_towers(towers), config.speed.recompute, LEFT])),
             chunks=tuple(dict.fromkeys([config.speed.loss_chunk, *chunks])),
             **(any_mesh if meshes and devices > 1 else own_mesh),
         )
@@ -178,6 +180,12 @@ class Space:
         }
 
 
+def _of_towers(towers: Collection[str]) -> list[str]:
+    """Choices by which one tower is recomputed and the others are not, or keep what attention computed."""
+    choices = ("{}:full", "{}:full,-attention", "full,-attention,{}:full") if len(towers) > 1 else ()
+    return [choice.format(tower) for choice, tower in product(choices, sorted(towers))]
+
+
 def _rounded(tokens: float) -> int:
     """Round to a few binary digits."""
     whole = math.ceil(tokens)
@@ -192,10 +200,13 @@ def changed_config(config: TrainConfig, values: Values) -> TrainConfig | None:
         config: the recipe.
         values: settings by their dotted names.
     """
-    raw = config.as_dict()
-    for name, value in values.items():
+    changed: dict[str, dict[str, Any]] = {}
+    for name, value in changes(config, values).items():
         section, _, key = name.partition(".")
-        raw[section][key] = value
+        changed.setdefault(section, {})[key] = value
+    raw: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}  # checked already
+    for section, settings in changed.items():
+        raw[section] = raw[section].model_dump(mode="json", by_alias=True) | settings
     try:
         return parse_config(raw)
     except ConfigError:

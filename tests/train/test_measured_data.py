@@ -1,10 +1,12 @@
-"""Lengths of several indices as one table."""
+"""Lengths of several indices as one table, and what making their packs takes."""
 
 import numpy as np
+import pytest
 
 from headway.data.index import LengthIndex
 from headway.data.index.length_index import Ragged
-from headway.train.tune.lengths import joined
+from headway.train import measured_data as module
+from headway.train.measured_data import joined, making_s
 
 
 def index(tokens, images, videos, bad=()):
@@ -28,3 +30,28 @@ def test_usable_rows_stand_one_after_the_other_with_their_grids():
     assert table.patches.tolist() == [4, 16 + 8 + 8, 12]
     grids = sorted(zip(table.grid_rows.tolist(), table.grids.tolist(), strict=True))
     assert grids == [(0, [1, 2, 2]), (1, [1, 2, 4]), (1, [1, 4, 4]), (1, [2, 2, 2]), (2, [3, 2, 2])]
+
+
+class Encoded:
+    """An encoder that takes a tenth of a pretended second for each token of a row."""
+
+    def __init__(self):
+        self.now, self.rows = 0.0, []
+
+    def encode(self, row):
+        self.rows.append(row)
+        self.now += 0.1 * row
+        return type("Encoded", (), {"tokens": row})
+
+
+def test_making_is_timed_on_rows_of_all_sources_that_can_be_used(monkeypatch):
+    encoder, none = Encoded(), [[]] * 3
+    monkeypatch.setattr(module, "perf_counter", lambda: encoder.now)
+    monkeypatch.setattr(module, "_MOST_S", 100.0)
+    sources, indices = ([5, 1000, 7], [9, 8, 4]), [index([5, 0, 7], none, none, bad=[1]), index([9, 8, 4], none, none)]
+    assert making_s(sources, indices, encoder) == pytest.approx(0.1)
+    assert sorted(encoder.rows[1:]) == [4, 5, 7, 8, 9]  # after one that opens files
+    monkeypatch.setattr(module, "_MOST_S", 1.5)
+    encoder.rows.clear()
+    assert making_s(sources, indices, encoder) == pytest.approx(0.1)
+    assert len(encoder.rows) < 6  # it stops after so long

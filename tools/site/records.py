@@ -1,0 +1,99 @@
+"""The page of the step record: every key that a record has, with the type and meaning that the code gives it."""
+
+import inspect
+import json
+import re
+from dataclasses import replace
+
+from headway.count import Workload, load_cost_model
+from headway.devices import Peak
+from headway.meter.window import SCHEMA_VERSION, Utilisation, Window
+from tools.site.markdown import cell, table
+
+_HEAD = """# Keys of the step record
+
+```sh
+head -1 runs/digits/run/metrics.jsonl      # one record, as `headway train` writes it
+```
+
+Schema version {version}. These are the keys that every step record has, whoever writes it, each with the type of its
+value in JSON and its meaning; a value that is not known is `null`. A record is of a window: consecutive steps of all
+ranks. [Records of a run](../run-records.md) says when they are written, how they add up, and what `headway train` adds.
+"""
+# What the end of a key says of the quantity before it.
+_ENDINGS = {
+    "_per_device": "of one device",
+    "_smoothed": "over this window and some before it; absent from the first",
+}
+_TOLD_HERE = {
+    "schema_version": "Version of this schema: names are only added within one.",
+    "kind": '"step".',
+    "flops": "Useful FLOPs: total, forward, dgrad and wgrad; and recompute, which is in no total.",
+    "left_out_s": "Time of the steps that were left out [s].",
+    "bytes_moved": "Bytes that the steps of all ranks moved at least; null where the meter was given no optimizer.",
+    "flops_share_by_component": "Share of each component in the useful FLOPs, by its name, fractions.",
+    "flops_by_component": "Useful FLOPs of each component, by its name.",
+    "images_per_s": "Images per second, all devices together.",
+    "patches_per_s": "Vision patches, before merging, per second, all devices together.",
+    "peak_flops_per_s": "Peak of one device [FLOP/s].",
+    "peak_dtype": "Compute dtype that the peak is of.",
+    "peak_source": "Where the peak was read.",
+    "rank_flops_per_busy_s": "FLOPs of each rank's forwards over the time that it computed them [FLOP/s].",
+}
+_UNKNOWN = re.compile(r"\b(NaN|None)\b")  # JSON has neither
+_JSON = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", dict: "object"}
+
+
+def example() -> Window:
+    """A window of two steps on two ranks in which every number is known."""
+    model = load_cost_model("qwen3-0.6b")
+    counts = [model.count(Workload(segments=[1024, 512])), model.count(Workload(segments=[700, 800]))]
+    window = Window(
+        flops=counts[0] + counts[1], wall_s=0.5, data_wait_s=0.01, tokens=3036, slots=4096,
+        peak=Peak("a device", flops_per_s=312e12, dtype="bf16", source="its datasheet"), world_size=2,
+        step=20, num_steps=2, num_left_out=0, left_out_s=0.0, num_skipped=0, segments=4, images=1, videos=0,
+        patches=1536, audio_frames=0, rank_flops=(counts[0].total, counts[1].total), rank_busy_s=(0.2, 0.2),
+        rank_busy_flops=(counts[0].total, counts[1].total), away_s=0.0, peak_memory_bytes=2**30,
+        ceiling_flops_per_s=250e12, num_batches=2, packing_length=2048, energy_j=300.0, bytes_moved=10**10,
+        peak_bytes_per_s=2e12, extra={},
+    )  # fmt: skip
+    return replace(window, smoothed=window)
+
+
+def record_page() -> str:
+    """Write the page of keys, in the order of a record.
+
+    Raises:
+        LookupError: the code says of a key neither as attribute nor as property what it means.
+    """
+    record = example().as_record()
+    rows = [(f"`{key}`", _JSON[type(value)], cell(meaning(key))) for key, value in record.items()]
+    shown = json.dumps(record, indent=1)
+    return "\n".join(
+        [
+            _HEAD.format(version=SCHEMA_VERSION),
+            table(("key", "type", "meaning"), rows),
+            "## One record\n",
+            "Of two steps on two ranks; its values are made up, and every key is in it.\n",
+            f"```json\n{shown}\n```",
+            "",
+        ]
+    )
+
+
+def meaning(key: str) -> str:
+    """Say what a key of a record means, in the words of the class that makes it."""
+    if key in _TOLD_HERE:
+        return _TOLD_HERE[key]
+    for ending, note in _ENDINGS.items():
+        if key.endswith(ending):
+            quantity = meaning(key.removesuffix(ending)).removesuffix(".")
+            return f"{quantity.replace(', all devices together', '')}; {note}."
+    for one in (Window, Utilisation):
+        if isinstance(found := inspect.getattr_static(one, key, None), property):
+            return _UNKNOWN.sub("null", str(found.__doc__))
+        attributes = inspect.getdoc(one).partition("Attributes:\n")[2]  # type: ignore[union-attr]
+        if found := re.search(rf"^    {key}: (.*(?:\n     .*)*)", attributes, flags=re.MULTILINE):
+            text = " ".join(found[1].split())
+            return _UNKNOWN.sub("null", text[0].upper() + text[1:])
+    raise LookupError(f"no attribute or property of Window says what {key!r} of a record means; give it a docstring")
