@@ -13,11 +13,13 @@ from headway.errors import LogError
 from headway.explain.compare import MeanStep, mean_step
 from headway.explain.records import METRICS, UNFINISHED, explain_records, step_records
 from headway.explain.text import as_text, markdown_table
+from headway.explain.unprofiled import UNSEPARATED
 from headway.explain.waterfall import JobExplanation
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.report import Column, format_count, format_duration, format_flops, format_ms, format_rate, format_share
 from headway.report.charts import bar_chart, histogram, line_chart
 from headway.report.page import CHART_STYLE, chart_figure, html_page, html_table, safe
+from headway.report.secrets import without_secrets
 
 SCHEMA_VERSION = 1
 _LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
@@ -79,7 +81,7 @@ def read_run(path: Path) -> ReportedRun:
         except LogError as error:
             notes.append(f"goodput is not known: {error}")
     beside = {
-        name: (folder / name).read_text(encoding="utf-8", errors="replace")[:_LONGEST_FILE]
+        name: without_secrets((folder / name).read_text(encoding="utf-8", errors="replace")[:_LONGEST_FILE])
         for name in ("config.yaml", "run.json")
         if file.name == METRICS and (folder / name).is_file()
     }
@@ -96,11 +98,11 @@ def report_page(seen: ReportedRun) -> str:
     parts += [_waterfall(seen), *_goodput(seen), *_findings(seen)]
     summaries = {}
     for key, title, form in _SERIES:
-        values = [_number(record.get(key)) for record in seen.records]
+        values = [number(record.get(key)) for record in seen.records]
         if any(value is not None for value in values):
             summaries[key] = _summary(seen.records, values)
             parts.append(_series(seen, title, values, summaries[key], form))
-    times = [value for record in seen.records if (value := _number(record.get("step_s"))) is not None]
+    times = [value for record in seen.records if (value := number(record.get("step_s"))) is not None]
     if len(times) > 1:
         spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
         title = "How long steps took"
@@ -128,10 +130,14 @@ def verdict(seen: ReportedRun) -> str:
     mfu = _known(seen, "mfu")
     first = f"steps reached MFU {format_share(float(np.median(mfu)))} (median)" if mfu else "MFU is not known"
     said = f"Unfinished run: {first}" if is_unfinished else first[0].upper() + first[1:]
-    lost = [(ns, name) for key, (name, ns) in seen.mean.lines.items() if key != "useful" and ns > 0]
+    lost = [(ns, key, name) for key, (name, ns) in seen.mean.lines.items() if key != "useful" and ns > 0]
     if lost and "useful" in seen.mean.lines:
-        ns, name = max(lost)
-        said += f"; the largest loss of the mean step is {format_share(ns / seen.mean.duration_ns)}: {name}"
+        ns, key, name = max(lost)
+        share = format_share(ns / seen.mean.duration_ns)
+        if key == UNSEPARATED:
+            said += f"; {share} of the mean step are kernels and waiting that only a profile tells apart"
+        else:
+            said += f"; the largest loss of the mean step is {share}: {name}"
     return f"{said}."
 
 
@@ -146,9 +152,9 @@ def facts(seen: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("MFU of the mean step, evaluations and checkpoints in its time", format_share(seen.mean.mfu)))
     if isinstance(last.get("convention"), str):
         rows.append(("convention", last["convention"]))
-    if (peak := _number(last.get("peak_flops_per_s"))) is not None:
+    if (peak := number(last.get("peak_flops_per_s"))) is not None:
         rows.append(("peak of a device", f"{format_rate(peak)}, {last.get('peak_dtype')}: {last.get('peak_source')}"))
-    if (ranks := _number(last.get("world_size"))) is not None:
+    if (ranks := number(last.get("world_size"))) is not None:
         rows.append(("ranks", f"{ranks:g}"))
     if loss := _known(seen, "loss"):
         rows.append(("loss, first and last", f"{_plain(loss[0])}, {_plain(loss[-1])}"))
@@ -215,7 +221,7 @@ def _components(seen: ReportedRun) -> list[str]:
     for record in seen.records:
         found = record.get("flops_by_component")
         for name, flops in found.items() if isinstance(found, Mapping) else ():
-            totals[name] = totals.get(name, 0.0) + max(_number(flops) or 0.0, 0.0)
+            totals[name] = totals.get(name, 0.0) + max(number(flops) or 0.0, 0.0)
     if not (whole := sum(totals.values())):
         return []
     ordered = sorted(totals.items(), key=lambda one: (-one[1], one[0]))
@@ -232,8 +238,8 @@ def _sources(seen: ReportedRun) -> list[str]:
         found = record.get("sources")
         for name, one in found.items() if isinstance(found, Mapping) else ():
             if isinstance(one, Mapping):
-                tokens[name] = tokens.get(name, 0.0) + max(_number(one.get("tokens")) or 0.0, 0.0)
-                if (loss := _number(one.get("loss"))) is not None:
+                tokens[name] = tokens.get(name, 0.0) + max(number(one.get("tokens")) or 0.0, 0.0)
+                if (loss := number(one.get("loss"))) is not None:
                     losses[name] = loss
     if not tokens:
         return []
@@ -256,9 +262,14 @@ def _machine(seen: ReportedRun, summaries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known(seen: ReportedRun, key: str) -> list[float]:
-    return [value for record in seen.records if (value := _number(record.get(key))) is not None]
+    return [value for record in seen.records if (value := number(record.get(key))) is not None]
 
 
-def _number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None  # type: ignore[arg-type]
+def number(value: object) -> float | None:
+    """A finite number of a record; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # of an integer that no float holds
+        return None

@@ -24,6 +24,7 @@ from headway.report import format_duration
 
 METRICS = "metrics.jsonl"
 UNFINISHED = "the run has not ended, or was killed"  # how the note on it begins
+_MOST_STEPS = 2**53  # a larger number is no float
 _WHOLE = "all components"  # of FLOPs that the record does not divide
 
 
@@ -175,7 +176,8 @@ def _checked(record: Mapping[str, Any]) -> _Read | None:
         read = _Read(int(record["step"]), num_steps, round(wall_s * 1e9), away_ns, world_size, record)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    return read if num_steps >= 1 and world_size >= 1 and read.wall_ns >= num_steps else None
+    is_sound = num_steps >= 1 and world_size >= 1 and read.wall_ns >= num_steps and abs(read.step) < _MOST_STEPS
+    return read if is_sound else None
 
 
 def _work(read: _Read, source: str) -> dict[str, Need] | None:
