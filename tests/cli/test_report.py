@@ -6,7 +6,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from headway.cli.report import report
-from headway.cli.report_page import read_run, report_markdown, report_page
+from headway.cli.report_compare import compared_markdown, compared_page
+from headway.cli.report_page import read_run, report_markdown, report_page, verdict
 from headway.count import Workload
 from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
@@ -173,22 +174,31 @@ def test_values_that_headway_does_not_write_do_not_stop_the_page(tmp_path):
         "flops_by_component": ["x"],
         "sources": {"a": 1, "b": {"tokens": -3}},
         "loss": "low",
+        "grad_norm": 10**400,
+        "lr": True,
     }
-    path.write_text(json.dumps(odd) + "\n")
+    path.write_text(json.dumps(odd) + "\n" + json.dumps({"step": 10**400, "step_s": 0.5}) + "\n")
     text = report_page(read_run(path))
     assert "FLOPs by component" not in text
+    assert "<figcaption>Gradient norm" not in text
     assert "<figcaption>Loss" not in text
 
 
 def test_the_command_writes_the_page(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", 5)
     monkeypatch.chdir(tmp_path)
-    report(run)
+    report([run])
     assert (tmp_path / "report.html").read_text() == report_page(read_run(run))
     with pytest.raises(UsageError, match="Give one of them"):
-        report(run, tmp_path / "x.html", markdown=True)
+        report([run], tmp_path / "x.html", markdown=True)
+    with pytest.raises(UsageError, match="3 runs are given"):
+        report([run] * 3)
     with pytest.raises(ConfigError, match="Give another path"):
-        report(run, run / "metrics.jsonl" / "x.html")
+        report([run], run / "metrics.jsonl" / "x.html")
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    report([run, run], tmp_path / "two.html", open_it=True)
+    assert opened == [(tmp_path / "two.html").as_uri()]
 
 
 def test_the_markdown_says_the_same_first(tmp_path):
@@ -201,3 +211,73 @@ def test_the_markdown_says_the_same_first(tmp_path):
 def test_no_run_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ConfigError, match="no-run"):
         read_run(tmp_path / "no-run")
+
+
+def test_the_verdict_says_what_only_a_profile_would_tell(tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    assert "of the mean step are kernels and waiting that only a profile tells apart." in verdict(read_run(run))
+
+
+def test_tokens_passwords_and_homes_are_not_on_the_page(tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    (run / "config.yaml").write_text(
+        "run:\n  trackers:\n  - mlflow:https://me:s3cr3t@host/x\n  api_key: hush\n  hub-token: 'hf_hush'\n"
+        "data:\n  tokens_per_pack: 4096\n  path: /home/someone/data/x.jsonl\n  url: s3://b/x?X-Amz-Signature=hush&a=1\n"
+        "  other: /root/data\n"
+    )
+    (run / "run.json").write_text('{\n "password": "hush",\n "device": {"name": "cpu"}\n}\n')
+    text = report_page(read_run(run))
+    for secret in ("s3cr3t", "hush", "someone", "/root"):
+        assert secret not in text
+    for kept in ("tokens_per_pack: 4096", "~/data/x.jsonl", "(hidden)@host/x", "&amp;a=1", "cpu"):
+        assert kept in text
+
+
+def test_two_runs_are_compared_at_equal_cost(tmp_path):
+    a, b = write_run(tmp_path / "a", 40), write_run(tmp_path / "b", 40, tokens=200, loss=1.0)
+    for run, tokens in ((a, 1), (b, 2)):
+        (run / "config.yaml").write_text(f"data:\n  tokens_per_pack: {tokens}\n  seed: 0\n")
+    text = compared_markdown(read_run(a), read_run(b))
+    assert "| data.tokens_per_pack | 1 | 2 |" in text
+    assert "data.seed" not in text
+    assert "## Loss at equal tokens" in text
+    assert "| 4,000 | 0.0750 | 1.0000 | +0.9250 |" in text  # A has seen 4,000 tokens, as B at half of its run
+    assert "A step of B takes as long as one of A" in text
+    assert "no difference is shown" in text
+    page = compared_page(read_run(a), read_run(b))
+    assert Page(page).links == Page(page).scripts == []
+    assert page == compared_page(read_run(a), read_run(b))
+
+
+def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rate(tmp_path):
+    a = write_run(tmp_path / "a", 40)
+    b = write_run(
+        tmp_path / "b", 40, flops={"total": 18000, "forward": 6000, "dgrad": 6000, "wgrad": 6000, "recompute": 0}
+    )
+    text = compared_markdown(read_run(a), read_run(b))
+    assert "+0.0 % of time = +100.0 % of work at +100.0 % of rate" in text
+    for line in (slower := write_run(tmp_path / "c", 40) / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        record["wall_s"] *= 1.2
+        record["step_s"] *= 1.2
+        with slower.with_name("slow.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    text = compared_markdown(read_run(a), read_run(slower.with_name("slow.jsonl")))
+    assert "95 % interval" in text
+    assert "no difference is shown" not in text
+
+
+def test_hostile_text_of_two_runs_stays_text(tmp_path):
+    a, b = write_run(tmp_path / "a", 12), write_run(tmp_path / "b", 12, source=HOSTILE, convention=HOSTILE)
+    (b / "config.yaml").write_text(f"data: {{name: {json.dumps(HOSTILE)}}}\n")
+    text = compared_page(read_run(a), read_run(b))
+    assert HOSTILE not in text
+    assert "<img" not in text
+    assert Page(text).scripts == []
+
+
+def test_settings_that_refer_to_themselves_end(tmp_path):
+    a, b = write_run(tmp_path / "a", 5), write_run(tmp_path / "b", 5)
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+    (b / "config.yaml").write_text(bomb)
+    assert "Settings that differ" in compared_markdown(read_run(a), read_run(b))

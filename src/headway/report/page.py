@@ -20,7 +20,8 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.4rem; } .verd
 figure { margin: 1rem 0; } figcaption { font-weight: 600; } svg { display: block; width: 100%; max-width: 48rem; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); } summary, .note { color: var(--soft); }
 table { border-collapse: collapse; font-size: 0.9rem; } td, th { padding: 0.15rem 0.7rem 0.15rem 0; text-align: right;
-  border-bottom: 1px solid var(--grid); } td:first-child, th:first-child { text-align: left; }
+  border-bottom: 1px solid var(--grid); overflow-wrap: break-word; }
+td:first-child, th:first-child { text-align: left; }
 .wide { overflow-x: auto; } pre { background: var(--card); padding: 0.7rem; white-space: pre-wrap; font-size: 0.8rem; }
 @media (max-width: 600px) { svg { min-width: 34rem; } }
 @media print { @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
