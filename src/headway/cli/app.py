@@ -35,6 +35,7 @@ from headway.cli import (
     new_model,
     pack,
     plan,
+    report,
     train,
     tune,
     verify,
@@ -61,6 +62,7 @@ app.command("audit", short_help="Restate a training log of another tool.")(audit
 app.command("mfu", short_help="Relate step time, tokens/s, MFU, chips, days and cost.")(mfu.mfu)
 app.command("goodput", short_help="Show where a run's wall time went, restarts included.")(goodput.goodput)
 app.command("explain", short_help="Show where every second of a step went.")(explain.explain)
+app.command("report", short_help="Write a run as one HTML page, or as Markdown.")(report.report)
 app.command("check", short_help="Prove from a run's records that no sample was lost or repeated.")(check.check)
 app.command("devices", short_help="List the devices whose peak is known, with sources.")(devices.devices)
 app.command("ceiling", short_help="Measure what this device reaches at best.")(ceiling.ceiling)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headway.cli.look_text import counts_line, headline, media_line, pack_line
 from headway.errors import DataError
+from headway.report.page import html_page
 
 if TYPE_CHECKING:
     from headway.data import Budget
@@ -43,8 +44,7 @@ def page(seen: "Looked") -> str:
         parts += [f"<p>{escape(counts_line(name, count))}</p>" for name, count in seen.counts.items()]
     parts += [_bad(error) for error in seen.bad]
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><title>headway look</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+    return html_page("headway look", _STYLE, body)
 
 
 def _bad(error: DataError) -> str:

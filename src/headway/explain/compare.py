@@ -119,7 +119,7 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
             f"{which} does not tell how long its steps took, so there is nothing to compare in seconds per step. Give "
             "a log whose lines have a time or a stamp; `headway explain` shows each by itself."
         )
-    means = [_mean_step(name, explanation) for name, explanation in (a, b)]
+    means = [mean_step(name, explanation) for name, explanation in (a, b)]
     keys = _in_both_orders(*([*mean.lines] for mean in means))
     lines = []
     for key in keys:
@@ -139,7 +139,13 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
     return Comparison(means[0], means[1], tuple(lines), tuple(notes))
 
 
-def _mean_step(name: str, explanation: JobExplanation) -> MeanStep:
+def mean_step(name: str, explanation: JobExplanation) -> MeanStep:
+    """The mean of a job's steps, without slow first ones.
+
+    Args:
+        name: what to call the job.
+        explanation: at least one step.
+    """
     steps = explanation.steps
     num_first = 0 if _has_several_ranks(steps) else num_first_steps([step.duration_ns for step in steps])
     left_out, taken = steps[:num_first], steps[num_first:]

@@ -23,6 +23,8 @@ from headway.plan.lines import NAMES
 from headway.report import format_duration
 
 METRICS = "metrics.jsonl"
+UNFINISHED = "the run has not ended, or was killed"  # how the note on it begins
+_MOST_STEPS = 2**53  # a larger number is no float
 _WHOLE = "all components"  # of FLOPs that the record does not divide
 
 
@@ -76,6 +78,18 @@ def explain_records(path: Path, *, step: int | None = None, rank: int | None = N
         raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
     findings = _found(reads, waterfalls, Series(tuple(in_series), beside_ns))
     return JobExplanation(tuple(chosen), (WAY_OUT, *notes, *about_beside), tuple(findings))
+
+
+def step_records(path: Path) -> list[Mapping[str, Any]]:
+    """The records of steps that `explain_records` explains, each step once, in their order.
+
+    Args:
+        path: as there.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no record of a step.
+    """
+    return [read.record for read in _read(path)[0]]
 
 
 def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | None = None) -> list[Finding]:
@@ -162,7 +176,8 @@ def _checked(record: Mapping[str, Any]) -> _Read | None:
         read = _Read(int(record["step"]), num_steps, round(wall_s * 1e9), away_ns, world_size, record)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    return read if num_steps >= 1 and world_size >= 1 and read.wall_ns >= num_steps else None
+    is_sound = num_steps >= 1 and world_size >= 1 and read.wall_ns >= num_steps and abs(read.step) < _MOST_STEPS
+    return read if is_sound else None
 
 
 def _work(read: _Read, source: str) -> dict[str, Need] | None:
@@ -262,7 +277,7 @@ def _notes_of_run(folder: Path, reads: list[_Read]) -> list[str]:
     if steps:
         notes.append(f"the run was resumed {len(steps)} times, after step {', '.join(steps[:5])}.")
     if (folder / "config.yaml").exists() and not (folder / "summary.json").exists():
-        notes.append(f"the run has not ended, or was killed: these are its records up to step {reads[-1].step}.")
+        notes.append(f"{UNFINISHED}: these are its records up to step {reads[-1].step}.")
     return notes
 
 

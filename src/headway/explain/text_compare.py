@@ -19,25 +19,26 @@ def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
     """
     a, b = compared.a, compared.b
     columns = [Column("per step", "left"), Column("A ms"), Column("B ms"), Column("B - A ms"), Column("of A's step")]
+    rows, footer = table_of(compared)
+    heads = [f"{letter}: {one.name}, mean of {_steps(one.num_steps)}" for letter, one in (("A", a), ("B", b))]
+    told = [*differences(compared), *(f"Note: {note}" for note in compared.notes)]
+    table = (markdown_table if markdown else plain_table)(columns, rows, footer)
+    return "\n\n".join([sentences(heads, markdown=markdown), table, sentences(told, markdown=markdown)])
+
+
+def table_of(compared: Comparison) -> tuple[list[list[str]], list[str]]:
+    """Rows of a comparison's lines, and the step as its last row: name, A, B, B - A [ms] and the share of A's step."""
+    a, b = compared.a, compared.b
     rows = [
         [line.name, format_ms(line.a_ns), format_ms(line.b_ns), _signed(line.ns), _share(line.ns / a.duration_ns)]
         for line in compared.lines
         if line.a_ns or line.b_ns
     ]
-    footer = [
-        "the step",
-        format_ms(a.duration_ns),
-        format_ms(b.duration_ns),
-        _signed(compared.ns),
-        _share(compared.ns / a.duration_ns),
-    ]
-    heads = [f"{letter}: {one.name}, mean of {_steps(one.num_steps)}" for letter, one in (("A", a), ("B", b))]
-    told = [*_differences(compared), *(f"Note: {note}" for note in compared.notes)]
-    table = (markdown_table if markdown else plain_table)(columns, rows, footer)
-    return "\n\n".join([sentences(heads, markdown=markdown), table, sentences(told, markdown=markdown)])
+    whole = [format_ms(a.duration_ns), format_ms(b.duration_ns), _signed(compared.ns)]
+    return rows, ["the step", *whole, _share(compared.ns / a.duration_ns)]
 
 
-def _differences(compared: Comparison) -> list[str]:
+def differences(compared: Comparison) -> list[str]:
     """Say how the steps differ, and by which lines most."""
     share = compared.ns / compared.a.duration_ns
     if abs(share) < _SAME:

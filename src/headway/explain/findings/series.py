@@ -189,7 +189,8 @@ def _drift(steady: Series) -> Finding | None:
     third = len(rated) // 3
     parts = (rated[:third], rated[third:-third], rated[-third:])
     first, middle, last = (median(rate for rate, _ in part) for part in parts)
-    scatter = max(median(abs(rate - median(r for r, _ in part)) for rate, _ in part) for part in parts)
+    middles = zip((first, middle, last), parts, strict=True)
+    scatter = max(median(abs(rate - usual) for rate, _ in part) for usual, part in middles)
     # Medians of thirds of a steady run agree within 1 %; a fall that goes on and exceeds the scatter is no accident.
     if not (first > middle > last and first - last > max(0.03 * first, 3 * scatter)):
         return None

@@ -1,0 +1,55 @@
+"""`headway report`: a run, or two side by side, as one HTML page that needs nothing else, or as Markdown."""
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.cache import write_whole
+from headway.errors import ConfigError, UsageError
+
+MOST = 2
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN [RUN2]", help="Run folder that holds metrics.jsonl, or a file of a meter's records; or two."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page; report.html if not given.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead, for an issue.")] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+) -> None:
+    """Write what a run's records tell as one HTML page, without scripts or requests: speed, loss, time, findings.
+
+    Of two runs, what a step of the second takes longer and by what, the losses at equal tokens and FLOPs, and the
+    settings that differ.
+
+    Example: headway report runs/digits/run -o report.html
+    """
+    from headway.cli.report_compare import compared_markdown, compared_page
+    from headway.cli.report_page import read_run, report_markdown, report_page
+
+    if markdown and (output is not None or open_it):
+        raise UsageError("--md prints; -o and --open are for the HTML page. Give one of them.")
+    if len(runs) > MOST:
+        raise UsageError(f"{len(runs)} runs are given; a page is of one run or of two.")
+    seen = [read_run(run) for run in runs]
+    if markdown:
+        print(compared_markdown(*seen) if len(seen) > 1 else report_markdown(*seen))
+        return
+    path = output or Path("report.html")
+    written = (compared_page(*seen) if len(seen) > 1 else report_page(*seen)).encode()
+    try:
+        write_whole(path, lambda file: file.write(written))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}. Give another path by -o.") from error
+    said = " and ".join(f"{len(one.records)} records of {one.name}" for one in seen)
+    print(f"{path}: {said}, {len(written):,} bytes")
+    if open_it:
+        webbrowser.open(path.resolve().as_uri())

@@ -1,0 +1,234 @@
+"""Two runs side by side, as HTML or Markdown: what a step of the second takes longer, and losses at equal cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+
+from headway.cli.report_page import ReportedRun, facts, number
+from headway.explain.compare import Comparison, compare
+from headway.explain.text import markdown_table, sentences
+from headway.explain.text_compare import differences, table_of
+from headway.report import Column, format_flops, format_rate
+from headway.report.page import CHART_STYLE, html_page, html_table, safe
+
+_BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
+_PARTS = (0.25, 0.5, 0.75, 1.0)  # of the shorter run
+_MOST_SETTINGS = 5000
+_SMOOTHED = 50  # a loss is the mean of so manieth part of the run before it
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    says: str = ""
+
+
+def compared_page(a: ReportedRun, b: ReportedRun) -> str:
+    """Render two runs as one HTML page."""
+    compared = compare((a.name, a.explanation), (b.name, b.explanation))
+    parts = [f"<h1>{safe(a.name)} (A) and {safe(b.name)} (B)</h1>"]
+    parts += [f'<p class="verdict">{safe(line)}</p>' for line in _verdict(a, b, compared)]
+    for section in _sections(a, b, compared):
+        parts.append(f"<h2>{safe(section.title)}</h2>")
+        parts += [f"<p>{safe(section.says)}</p>"] if section.says else []
+        parts.append(html_table(section.headings, section.rows))
+    parts.append("<h2>What to know of these numbers</h2>")
+    parts += [f'<p class="note">{safe(note)}</p>' for note in compared.notes]
+    return html_page(f"{a.name} and {b.name}: headway report", CHART_STYLE, "\n".join(parts))
+
+
+def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
+    """Render two runs as Markdown."""
+    compared = compare((a.name, a.explanation), (b.name, b.explanation))
+    parts = [f"# {safe(a.name)} (A) and {safe(b.name)} (B)", sentences(_verdict(a, b, compared), markdown=True)]
+    for section in _sections(a, b, compared):
+        columns = [Column(name, "right" if place else "left") for place, name in enumerate(section.headings)]
+        parts += [f"## {section.title}", *([section.says] if section.says else [])]
+        parts.append(markdown_table(columns, section.rows, None))
+    return "\n\n".join([*parts, sentences([f"Note: {note}" for note in compared.notes], markdown=True)])
+
+
+def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
+    """What `headway explain` says of the two, with how sure the difference of the steps is."""
+    first, *others = differences(compared)
+    low, high = _interval(_steps_s(a), _steps_s(b))
+    sure = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} % of A's step, from how the steps of each run vary"
+    if low <= 0 <= high:
+        sure += ": no difference is shown"
+    return [f"{first} ({sure}.)", *others]
+
+
+def _steps_s(run: ReportedRun) -> "np.ndarray":
+    """Time of each step that the mean step counts [s]."""
+    steps = run.explanation.steps[len(run.mean.left_out) :]
+    return np.array([step.duration_ns / 1e9 for step in steps])
+
+
+def _interval(a_s: "np.ndarray", b_s: "np.ndarray") -> tuple[float, float]:
+    """Bounds of mean(B) / mean(A) - 1, by drawing blocks of steps again; the same draws each time.
+
+    Source: the moving block bootstrap, Kuensch 1989, "The jackknife and the bootstrap for general stationary
+    observations", Annals of Statistics 17.
+    """
+    rng = np.random.default_rng(0)
+
+    def means(seconds: "np.ndarray") -> "np.ndarray":
+        size = min(_BLOCK, max(1, len(seconds) // 4))
+        blocks = np.convolve(seconds, np.ones(size) / size, mode="valid")  # the mean of each row of so many steps
+        drawn = max(1, len(seconds) // size)
+        most = min(drawn, 1000)  # more say nothing new; the spread shrinks with the root of their number
+        found = blocks[rng.integers(len(blocks), size=(_RESAMPLES, most))].mean(axis=1)
+        return np.asarray(seconds.mean() + (found - found.mean()) * np.sqrt(most / drawn))
+
+    ratios = means(b_s) / means(a_s) - 1
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[_Section]:
+    lines, footer = table_of(compared)
+    found = [
+        _Section("Where the time of a step differs", ["per step", "A ms", "B ms", "B - A ms", "of A's step"],
+                 [*lines, footer]),
+        _work(a, b),
+        _components(a, b),
+        _losses("tokens", a, b),
+        _losses("FLOPs", a, b),
+        _settings(a, b),
+        _facts(a, b),
+    ]  # fmt: skip
+    return [section for section in found if section.rows]
+
+
+def _work(a: ReportedRun, b: ReportedRun) -> _Section:
+    """A step's time is its work over the rate at which it is done."""
+    flops = [_sum(run, "flops", "total") / max(1, _num_steps(run)) for run in (a, b)]
+    if not all(flops):
+        return _Section("", [], [])
+    seconds = [float(_steps_s(run).mean()) for run in (a, b)]
+    rates = [one / s for one, s in zip(flops, seconds, strict=True)]
+    tokens = [_sum(run, "tokens") / max(1, _num_steps(run)) for run in (a, b)]
+    rows = [
+        ["useful FLOPs of a step", *map(format_flops, flops), _change(*flops)],
+        ["useful FLOP/s, all devices", *map(format_rate, rates), _change(*rates)],
+        ["tokens of a step", *(f"{one:,.0f}" for one in tokens), _change(*tokens)],
+        ["time of a step", *(f"{1e3 * one:,.1f} ms" for one in seconds), _change(*seconds)],
+    ]
+    says = (
+        f"Time is work over rate: {_change(*seconds)} of time = {_change(*flops)} of work at {_change(*rates)} of rate."
+    )
+    return _Section("Work and rate", ["", "A", "B", "B against A"], rows, says)
+
+
+def _components(a: ReportedRun, b: ReportedRun) -> _Section:
+    """FLOPs of a step by component."""
+    sums = [_by_component(run) for run in (a, b)]
+    names = dict.fromkeys([*sums[0], *sums[1]])
+    rows = [
+        [name, *(format_flops(one.get(name, 0.0)) for one in sums), _change(*(one.get(name, 0.0) for one in sums))]
+        for name in names
+    ]
+    return _Section("FLOPs of a step by component", ["component", "A", "B", "B against A"], rows)
+
+
+def _by_component(run: ReportedRun) -> dict[str, float]:
+    names = dict.fromkeys(name for record in run.records for name in _at(record, "flops_by_component") or ())
+    steps = max(1, _num_steps(run))
+    return {name: _sum(run, "flops_by_component", name) / steps for name in names}
+
+
+def _losses(by: str, a: ReportedRun, b: ReportedRun) -> _Section:
+    """Losses where both runs have spent as much, which steps of different size do not say."""
+    curves = [_curve(run, *(("tokens",) if by == "tokens" else ("flops", "total"))) for run in (a, b)]
+    if not all(len(cost) for cost, _ in curves):
+        return _Section("", [], [])
+    whole = min(float(cost[-1]) for cost, _ in curves)
+    least = max(float(cost[0]) for cost, _ in curves)
+    rows = []
+    for at in (part * whole for part in _PARTS):
+        if at >= least:
+            losses = [float(np.interp(at, *curve)) for curve in curves]
+            said = f"{at:,.0f}" if by == "tokens" else format_flops(at)
+            rows.append([said, *(f"{one:.4f}" for one in losses), f"{losses[1] - losses[0]:+.4f}"])
+    says = "Each loss is the mean of the last fiftieth of its run up to there."
+    return _Section(f"Loss at equal {by}", [by, "A", "B", "B - A"], rows, says)
+
+
+def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
+    """What was spent up to each step, and the mean of the losses before it."""
+    known = [
+        (spent, loss)
+        for record in run.records
+        if (loss := number(record.get("loss"))) is not None and (spent := number(_at(record, *keys))) is not None
+    ]
+    if not known:
+        return np.empty(0), np.empty(0)
+    spent, losses = np.array(known, dtype=float).T
+    width = max(1, len(losses) // _SMOOTHED)
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    ends = np.arange(1, len(losses) + 1)
+    starts = np.maximum(0, ends - width)
+    return np.cumsum(spent), (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _settings(a: ReportedRun, b: ReportedRun) -> _Section:
+    """Settings of config.yaml that differ; both are without secrets already."""
+    both = [_flat(run.beside.get("config.yaml", "")) for run in (a, b)]
+    names = dict.fromkeys([*both[0], *both[1]])
+    rows = [[name, *(one.get(name, "-") for one in both)] for name in names if both[0].get(name) != both[1].get(name)]
+    return _Section("Settings that differ", ["setting", "A", "B"], rows)
+
+
+def _flat(text: str) -> dict[str, str]:
+    try:
+        raw = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    found: dict[str, str] = {}
+    seen = 0
+
+    def walk(node: Any, path: str) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > _MOST_SETTINGS:  # anchors of YAML may make a few lines endless
+            return
+        children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+        for name, child in children:
+            walk(child, f"{path}.{name}" if path else str(name))
+        if not isinstance(node, Mapping | list) and path:
+            found[path] = str(node)
+
+    walk(raw, "")
+    return found
+
+
+def _facts(a: ReportedRun, b: ReportedRun) -> _Section:
+    both = [dict(facts(run)) for run in (a, b)]
+    names = dict.fromkeys([*both[0], *both[1]])
+    rows = [[name, *(one.get(name, "-") for one in both)] for name in names]
+    return _Section("Each by itself", ["what", "A", "B"], rows)
+
+
+def _at(record: Mapping[str, Any], *keys: str) -> Any:
+    found: Any = record
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _sum(run: ReportedRun, *keys: str) -> float:
+    """What all records of a run come to, by the keys that lead to the number."""
+    return sum(number(_at(record, *keys)) or 0.0 for record in run.records)
+
+
+def _num_steps(run: ReportedRun) -> int:
+    return round(sum(number(record.get("num_steps")) or 1.0 for record in run.records))
+
+
+def _change(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else "-"

@@ -1,0 +1,275 @@
+"""The page of `headway report`: what a run's records tell, as HTML or Markdown."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.errors import LogError
+from headway.explain.compare import MeanStep, mean_step
+from headway.explain.records import METRICS, UNFINISHED, explain_records, step_records
+from headway.explain.text import as_text, markdown_table
+from headway.explain.unprofiled import UNSEPARATED
+from headway.explain.waterfall import JobExplanation
+from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
+from headway.report import Column, format_count, format_duration, format_flops, format_ms, format_rate, format_share
+from headway.report.charts import bar_chart, histogram, line_chart
+from headway.report.page import CHART_STYLE, chart_figure, html_page, html_table, safe
+from headway.report.secrets import without_secrets
+
+SCHEMA_VERSION = 1
+_LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
+_Format = Callable[[float], str]
+
+
+def _plain(value: float) -> str:
+    return f"{value:.4g}"
+
+
+_SERIES: tuple[tuple[str, str, _Format], ...] = (
+    ("loss", "Loss", _plain),
+    ("lr", "Learning rate", _plain),
+    ("grad_norm", "Gradient norm", _plain),
+    ("mfu", "MFU", format_share),
+    ("tokens_per_s", "Tokens per second", lambda value: f"{value:,.0f}"),
+    ("step_s", "Time of a step", format_duration),
+    ("data_wait_share", "Waiting for data, share of a step", format_share),
+    ("padding_share", "Padding, share of slots", format_share),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedRun:
+    """A run as its records tell it.
+
+    Attributes:
+        name: of the run folder or file.
+        records: of steps, each step once.
+        explanation: what `headway explain` says of them.
+        mean: its mean step.
+        goodput: of the whole run; None where there is no ledger that can be read.
+        notes: what a reader must know.
+        beside: text of config.yaml and run.json, where they are.
+    """
+
+    name: str
+    records: Sequence[Mapping[str, Any]]
+    explanation: JobExplanation
+    mean: MeanStep
+    goodput: GoodputReport | None
+    notes: tuple[str, ...]
+    beside: Mapping[str, str]
+
+
+def read_run(path: Path) -> ReportedRun:
+    """Read a run folder, or a file of a meter's records.
+
+    Raises:
+        ConfigError: there is no record of a step.
+    """
+    file = path / METRICS if path.is_dir() else path
+    explanation, folder = explain_records(file), file.parent
+    notes, goodput = list(explanation.notes), None
+    if (folder / FILE_NAME).is_file():
+        try:
+            goodput = read_goodput(folder)
+            notes += goodput.warnings
+        except LogError as error:
+            notes.append(f"goodput is not known: {error}")
+    beside = {
+        name: without_secrets((folder / name).read_text(encoding="utf-8", errors="replace")[:_LONGEST_FILE])
+        for name in ("config.yaml", "run.json")
+        if file.name == METRICS and (folder / name).is_file()
+    }
+    name = path.resolve().name
+    return ReportedRun(
+        name, step_records(file), explanation, mean_step(name, explanation), goodput, tuple(notes), beside
+    )
+
+
+def report_page(seen: ReportedRun) -> str:
+    """Render a run as one HTML page."""
+    parts = [f"<h1>{safe(seen.name)}</h1>", f'<p class="verdict">{safe(verdict(seen))}</p>']
+    parts.append(html_table(["what", "value"], facts(seen)))
+    parts += [_waterfall(seen), *_goodput(seen), *_findings(seen)]
+    summaries = {}
+    for key, title, form in _SERIES:
+        values = [number(record.get(key)) for record in seen.records]
+        if any(value is not None for value in values):
+            summaries[key] = _summary(seen.records, values)
+            parts.append(_series(seen, title, values, summaries[key], form))
+    times = [value for record in seen.records if (value := number(record.get("step_s"))) is not None]
+    if len(times) > 1:
+        spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
+        title = "How long steps took"
+        chart = histogram(title, times, form=format_duration)
+        parts.append(chart_figure(title, chart, ["percentile of steps", "time"], spread))
+    parts += [*_components(seen), *_sources(seen)]
+    parts.append("<h2>What to know of these numbers</h2>")
+    parts += [f'<p class="note">{safe(note)}</p>' for note in seen.notes]
+    for name, text in seen.beside.items():
+        parts.append(f"<h2>{safe(name)}</h2><details><summary>Show</summary><pre>{safe(text)}</pre></details>")
+    told = json.dumps(_machine(seen, summaries), sort_keys=True).replace("<", "\\u003c")
+    parts.append(f'<script type="application/json" id="headway-report">{told}</script>')
+    return html_page(f"{seen.name}: headway report", CHART_STYLE, "\n".join(parts))
+
+
+def report_markdown(seen: ReportedRun) -> str:
+    """Render a run as Markdown: verdict, facts, and what `headway explain` says."""
+    table = markdown_table([Column("what", "left"), Column("value", "left")], facts(seen), None)
+    return f"**{safe(verdict(seen))}**\n\n{table}\n\n{as_text(seen.explanation, markdown=True)}"
+
+
+def verdict(seen: ReportedRun) -> str:
+    """One sentence: MFU, and what costs most of the time."""
+    is_unfinished = any(note.startswith(UNFINISHED) for note in seen.notes)
+    mfu = _known(seen, "mfu")
+    first = f"steps reached MFU {format_share(float(np.median(mfu)))} (median)" if mfu else "MFU is not known"
+    said = f"Unfinished run: {first}" if is_unfinished else first[0].upper() + first[1:]
+    lost = [(ns, key, name) for key, (name, ns) in seen.mean.lines.items() if key != "useful" and ns > 0]
+    if lost and "useful" in seen.mean.lines:
+        ns, key, name = max(lost)
+        share = format_share(ns / seen.mean.duration_ns)
+        if key == UNSEPARATED:
+            said += f"; {share} of the mean step are kernels and waiting that only a profile tells apart"
+        else:
+            said += f"; the largest loss of the mean step is {share}: {name}"
+    return f"{said}."
+
+
+def facts(seen: ReportedRun) -> list[tuple[str, str]]:
+    """Names and values of the first screen."""
+    last = seen.records[-1]
+    rows = [("steps", f"{seen.explanation.steps[0].step} to {last['step']}, {len(seen.records)} records")]
+    if mfu := _known(seen, "mfu"):
+        low, middle, high = (format_share(float(one)) for one in np.percentile(mfu, [5, 50, 95]))
+        rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
+    if seen.mean.mfu is not None:
+        rows.append(("MFU of the mean step, evaluations and checkpoints in its time", format_share(seen.mean.mfu)))
+    if isinstance(last.get("convention"), str):
+        rows.append(("convention", last["convention"]))
+    if (peak := number(last.get("peak_flops_per_s"))) is not None:
+        rows.append(("peak of a device", f"{format_rate(peak)}, {last.get('peak_dtype')}: {last.get('peak_source')}"))
+    if (ranks := number(last.get("world_size"))) is not None:
+        rows.append(("ranks", f"{ranks:g}"))
+    if loss := _known(seen, "loss"):
+        rows.append(("loss, first and last", f"{_plain(loss[0])}, {_plain(loss[-1])}"))
+    if tokens := _known(seen, "tokens"):
+        rows.append(("tokens", format_count(int(sum(tokens)))))
+    if seen.goodput is not None:
+        rows.append(("goodput", format_share(seen.goodput.goodput)))
+        rows.append(("restarts", format_count(seen.goodput.restarts)))
+    return rows
+
+
+def _waterfall(seen: ReportedRun) -> str:
+    mean = seen.mean
+    bars = [(name, max(ns, 0) / 1e9) for name, ns in mean.lines.values()]
+    rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
+    rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
+    title = f"Where the time of a step went (mean of {mean.num_steps})"
+    chart = bar_chart(title, bars, form=format_duration, stacked=True)
+    return chart_figure(title, chart, ["part", "time [ms]", "share"], rows)
+
+
+def _goodput(seen: ReportedRun) -> list[str]:
+    if seen.goodput is None or not seen.goodput.wall_s:
+        return []
+    spent = {bucket: seconds for bucket, seconds in seen.goodput.seconds.items() if seconds}
+    title = f"Where the wall time of the run went: goodput {format_share(seen.goodput.goodput)}"
+    rows = [[name, format_duration(s), format_share(s / seen.goodput.wall_s)] for name, s in spent.items()]
+    chart = bar_chart(title, [*spent.items()], form=format_duration, stacked=True)
+    return [chart_figure(title, chart, ["bucket", "time", "share"], rows)]
+
+
+def _findings(seen: ReportedRun) -> list[str]:
+    if not seen.explanation.findings:
+        return []
+    parts = ["<h2>What to do first</h2>"]
+    for one in seen.explanation.findings:
+        cost = f"{format_share(one.share)} of a step at most"
+        parts.append(
+            f"<p><strong>{safe(one.seen)}</strong> Likely: {safe(one.cause)} Try: {safe(one.next)} ({safe(cost)})</p>"
+        )
+    return parts
+
+
+def _series(
+    seen: ReportedRun, title: str, values: list[float | None], summary: Mapping[str, float], form: _Format
+) -> str:
+    chart = line_chart(title, [float(record["step"]) for record in seen.records], values, form=form)
+    rows = [[name, form(summary[name])] for name in ("5 %", "50 %", "95 %")]
+    rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", form(summary["smallest"])])
+    rows.append([f"largest, step {summary['step of largest']:.0f}", form(summary["largest"])])
+    return chart_figure(title, chart, ["of the records", "value"], rows)
+
+
+def _summary(records: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
+    known = [(value, int(record["step"])) for record, value in zip(records, values, strict=True) if value is not None]
+    low, high = min(known), max(known)
+    found = {"smallest": low[0], "step of smallest": low[1], "largest": high[0], "step of largest": high[1]}
+    quantiles = np.percentile([value for value, _ in known], [5, 50, 95])
+    return found | {f"{q} %": float(value) for q, value in zip((5, 50, 95), quantiles, strict=True)}
+
+
+def _components(seen: ReportedRun) -> list[str]:
+    totals: dict[str, float] = {}
+    for record in seen.records:
+        found = record.get("flops_by_component")
+        for name, flops in found.items() if isinstance(found, Mapping) else ():
+            totals[name] = totals.get(name, 0.0) + max(number(flops) or 0.0, 0.0)
+    if not (whole := sum(totals.values())):
+        return []
+    ordered = sorted(totals.items(), key=lambda one: (-one[1], one[0]))
+    rows = [[name, format_flops(flops), format_share(flops / whole)] for name, flops in ordered]
+    title = "FLOPs by component, all steps"
+    chart = bar_chart(title, [(name, float(flops)) for name, flops in ordered], form=format_flops)
+    return [chart_figure(title, chart, ["component", "FLOPs", "share"], rows)]
+
+
+def _sources(seen: ReportedRun) -> list[str]:
+    tokens: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    for record in seen.records:
+        found = record.get("sources")
+        for name, one in found.items() if isinstance(found, Mapping) else ():
+            if isinstance(one, Mapping):
+                tokens[name] = tokens.get(name, 0.0) + max(number(one.get("tokens")) or 0.0, 0.0)
+                if (loss := number(one.get("loss"))) is not None:
+                    losses[name] = loss
+    if not tokens:
+        return []
+    rows = [[name, f"{tokens[name]:,.0f}", _plain(losses[name]) if name in losses else ""] for name in tokens]
+    title = "Tokens by source"
+    chart = bar_chart(title, [*tokens.items()], form=lambda value: f"{value:,.0f}")
+    return [chart_figure(title, chart, ["source", "tokens", "last loss"], rows)]
+
+
+def _machine(seen: ReportedRun, summaries: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": seen.name,
+        "num_records": len(seen.records),
+        "mean_step": seen.mean.as_record() | {"lines": {key: ns for key, (_, ns) in seen.mean.lines.items()}},
+        "goodput": None if seen.goodput is None else seen.goodput.as_record(),
+        "findings": [finding.as_record() for finding in seen.explanation.findings],
+        "series": summaries,
+    }
+
+
+def _known(seen: ReportedRun, key: str) -> list[float]:
+    return [value for record in seen.records if (value := number(record.get(key))) is not None]
+
+
+def number(value: object) -> float | None:
+    """A finite number of a record; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # of an integer that no float holds
+        return None

@@ -1,0 +1,265 @@
+"""Charts as SVG: pure functions from numbers to text, the same bytes for the same numbers.
+
+Colours are CSS variables of the page (`headway.report.page`), so that light and dark both work; no chart has a script.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from itertools import pairwise
+
+import numpy as np
+
+from headway.report.format import printable
+
+_WIDTH, _HEIGHT = 640, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 12, 40  # room for ticks and units
+_BAR, _GAP = 22, 8
+NUM_BUCKETS = 240  # of a long series: each keeps its smallest and its largest value
+NUM_COLOURS = 8  # --c0 to --c7 on the page
+
+Format = Callable[[float], str]
+
+
+def line_chart(
+    title: str, steps: Sequence[float], values: Sequence[float | None], *, form: Format, x_name: str = "step"
+) -> str:
+    """Draw values over steps; of a long series, the 5th to 95th percentile of each bucket as a band.
+
+    Args:
+        title: what is drawn; escaped.
+        steps: where each value stands, ascending.
+        values: as many; None or one that is not finite leaves a gap.
+        form: a value with its unit.
+        x_name: unit of the steps.
+
+    Raises:
+        ValueError: no value is finite, or there are not as many steps as values.
+    """
+    xs, ys = np.asarray(steps, float), np.array([math.nan if one is None else one for one in values], float)
+    known = ys[np.isfinite(ys)]
+    if len(xs) != len(ys) or not len(known):
+        raise ValueError(f"{len(xs)} steps and {len(known)} finite values of {len(ys)} make no line.")
+    low, high = float(known.min()), float(known.max())
+    y_of, y_axis = _y_axis(low, high, form)
+    x_of, x_axis = _x_axis(float(xs[0]), float(xs[-1]), x_name)
+    drawn = [y_axis, x_axis]
+    if len(xs) > 2 * NUM_BUCKETS:
+        drawn.append(_band(xs, ys, x_of, y_of))
+    for piece in _pieces(reduced(xs, ys)):
+        points = " ".join(f"{_fixed(x_of(x))},{_fixed(y_of(y))}" for x, y in piece)
+        if len(piece) == 1:
+            x, y = piece[0]
+            drawn.append(f'<circle cx="{_fixed(x_of(x))}" cy="{_fixed(y_of(y))}" r="2.5" fill="var(--c0)"/>')
+        else:
+            drawn.append(f'<polyline points="{points}" fill="none" stroke="var(--c0)" stroke-width="1.3"/>')
+    said = f"{len(known)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {form(low)} to {form(high)}."
+    return _svg(title, said, drawn, _HEIGHT)
+
+
+def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, stacked: bool = False) -> str:
+    """Draw named values as horizontal bars; stacked ones each begin where the one before ends (a waterfall).
+
+    Args:
+        title: what is drawn; escaped.
+        bars: name and value of each, not below 0.
+        form: a value with its unit.
+        stacked: the bars are parts of their sum.
+
+    Raises:
+        ValueError: there is no bar, or a value is below 0 or not finite.
+    """
+    if not bars or not all(math.isfinite(value) and value >= 0 for _, value in bars):
+        raise ValueError(f"bars need finite values from 0 on: {[*bars]}.")
+    left, room = 210, _WIDTH - 210 - 90
+    whole = (sum if stacked else max)(value for _, value in bars) or 1.0
+    drawn, before = [], 0.0
+    for place, (name, value) in enumerate(bars):
+        y, x, width = _TOP + place * (_BAR + _GAP), left + room * before / whole, room * value / whole
+        colour = place % NUM_COLOURS if stacked else 0
+        drawn.append(f'<rect x="{_fixed(x)}" y="{y}" width="{_fixed(width)}" height="{_BAR}" fill="var(--c{colour})"/>')
+        drawn.append(_text(left - 8, y + 15, _cut(name), "end"))
+        drawn.append(_text(x + width + 6, y + 15, form(value), "start"))
+        before += value if stacked else 0.0
+    said = "; ".join(f"{name}: {form(value)}" for name, value in bars)
+    return _svg(title, said, drawn, 2 * _TOP + len(bars) * (_BAR + _GAP))
+
+
+def histogram(title: str, values: Sequence[float], *, form: Format, num_bins: int = 30) -> str:
+    """Draw how often values come: bins of equal width from the smallest to the largest.
+
+    Args:
+        title: what is drawn; escaped.
+        values: finite ones are counted.
+        form: a value with its unit.
+        num_bins: how many bins.
+
+    Raises:
+        ValueError: no value is finite.
+    """
+    known = np.asarray(values, float)
+    known = known[np.isfinite(known)]
+    if not len(known):
+        raise ValueError("a histogram needs a finite value.")
+    counts, edges = np.histogram(known, num_bins)
+    y_of, y_axis = _y_axis(0.0, float(counts.max()), lambda count: f"{count:g}")
+    x_of, x_axis = _x_axis(float(edges[0]), float(edges[-1]), "", form)
+    drawn = [y_axis, x_axis]
+    for count, (start, end) in zip(counts, pairwise(edges), strict=True):
+        x, y, base = x_of(float(start)), y_of(float(count)), y_of(0.0)
+        width = max(x_of(float(end)) - x - 1, 0.5)
+        drawn.append(
+            f'<rect x="{_fixed(x)}" y="{_fixed(y)}" width="{_fixed(width)}" height="{_fixed(base - y)}" '
+            'fill="var(--c0)"/>'
+        )
+    return _svg(title, f"{len(known)} values from {form(edges[0])} to {form(edges[-1])}.", drawn, _HEIGHT)
+
+
+def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *, form: Format) -> str:
+    """Draw rows of cells, darker where the value is larger; of a long row, each cell is the largest of its bucket.
+
+    Args:
+        title: what is drawn; escaped.
+        rows: name and values of each; None leaves a cell empty.
+        form: a value with its unit.
+
+    Raises:
+        ValueError: no value is finite.
+    """
+    known = [one for _, row in rows for one in row if one is not None and math.isfinite(one)]
+    if not known:
+        raise ValueError("a heat strip needs a finite value.")
+    low, high = min(known), max(known)
+    left, room = 120, _WIDTH - 120 - _RIGHT
+    drawn = []
+    for place, (name, row) in enumerate(rows):
+        y = _TOP + place * (_BAR + 2)
+        drawn.append(_text(left - 8, y + 15, _cut(name, 16), "end"))
+        cells = [[one for one in row[part.start : part.stop] if one is not None and math.isfinite(one)]
+                 for part in _buckets(len(row), 128)]  # fmt: skip
+        for number, cell in enumerate(cells):
+            if cell:
+                shade = (max(cell) - low) / (high - low) if high > low else 1.0
+                drawn.append(
+                    f'<rect x="{_fixed(left + room * number / len(cells))}" y="{y}" '
+                    f'width="{_fixed(room / len(cells))}" height="{_BAR}" fill="var(--c0)" '
+                    f'fill-opacity="{_fixed(0.12 + 0.88 * shade)}"/>'
+                )
+    said = f"{len(rows)} rows, from {form(low)} (light) to {form(high)} (full colour)."
+    return _svg(title, said, drawn, 2 * _TOP + len(rows) * (_BAR + 2))
+
+
+def reduced(steps: "np.ndarray", values: "np.ndarray") -> list[tuple[float, float]]:
+    """The points of a series, in order: all of a short one, else the smallest and the largest of each bucket.
+
+    A bucket without a finite value keeps one that is not, so that the gap is seen.
+    """
+    if len(steps) <= 2 * NUM_BUCKETS:
+        return [(float(x), float(y)) for x, y in zip(steps, values, strict=True)]
+    points = []
+    for part in _buckets(len(steps), NUM_BUCKETS):
+        ys = values[part]
+        finite = np.flatnonzero(np.isfinite(ys))
+        kept = sorted({int(finite[ys[finite].argmin()]), int(finite[ys[finite].argmax()])}) if len(finite) else [0]
+        points += [(float(steps[part][one]), float(ys[one])) for one in kept]
+    return points
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers within a range: multiples of 1, 2 or 5 times a power of ten, at most `count` + 1 or so.
+
+    >>> ticks(0, 1)
+    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    """
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
+    digits = max(0, 1 - math.floor(math.log10(step)))
+    return [round(number * step, digits) + 0.0 for number in range(first, last + 1)]
+
+
+def _buckets(length: int, count: int) -> list[slice]:
+    count = min(length, count)
+    return [slice(length * i // count, length * (i + 1) // count) for i in range(count)]
+
+
+def _band(xs: "np.ndarray", ys: "np.ndarray", x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
+    upper, lower = [], []
+    for part in _buckets(len(xs), NUM_BUCKETS):
+        finite = ys[part][np.isfinite(ys[part])]
+        if len(finite):
+            low, high = np.percentile(finite, [5, 95])
+            x = _fixed(x_of(float(xs[part].mean())))
+            upper.append(f"{x},{_fixed(y_of(float(high)))}")
+            lower.append(f"{x},{_fixed(y_of(float(low)))}")
+    return f'<polygon points="{" ".join(upper + lower[::-1])}" fill="var(--c1)" fill-opacity="0.45"/>'
+
+
+def _pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in points:
+        if math.isfinite(y):
+            pieces[-1].append((x, y))
+        elif pieces[-1]:
+            pieces.append([])
+    return [piece for piece in pieces if piece]
+
+
+def _y_axis(low: float, high: float, form: Format) -> tuple[Callable[[float], float], str]:
+    if not high > low:
+        low, high = min(low, 0.0), max(high, 0.0) or 1.0
+    bottom, room = _HEIGHT - _BOTTOM, _HEIGHT - _BOTTOM - _TOP
+
+    def y_of(value: float) -> float:
+        return bottom - room * (value - low) / (high - low)
+
+    drawn = []
+    for tick in ticks(low, high):
+        y = _fixed(y_of(tick))
+        drawn.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" stroke="var(--grid)"/>')
+        drawn.append(_text(_LEFT - 6, y_of(tick) + 4, form(tick), "end"))
+    return y_of, "".join(drawn)
+
+
+def _x_axis(low: float, high: float, name: str, form: Format | None = None) -> tuple[Callable[[float], float], str]:
+    room, span = _WIDTH - _LEFT - _RIGHT, high - low if high > low else 1.0
+
+    def x_of(value: float) -> float:
+        return _LEFT + room * (value - low) / span
+
+    bottom = _HEIGHT - _BOTTOM
+    drawn = [f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" stroke="var(--ink)"/>']
+    drawn += [
+        _text(x_of(tick), bottom + 16, form(tick) if form else f"{tick:,.10g}", "middle") for tick in ticks(low, high)
+    ]
+    if name:
+        drawn.append(_text(_LEFT + room / 2, _HEIGHT - 6, name, "middle"))
+    return x_of, "".join(drawn)
+
+
+def _svg(title: str, said: str, drawn: Sequence[str], height: int) -> str:
+    inside = "".join(drawn)
+    return (
+        f'<svg role="img" viewBox="0 0 {_WIDTH} {height}" xmlns="http://www.w3.org/2000/svg">'
+        f"<title>{_safe(title)}</title><desc>{_safe(said)}</desc>{inside}</svg>"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{_fixed(x)}" y="{_fixed(y)}" text-anchor="{anchor}">{_safe(text)}</text>'
+
+
+def _safe(text: str) -> str:
+    return escape(printable(text))
+
+
+def _cut(name: str, length: int = 32) -> str:
+    return name if len(name) <= length else name[: length - 3] + "..."
+
+
+def _fixed(value: float) -> str:
+    text = f"{value:.1f}" if abs(value) >= 2 else f"{value:.2f}"
+    return text.rstrip("0").rstrip(".") if float(text) else "0"

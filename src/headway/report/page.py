@@ -1,0 +1,65 @@
+"""One HTML page: no scripts, no request of the network; light and dark, on paper and on a telephone."""
+
+from collections.abc import Sequence
+from html import escape
+
+from headway.report.format import printable
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+CHART_STYLE = """
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2128; --soft: #57606a; --grid: #d8dee4; --card: #f6f8fa;
+  --c0: #1f6feb; --c1: #9cc3f5; --c2: #b35900; --c3: #2f7d4f; --c4: #8250df; --c5: #bf3989; --c6: #57606a;
+  --c7: #0a7a7a; }
+@media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --ink: #e6edf3; --soft: #9da7b1; --grid: #30363d;
+  --card: #161b22; --c0: #58a6ff; --c1: #275a94; --c2: #e09b4f; --c3: #56c07f; --c4: #b391f5; --c5: #f17fbf;
+  --c6: #9da7b1; --c7: #4cc2c2; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem; padding: 0 1rem;
+  color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.4rem; } .verdict { font-size: 1.15rem; }
+figure { margin: 1rem 0; } figcaption { font-weight: 600; } svg { display: block; width: 100%; max-width: 48rem; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--ink); } summary, .note { color: var(--soft); }
+table { border-collapse: collapse; font-size: 0.9rem; } td, th { padding: 0.15rem 0.7rem 0.15rem 0; text-align: right;
+  border-bottom: 1px solid var(--grid); overflow-wrap: break-word; }
+td:first-child, th:first-child { text-align: left; }
+.wide { overflow-x: auto; } pre { background: var(--card); padding: 0.7rem; white-space: pre-wrap; font-size: 0.8rem; }
+@media (max-width: 600px) { svg { min-width: 34rem; } }
+@media print { @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
+  figure, tr { break-inside: avoid; }
+  h2 { break-after: avoid; } }
+"""
+
+
+def html_page(title: str, style: str, body: str) -> str:
+    """Render a whole page, whose policy forbids every request and every script.
+
+    Args:
+        title: plain text.
+        style: CSS, of the project's own.
+        body: HTML in which other people's text is escaped already.
+    """
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{safe(title)}</title><style>{style}</style>"
+    )
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def safe(text: str) -> str:
+    """Text of anyone as HTML that shows it."""
+    return escape(printable(text))
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Render a table of plain text."""
+    head = "".join(f'<th scope="col">{safe(one)}</th>' for one in headings)
+    body = "".join("<tr>" + "".join(f"<td>{safe(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def chart_figure(caption: str, chart: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Render a chart with the table of its numbers, which opens below it."""
+    table = html_table(headings, rows)
+    below = f"<details><summary>Table</summary>{table}</details>"
+    return f'<figure><figcaption>{safe(caption)}</figcaption><div class="wide">{chart}</div>{below}</figure>'

@@ -1,0 +1,283 @@
+import json
+import re
+from html.parser import HTMLParser
+from urllib.parse import urlsplit
+
+import pytest
+
+from headway.cli.report import report
+from headway.cli.report_compare import compared_markdown, compared_page
+from headway.cli.report_page import read_run, report_markdown, report_page, verdict
+from headway.count import Workload
+from headway.devices import Peak
+from headway.errors import ConfigError, UsageError
+from headway.meter import Meter
+from helpers.one_linear import COST_MODEL, Clock
+
+HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.links, self.data, self.scripts = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "action", "data", "poster")]
+        if tag == "script":
+            self.scripts.append(dict(attrs))
+
+    def handle_data(self, data):
+        self.data.append(data)
+
+
+def write_run(folder, num_steps, *, source="a", **more):
+    """Write records as a meter does, with times that are made up."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for step in range(1, num_steps + 1):
+        wall_s = 2.5 if step == 7 else 0.5 + 0.001 * (step % 10)
+        record = {
+            "schema_version": 1,
+            "kind": "step",
+            "step": step,
+            "num_steps": 1,
+            "wall_s": wall_s,
+            "step_s": wall_s,
+            "data_wait_s": 0.1,
+            "data_wait_share": 0.1 / wall_s,
+            "tokens": 100,
+            "slots": 120,
+            "world_size": 1,
+            "padding_share": 1 / 6,
+            "flops": {"total": 9000, "forward": 3000, "dgrad": 3000, "wgrad": 3000, "recompute": 0},
+            "flops_by_component": {"language.mlp": 6000, "language.attention": 3000},
+            "mfu": 9000 / wall_s / 1e5,
+            "tokens_per_s": 100 / wall_s,
+            "convention": "useful",
+            "peak_flops_per_s": 1e5,
+            "peak_dtype": "fp32",
+            "peak_source": "made up for a test",
+            "loss": 3.0 / step,
+            "sources": {source: {"loss": 3.0 / step, "tokens": 100}},
+            **more,
+        }
+        lines.append(json.dumps(record))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_the_page_has_its_parts_and_asks_for_nothing(tmp_path):
+    text = report_page(read_run(write_run(tmp_path / "run", 20)))
+    page = Page(text)
+    shown = " ".join(page.data)
+    for said in ("MFU", "useful", "made up for a test", "Loss", "largest, step 7", "language.mlp", "Tokens by source"):
+        assert said in shown
+    assert page.links == []
+    assert "default-src 'none'" in text
+    assert "@import" not in text
+    assert {urlsplit(url).netloc for url in re.findall(r"https?://[^\s\"'<]+", text)} <= {"www.w3.org"}  # SVG's name
+    assert page.scripts == [{"type": "application/json", "id": "headway-report"}]
+    assert page.tags.count("svg") == page.tags.count("figure") == page.tags.count("details") > 5
+    assert page.tags.count("desc") == page.tags.count("svg")
+    assert text.count("viewBox") == page.tags.count("svg")
+
+
+def test_the_same_run_gives_the_same_page(tmp_path):
+    run = write_run(tmp_path / "run", 50)
+    assert report_page(read_run(run)) == report_page(read_run(run))
+
+
+def test_ten_thousand_steps_stay_small(tmp_path):
+    assert len(report_page(read_run(write_run(tmp_path / "run", 10_000))).encode()) < 300_000
+
+
+def test_numbers_for_machines_are_those_of_the_records(tmp_path):
+    text = report_page(read_run(write_run(tmp_path / "run", 20)))
+    told = json.loads(re.search(r'id="headway-report">(.*?)</script>', text, flags=re.DOTALL)[1])
+    assert told["num_records"] == 20
+    assert told["series"]["step_s"]["step of largest"] == 7
+    assert told["series"]["loss"]["smallest"] == pytest.approx(0.15)
+    assert sum(told["mean_step"]["lines"].values()) == told["mean_step"]["duration_ns"]
+
+
+def test_hostile_text_stays_text(tmp_path):
+    run = write_run(tmp_path / "run<img src=x>", 5, source=HOSTILE, peak_source=HOSTILE, convention=HOSTILE)
+    (run / "config.yaml").write_text(HOSTILE)
+    text = report_page(read_run(run))
+    page = Page(text)
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert page.tags.count("style") == 1
+    assert "alert(1)" in " ".join(page.data)
+    assert "<script>" not in report_markdown(read_run(run)).split("\n")[0]
+
+
+def test_a_torn_line_is_said_and_left_out(tmp_path):
+    run = write_run(tmp_path / "run", 5)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')
+    seen = read_run(run)
+    assert len(seen.records) == 5
+    assert "the last line was not written to its end" in report_page(seen)
+
+
+def test_a_run_that_has_not_ended_says_so_first(tmp_path):
+    run = write_run(tmp_path / "run", 5)
+    assert "Unfinished run" not in report_page(read_run(run))
+    (run / "config.yaml").write_text("run: {}\n")
+    assert "Unfinished run" in report_page(read_run(run))
+    (run / "summary.json").write_text("{}\n")
+    assert "Unfinished run" not in report_page(read_run(run))
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    first = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(first + first.splitlines()[-1] + "\n")
+    (run / "resumes.jsonl").write_text('{"kind": "resumed", "step": 5}\n')
+    seen = read_run(run)
+    assert [record["step"] for record in seen.records] == [1, 2, 3, 4, 5, 6]
+    assert "resumed 1 times, after step 5" in report_page(seen)
+
+
+def test_a_file_of_a_meter_and_missing_numbers_leave_sections_out(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(f'{{"step": {n}, "step_s": 0.5}}\n' for n in (1, 2, 3)))
+    text = report_page(read_run(path))
+    assert "MFU is not known" in text
+    for absent in ("Gradient norm", "FLOPs by component", "Tokens by source", "Where the wall time"):
+        assert absent not in text
+
+
+def test_a_loop_of_anyone_with_a_meter(tmp_path):
+    path, clock = tmp_path / "records.jsonl", Clock()
+    with Meter(
+        COST_MODEL, clock=clock, log_to=[path], log_every=2, peak=Peak("x", 1e5, "fp32", "made up for a test")
+    ) as meter:
+        for _ in range(8):
+            meter.count(Workload([100]))
+            clock.now_s += 0.5
+            meter.step()
+    text = report_page(read_run(path))
+    assert "18.0 % (median)" in text  # 100 tokens x 90 FLOPs / 0.5 s / 1e5
+    assert "FLOPs by component" in text
+
+
+def test_values_that_headway_does_not_write_do_not_stop_the_page(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    odd = {
+        "step": 1,
+        "step_s": 0.5,
+        "flops_by_component": ["x"],
+        "sources": {"a": 1, "b": {"tokens": -3}},
+        "loss": "low",
+        "grad_norm": 10**400,
+        "lr": True,
+    }
+    path.write_text(json.dumps(odd) + "\n" + json.dumps({"step": 10**400, "step_s": 0.5}) + "\n")
+    text = report_page(read_run(path))
+    assert "FLOPs by component" not in text
+    assert "<figcaption>Gradient norm" not in text
+    assert "<figcaption>Loss" not in text
+
+
+def test_the_command_writes_the_page(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", 5)
+    monkeypatch.chdir(tmp_path)
+    report([run])
+    assert (tmp_path / "report.html").read_text() == report_page(read_run(run))
+    with pytest.raises(UsageError, match="Give one of them"):
+        report([run], tmp_path / "x.html", markdown=True)
+    with pytest.raises(UsageError, match="3 runs are given"):
+        report([run] * 3)
+    with pytest.raises(ConfigError, match="Give another path"):
+        report([run], run / "metrics.jsonl" / "x.html")
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    report([run, run], tmp_path / "two.html", open_it=True)
+    assert opened == [(tmp_path / "two.html").as_uri()]
+
+
+def test_the_markdown_says_the_same_first(tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    text = report_markdown(read_run(run))
+    assert text.startswith("**Steps reached MFU 17.8 % (median)")
+    assert "| convention | useful |" in text
+
+
+def test_no_run_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ConfigError, match="no-run"):
+        read_run(tmp_path / "no-run")
+
+
+def test_the_verdict_says_what_only_a_profile_would_tell(tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    assert "of the mean step are kernels and waiting that only a profile tells apart." in verdict(read_run(run))
+
+
+def test_tokens_passwords_and_homes_are_not_on_the_page(tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    (run / "config.yaml").write_text(
+        "run:\n  trackers:\n  - mlflow:https://me:s3cr3t@host/x\n  api_key: hush\n  hub-token: 'hf_hush'\n"
+        "data:\n  tokens_per_pack: 4096\n  path: /home/someone/data/x.jsonl\n  url: s3://b/x?X-Amz-Signature=hush&a=1\n"
+        "  other: /root/data\n"
+    )
+    (run / "run.json").write_text('{\n "password": "hush",\n "device": {"name": "cpu"}\n}\n')
+    text = report_page(read_run(run))
+    for secret in ("s3cr3t", "hush", "someone", "/root"):
+        assert secret not in text
+    for kept in ("tokens_per_pack: 4096", "~/data/x.jsonl", "(hidden)@host/x", "&amp;a=1", "cpu"):
+        assert kept in text
+
+
+def test_two_runs_are_compared_at_equal_cost(tmp_path):
+    a, b = write_run(tmp_path / "a", 40), write_run(tmp_path / "b", 40, tokens=200, loss=1.0)
+    for run, tokens in ((a, 1), (b, 2)):
+        (run / "config.yaml").write_text(f"data:\n  tokens_per_pack: {tokens}\n  seed: 0\n")
+    text = compared_markdown(read_run(a), read_run(b))
+    assert "| data.tokens_per_pack | 1 | 2 |" in text
+    assert "data.seed" not in text
+    assert "## Loss at equal tokens" in text
+    assert "| 4,000 | 0.0750 | 1.0000 | +0.9250 |" in text  # A has seen 4,000 tokens, as B at half of its run
+    assert "A step of B takes as long as one of A" in text
+    assert "no difference is shown" in text
+    page = compared_page(read_run(a), read_run(b))
+    assert Page(page).links == Page(page).scripts == []
+    assert page == compared_page(read_run(a), read_run(b))
+
+
+def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rate(tmp_path):
+    a = write_run(tmp_path / "a", 40)
+    b = write_run(
+        tmp_path / "b", 40, flops={"total": 18000, "forward": 6000, "dgrad": 6000, "wgrad": 6000, "recompute": 0}
+    )
+    text = compared_markdown(read_run(a), read_run(b))
+    assert "+0.0 % of time = +100.0 % of work at +100.0 % of rate" in text
+    for line in (slower := write_run(tmp_path / "c", 40) / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        record["wall_s"] *= 1.2
+        record["step_s"] *= 1.2
+        with slower.with_name("slow.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    text = compared_markdown(read_run(a), read_run(slower.with_name("slow.jsonl")))
+    assert "95 % interval" in text
+    assert "no difference is shown" not in text
+
+
+def test_hostile_text_of_two_runs_stays_text(tmp_path):
+    a, b = write_run(tmp_path / "a", 12), write_run(tmp_path / "b", 12, source=HOSTILE, convention=HOSTILE)
+    (b / "config.yaml").write_text(f"data: {{name: {json.dumps(HOSTILE)}}}\n")
+    text = compared_page(read_run(a), read_run(b))
+    assert HOSTILE not in text
+    assert "<img" not in text
+    assert Page(text).scripts == []
+
+
+def test_settings_that_refer_to_themselves_end(tmp_path):
+    a, b = write_run(tmp_path / "a", 5), write_run(tmp_path / "b", 5)
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+    (b / "config.yaml").write_text(bomb)
+    assert "Settings that differ" in compared_markdown(read_run(a), read_run(b))

@@ -1,0 +1,93 @@
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from headway.report.charts import bar_chart, heat_strip, histogram, line_chart, reduced, ticks
+
+SPACE = "{http://www.w3.org/2000/svg}"
+HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style> \x1b[2J'
+
+
+def plain(value):
+    return f"{value:.3g}"
+
+
+def drawn(kind, name="loss"):
+    if kind == "line":
+        return line_chart(name, [1, 2, 3], [1.0, None, 3.0], form=plain)
+    if kind == "bar":
+        return bar_chart(name, [(name, 2.0), ("b", 1.0)], form=plain)
+    if kind == "stacked":
+        return bar_chart(name, [(name, 2.0), ("b", 1.0)], form=plain, stacked=True)
+    if kind == "histogram":
+        return histogram(name, [1.0, 2.0, 2.0], form=plain)
+    return heat_strip(name, [(name, [1.0, None, 2.0]), ("b", [3.0, 4.0, 5.0])], form=plain)
+
+
+KINDS = ["line", "bar", "stacked", "histogram", "heat"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chart_is_svg_with_title_description_and_box(kind):
+    root = ElementTree.fromstring(drawn(kind))
+    assert root.get("role") == "img"
+    assert root.get("viewBox").startswith("0 0 640 ")
+    assert root.find(f"{SPACE}title").text == "loss"
+    assert root.find(f"{SPACE}desc").text
+    assert drawn(kind) == drawn(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_names_stay_text(kind):
+    root = ElementTree.fromstring(drawn(kind, HOSTILE))
+    allowed = {"svg", "title", "desc", "text", "line", "polyline", "circle", "rect", "polygon"}
+    assert {one.tag.removeprefix(SPACE) for one in root.iter()} <= allowed
+    assert root.find(f"{SPACE}title").text == HOSTILE.replace("\x1b", "\\x1b")
+
+
+def test_a_long_series_keeps_the_smallest_and_the_largest_of_each_bucket():
+    values = np.sin(np.arange(100_000) / 500.0)
+    values[77_777], values[12_345] = 9.0, -9.0
+    points = reduced(np.arange(100_000.0), values)
+    assert len(points) <= 480
+    assert {(77_777.0, 9.0), (12_345.0, -9.0)} <= {*points}
+    assert points == sorted(points)
+    chart = line_chart("loss", range(100_000), values, form=plain)
+    assert len(chart) < 20_000
+    assert "<polygon" in chart  # the band
+
+
+def test_a_gap_parts_the_line():
+    assert line_chart("loss", [1, 2, 3, 4, 5], [1.0, 2.0, None, 3.0, 4.0], form=plain).count("<polyline") == 2
+    assert drawn("line").count("<circle") == 2  # a point alone
+
+
+def test_stacked_bars_begin_where_the_one_before_ends():
+    bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', drawn("stacked"))
+    (x, width), (after, _) = ((float(one), float(two)) for one, two in bars)
+    assert after == pytest.approx(x + width, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (3, 47, [10, 20, 30, 40]), (2, 2, [2]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],
+)
+def test_ticks_are_round(low, high, expected):
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_a_small_range_far_from_zero_has_ticks_within_it():
+    assert ticks(1.0000001, 1.0000002) == pytest.approx([1 + n * 1e-8 for n in (10, 12, 14, 16, 18, 20)], abs=1e-12)
+
+
+def test_nothing_to_draw_is_an_error():
+    with pytest.raises(ValueError, match="make no line"):
+        line_chart("loss", [1], [None], form=plain)
+    with pytest.raises(ValueError, match="from 0 on"):
+        bar_chart("bars", [("a", -1.0)], form=plain)
+    with pytest.raises(ValueError, match="finite value"):
+        histogram("times", [float("nan")], form=plain)
+    with pytest.raises(ValueError, match="finite value"):
+        heat_strip("ranks", [("a", [None])], form=plain)

@@ -1,0 +1,115 @@
+"""Reports of real runs: what was done to them on purpose is what they say."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headway.cli.report_compare import compared_markdown, compared_page
+from headway.cli.report_page import read_run, report_page
+from headway.data.feed import make
+from headway.train.config import parse_config
+from headway.train.loop import train
+from helpers.browser import Browser
+
+
+def run_of(raw, name, **settings):
+    changed = copy.deepcopy(raw)
+    for section, values in settings.items():
+        changed.setdefault(section, {}).update(values)
+    changed["optim"]["steps"] = 16
+    changed["run"]["folder"] = str(Path(raw["run"]["folder"]).with_name(name))
+    train(parse_config(changed))
+    return Path(changed["run"]["folder"])
+
+
+def line(text, name):
+    """B - A of a line of the comparison [ms]."""
+    (found,) = (one for one in text.splitlines() if one.startswith(f"| {name} |"))
+    return float(found.split("|")[4].replace(",", ""))
+
+
+def test_a_slow_loader_is_found_between_two_runs(raw, monkeypatch):
+    a = run_of(raw, "a")
+    encode = make.PackMaker.__call__
+
+    def late(self, pieces):
+        time.sleep(0.2)
+        return encode(self, pieces)
+
+    monkeypatch.setattr(make.PackMaker, "__call__", late)
+    b = run_of(raw, "b")
+    text = compared_markdown(read_run(a), read_run(b))
+    assert line(text, "idle: waiting for data") > 100
+    assert line(text, "idle: waiting for data") > 0.5 * line(text, "the step")
+    assert "Worse: idle: waiting for data" in text
+
+
+def test_padding_is_found_between_two_runs(raw):
+    a = run_of(raw, "a")
+    b = run_of(raw, "b", data={"bucket_tokens": 640})
+    text = compared_markdown(read_run(a), read_run(b))
+    assert line(text, "padding and masked work") > 0.5 * line(text, "needed work at peak")
+    assert "| data.bucket_tokens | None | 640 |" in text
+
+
+def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
+    raw["optim"]["steps"], raw["checkpoint"] = 400, {"every": 4, "export": "never"}
+    path, folder = tmp_path / "run.yaml", Path(raw["run"]["folder"])
+    path.write_text(yaml.safe_dump(raw))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", "train", path],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        limit_s = time.monotonic() + 120
+        while not [*folder.glob("checkpoints/step-*")] and time.monotonic() < limit_s:
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    killed = report_page(read_run(folder))
+    assert "Unfinished run" in killed
+    step = max(int(one.name.removeprefix("step-")) for one in folder.glob("checkpoints/step-*"))
+    raw["optim"]["steps"] = step + 3
+    train(parse_config(raw), resume=True)
+    resumed = report_page(read_run(folder))
+    assert "Unfinished run" not in resumed
+    assert f"resumed 1 times, after step {step}" in resumed
+    assert f"1 to {step + 3}, {step + 3} records" in resumed
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_browser_shows_both_pages_whole(raw, tmp_path, width):
+    a, b = run_of(raw, "a"), run_of(raw, "b", data={"tokens_per_pack": 320})
+    pages = {"one": report_page(read_run(a)), "two": compared_page(read_run(a), read_run(b))}
+    with Browser(tmp_path / "profile") as browser:
+        seen = {}
+        for name, text in pages.items():
+            (tmp_path / f"{name}.html").write_text(text)
+            for dark in (False, True):
+                browser.show((tmp_path / f"{name}.html").as_uri(), width=width, dark=dark)
+                assert browser.value("document.documentElement.scrollWidth") <= width
+                seen[name, dark] = browser.value("getComputedStyle(document.body).backgroundColor")
+                boxes = browser.value("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().width)")
+                assert all(box > 200 for box in boxes)
+            assert seen[name, False] != seen[name, True]
+        assert browser.errors == browser.requests == []
+
+
+@pytest.mark.browser
+def test_a_font_from_elsewhere_would_be_seen(raw, tmp_path):
+    text = report_page(read_run(run_of(raw, "a")))
+    link = '<link rel="stylesheet" href="https://fonts.example/css"></head>'
+    page = tmp_path / "page.html"
+    page.write_text(text.replace("</head>", link))
+    with Browser(tmp_path / "profile") as browser:
+        browser.show(page.as_uri())
+        assert browser.errors or browser.requests  # the page's own policy refuses it, which is an error
