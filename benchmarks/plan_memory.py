@@ -13,7 +13,7 @@ loss, recomputation, clipping and optimizers, and every living storage is counte
   (tests/fake_cuda/shared.py).
 
 On a CPU every row runs a second time under torch.distributed's MemTracker, a witness that knows nothing of this code;
-but for those in which something is frozen, where it ends with an error of its own (torch 2.13).
+but for those in which something is frozen or Muon gathers, where it ends with an error of its own (torch 2.13).
 
 Takes about five minutes on one core. Writes
 benchmarks/results/plan_memory_<hardware>_<yyyymm>.json after every row, and the .md table.
@@ -113,7 +113,7 @@ def measure(kind: str, processes: int, overrides: tuple[str, ...]) -> dict[str, 
         dtype = "float32" if processes == 1 else "bfloat16-autocast"
         base = ("speed.loss_chunk=256", "parallel.reduce_dtype=float32", f"run.dtype={dtype}")
         row = (f"little {kind}", settings(*base, *overrides), processes)
-        if not any(one.startswith(("model.freeze", "model.lora")) for one in overrides):
+        if not any(one.startswith(("model.freeze", "model.lora", _MUON)) for one in overrides):
             run_shared(*row, witness=(witness := Witness()))
         found, plan = run_shared(*row)
     else:

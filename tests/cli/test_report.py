@@ -281,3 +281,44 @@ def test_settings_that_refer_to_themselves_end(tmp_path):
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
     (b / "config.yaml").write_text(bomb)
     assert "Settings that differ" in compared_markdown(read_run(a), read_run(b))
+
+
+def test_what_a_run_folder_holds_beside_steps_is_shown(tmp_path):
+    run = write_run(tmp_path / "run", 6, rank_flops=[6000, 3000], rank_flops_per_busy_s=[2e4, 1e4])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "evaluation", "step": 6, "loss": 1.25, "exact_match": 0.5}\n')
+    (run / "resumes.jsonl").write_text('{"kind": "resumed", "step": 4, "lost": [{"step": 5}]}\n')
+    predicted = {"weights": 2**30, "peak": 2**31, "moments": []}
+    (run / "memory.json").write_text(json.dumps({"predicted": predicted, "measured": {"peak": 2**31 + 2**30}}))
+    answers = [
+        {"kind": "sample", "step": step, "prompt": HOSTILE, "gold": "7", "answer": f"a{step}"} for step in (3, 6)
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in answers))
+    text = report_page(read_run(run))
+    shown = " ".join(Page(text).data)
+    for said in (
+        "Work of each rank", "133.3 %", "66.7 %", "Speed of each rank", "20.0 kFLOP/s", "went on after step", "1.2500",
+        "50.0 %", "Memory of a device, predicted and measured", "3.0 GiB", "Answers after step 6", "a6",
+    ):  # fmt: skip
+        assert said in shown, said
+    assert "a3" not in shown
+    assert "moments" not in shown
+    assert HOSTILE not in text
+
+
+def test_each_source_has_its_loss_where_there_are_several(tmp_path):
+    sources = {name: {"loss": loss, "tokens": 50} for name, loss in (("chats", 2.0), ("images", 3.5))}
+    text = report_page(read_run(write_run(tmp_path / "run", 9, sources=sources)))
+    assert "Loss of source chats" in text
+    assert "Loss of source images" in text
+    assert "Loss of source" not in report_page(read_run(write_run(tmp_path / "one", 9)))
+
+
+@pytest.mark.parametrize(
+    "odd", [{"rank_flops": [1, None]}, {"rank_flops": "x"}, {"rank_flops": [[1], 2]}, {"sources": {"a": {}, "b": None}}]
+)
+def test_odd_values_leave_sections_out(tmp_path, odd):
+    run = write_run(tmp_path / "run", 4, **odd)
+    for name in ("memory.json", "resumes.jsonl", "samples.jsonl"):
+        (run / name).write_text('{"kind": "sample", "predicted": 3, "lost": 4}\n[1]\nnot json\n')
+    assert "Work of each rank" not in report_page(read_run(run))

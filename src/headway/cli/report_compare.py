@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from headway.cli.report_page import ReportedRun, facts, number
+from headway.cli.report_page import ReportedRun, facts
 from headway.explain.compare import Comparison, compare
 from headway.explain.text import markdown_table, sentences
 from headway.explain.text_compare import differences, table_of
 from headway.report import Column, format_flops, format_rate
+from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, html_page, html_table, safe
 
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together

@@ -1,7 +1,6 @@
 """The page of `headway report`: what a run's records tell, as HTML or Markdown."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.cli.report_folder import folder_sections
 from headway.errors import LogError
 from headway.explain.compare import MeanStep, mean_step
 from headway.explain.records import METRICS, UNFINISHED, explain_records, step_records
@@ -18,6 +18,7 @@ from headway.explain.waterfall import JobExplanation
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.report import Column, format_count, format_duration, format_flops, format_ms, format_rate, format_share
 from headway.report.charts import bar_chart, histogram, line_chart
+from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, chart_figure, html_page, html_table, safe
 from headway.report.secrets import without_secrets
 
@@ -48,6 +49,7 @@ class ReportedRun:
 
     Attributes:
         name: of the run folder or file.
+        path: of it.
         records: of steps, each step once.
         explanation: what `headway explain` says of them.
         mean: its mean step.
@@ -57,6 +59,7 @@ class ReportedRun:
     """
 
     name: str
+    path: Path
     records: Sequence[Mapping[str, Any]]
     explanation: JobExplanation
     mean: MeanStep
@@ -87,7 +90,7 @@ def read_run(path: Path) -> ReportedRun:
     }
     name = path.resolve().name
     return ReportedRun(
-        name, step_records(file), explanation, mean_step(name, explanation), goodput, tuple(notes), beside
+        name, path, step_records(file), explanation, mean_step(name, explanation), goodput, tuple(notes), beside
     )
 
 
@@ -108,7 +111,7 @@ def report_page(seen: ReportedRun) -> str:
         title = "How long steps took"
         chart = histogram(title, times, form=format_duration)
         parts.append(chart_figure(title, chart, ["percentile of steps", "time"], spread))
-    parts += [*_components(seen), *_sources(seen)]
+    parts += [*_components(seen), *_sources(seen), *folder_sections(seen.path, seen.records)]
     parts.append("<h2>What to know of these numbers</h2>")
     parts += [f'<p class="note">{safe(note)}</p>' for note in seen.notes]
     for name, text in seen.beside.items():
@@ -263,13 +266,3 @@ def _machine(seen: ReportedRun, summaries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known(seen: ReportedRun, key: str) -> list[float]:
     return [value for record in seen.records if (value := number(record.get(key))) is not None]
-
-
-def number(value: object) -> float | None:
-    """A finite number of a record; None for anything else."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # of an integer that no float holds
-        return None
