@@ -80,6 +80,11 @@ def test_a_torn_last_line_is_left_out_and_a_lost_record_leaves_no_card(run, tmp_
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "st')
     assert card_of(run, tmp_path / "torn").read_text() == whole
+    odd = run / "run.json"
+    whole_machine, machine = odd.read_text(), json.loads(odd.read_text())
+    odd.write_text(json.dumps(machine | {"model": {"class": "x"}}))  # as nobody wrote it
+    assert not card_of(run, tmp_path / "odd").exists()
+    odd.write_text(whole_machine)
     (run / "metrics.jsonl").unlink()
     assert not card_of(run, tmp_path / "none").exists()
     assert (tmp_path / "none/model.safetensors").is_file()

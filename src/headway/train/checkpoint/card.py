@@ -85,12 +85,13 @@ def write_card(checkpoint: Checkpoint, folder: Path, *, adapters: bool) -> Path 
                 record = as_object(line)
                 if record is not None and record.get("step", 0) <= checkpoint.step:
                     sums.add(record)
-    except (HeadwayError, OSError, KeyError, TypeError, ValueError):
-        return None
-    if not sums.losses.steps:
+        if not sums.losses.steps:
+            return None
+        text = _card(config, machine, sums, checkpoint.step, adapters=adapters)
+    except (HeadwayError, OSError, KeyError, TypeError, ValueError, ArithmeticError):
         return None
     path = folder / FILE_NAME
-    path.write_text(_card(config, machine, sums, checkpoint.step, adapters=adapters), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
