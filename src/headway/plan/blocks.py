@@ -76,12 +76,12 @@ def with_blocks(speeds: Speeds, blocks: TimedBlocks) -> Speeds:
 def _least_squares(of: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
     """Two numbers, none below 0, that solve equations best.
 
-    >>> _least_squares(np.array([[1.0, 1.0], [2.0, 1.0]]), np.array([3.0, 5.0]))
-    (2.0, 1.0)
+    >>> [round(one, 9) for one in _least_squares(np.array([[1.0, 1.0], [2.0, 1.0]]), np.array([3.0, 5.0]))]
+    [2.0, 1.0]
     """
     both = np.linalg.lstsq(of, wanted, rcond=None)[0]
     if both.min() < 0:  # then the best are on an edge
         alone = np.maximum(0.0, of.T @ wanted / (of**2).sum(0))
         edges = [np.array([alone[0], 0.0]), np.array([0.0, alone[1]])]
         both = min(edges, key=lambda edge: float(np.sum((of @ edge - wanted) ** 2)))
-    return round(float(both[0]), 15), round(float(both[1]), 15)
+    return float(both[0]), float(both[1])
