@@ -4,6 +4,7 @@ from html.parser import HTMLParser
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 from headway.cli.report import report
 from headway.cli.report_compare import compared_markdown, compared_page
@@ -218,19 +219,49 @@ def test_the_verdict_says_what_only_a_profile_would_tell(tmp_path):
     assert "of the mean step are kernels and waiting that only a profile tells apart." in verdict(read_run(run))
 
 
-def test_tokens_passwords_and_homes_are_not_on_the_page(tmp_path):
+SECRETS = """
+run:
+  trackers: [mlflow:https://me:s3cr3t/x@host/x]
+  api_key: hush
+  hub-token:
+    'hush'
+  hfToken: {nested: hush, more: [hush]}
+  command: headway train x --hub-token hush HF_TOKEN=hush --password=hush
+  note: |
+    Authorization Bearer hushhush
+    hf_hushhushhush
+data:
+  tokens_per_pack: 4096
+  path: /home/someone/data/x.jsonl
+  mounted: /mnt/home/me/x
+  windows: C:\\Users\\someone\\x
+  url: s3://b/x?X-Amz-Signature=hush&a=1
+  connection: AccountKey=hush;Endpoint=y
+  other: /root/data
+  train:
+  - storage_options: {key: hush, account_key: hush, token: {private_key: "hush"}, headers: {Authorization: hush}}
+"""
+
+
+@pytest.mark.parametrize("form", ["yaml", "json", "one line"])
+def test_tokens_passwords_and_homes_are_not_on_the_page(tmp_path, form):
     run = write_run(tmp_path / "run", 3)
-    (run / "config.yaml").write_text(
-        "run:\n  trackers:\n  - mlflow:https://me:s3cr3t@host/x\n  api_key: hush\n  hub-token: 'hf_hush'\n"
-        "data:\n  tokens_per_pack: 4096\n  path: /home/someone/data/x.jsonl\n  url: s3://b/x?X-Amz-Signature=hush&a=1\n"
-        "  other: /root/data\n"
-    )
-    (run / "run.json").write_text('{\n "password": "hush",\n "device": {"name": "cpu"}\n}\n')
+    text = SECRETS if form == "yaml" else json.dumps(yaml.safe_load(SECRETS), indent=1 if form == "json" else None)
+    (run / "config.yaml").write_text(text)
+    (run / "run.json").write_text('{"password": "hush", "env": {"X": "hush"}, "device": {"name": "cpu"}}')
     text = report_page(read_run(run))
     for secret in ("s3cr3t", "hush", "someone", "/root"):
         assert secret not in text
-    for kept in ("tokens_per_pack: 4096", "~/data/x.jsonl", "(hidden)@host/x", "&amp;a=1", "cpu"):
+    for kept in ("4096", "~/data/x.jsonl", "(hidden)@host/x", "&amp;a=1", "cpu", "/mnt/home/me/x", "Endpoint=y"):
         assert kept in text
+
+
+def test_what_cannot_be_read_is_not_shown_and_a_secret_is_not_cut_in_two(tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    (run / "config.yaml").write_text("a: [hush\n")
+    assert "hush" not in report_page(read_run(run))
+    (run / "config.yaml").write_text(f"a: {'x' * 19_970}\nb: s3://me:hushhushhush@host/x\n")
+    assert "hush" not in report_page(read_run(run))
 
 
 def test_two_runs_are_compared_at_equal_cost(tmp_path):
@@ -280,7 +311,13 @@ def test_settings_that_refer_to_themselves_end(tmp_path):
     a, b = write_run(tmp_path / "a", 5), write_run(tmp_path / "b", 5)
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
     (b / "config.yaml").write_text(bomb)
-    assert "Settings that differ" in compared_markdown(read_run(a), read_run(b))
+    assert "Not shown" in read_run(b).beside["config.yaml"]
+    assert compared_markdown(read_run(a), read_run(b))
+
+
+def test_of_few_steps_nobody_is_sure(tmp_path):
+    a, b = write_run(tmp_path / "a", 3), write_run(tmp_path / "b", 3)
+    assert "cannot be told of fewer than 5 steps" in compared_markdown(read_run(a), read_run(b))
 
 
 def test_what_a_run_folder_holds_beside_steps_is_shown(tmp_path):

@@ -15,6 +15,7 @@ from headway.report import Column, format_flops, format_rate
 from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, html_page, html_table, safe
 
+_FEW = 5  # steps
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the shorter run
 _MOST_SETTINGS = 5000
@@ -57,10 +58,13 @@ def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
 def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
     """What `headway explain` says of the two, with how sure the difference of the steps is."""
     first, *others = differences(compared)
-    low, high = _interval(_steps_s(a), _steps_s(b))
+    a_s, b_s = _steps_s(a), _steps_s(b)
+    if min(len(a_s), len(b_s)) < _FEW:
+        return [f"{first} (How sure that is cannot be told of fewer than {_FEW} steps.)", *others]
+    low, high = _interval(a_s, b_s)
     sure = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} % of A's step, from how the steps of each run vary"
     if low <= 0 <= high:
-        sure += ": no difference is shown"
+        return [f"{first} ({sure}: no difference is shown.)"]
     return [f"{first} ({sure}.)", *others]
 
 

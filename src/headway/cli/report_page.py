@@ -84,7 +84,7 @@ def read_run(path: Path) -> ReportedRun:
         except LogError as error:
             notes.append(f"goodput is not known: {error}")
     beside = {
-        name: without_secrets((folder / name).read_text(encoding="utf-8", errors="replace")[:_LONGEST_FILE])
+        name: without_secrets((folder / name).read_text(encoding="utf-8", errors="replace"), longest=_LONGEST_FILE)
         for name in ("config.yaml", "run.json")
         if file.name == METRICS and (folder / name).is_file()
     }
