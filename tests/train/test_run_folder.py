@@ -1,17 +1,21 @@
 """A run folder has one owner, from before the first write, and its configuration is there whole or as it was."""
 
 import errno
+import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from headway.errors import ConfigError
-from headway.log.jsonl import LineFile
+from headway.log.jsonl import LineFile, lock
 from headway.train import loop
-from headway.train.record import METRICS
-from headway.train.run_folder import RunFolder
+from headway.train.checkpoint import saver
+from headway.train.config import parse_config
+from headway.train.record import METRICS, RUN
+from headway.train.run_folder import LOCK, RunFolder
 from helpers.refusing_disk import a_full_disk
 
 
@@ -50,8 +54,9 @@ def test_the_second_of_two_processes_is_refused_before_it_changes_anything(confi
 def test_a_killed_owner_leaves_the_folder_free(config):
     begin(config)
     program = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), 2); print(1, flush=True); input()"
-    lock = config.run.folder / ".lock"
-    owner = subprocess.Popen([sys.executable, "-c", program, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, config.run.folder / LOCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert owner.stdout.read(1) == b"1"
     with pytest.raises(ConfigError, match="still running"):
         go_on(config)
@@ -111,3 +116,33 @@ def test_a_full_disk_at_the_start_is_one_paragraph(config, monkeypatch):
     with pytest.raises(loop.TrainingError, match=r"run.json could not be .*No space left on device\. Make room"):
         loop.train(config)
     assert not Path(config.run.folder / METRICS).exists()
+
+
+def test_the_folder_is_owned_until_the_checkpoint_of_an_interrupted_run_is_written(raw, monkeypatch):
+    """As in a notebook, where the process goes on: neither another process nor the next run meets a half-done one."""
+    config = parse_config(raw | {"checkpoint": {"every": 1}})
+    may_go_on, publish, rate = threading.Event(), saver.publish, loop.learning_rate
+
+    def publish_late(*paths):
+        may_go_on.wait(60)
+        publish(*paths)
+
+    def killed_at_the_second_step(step, *settings):
+        if step == 2:
+            raise KeyboardInterrupt
+        return rate(step, *settings)
+
+    monkeypatch.setattr(saver, "publish", publish_late)
+    monkeypatch.setattr(loop, "learning_rate", killed_at_the_second_step)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(config)
+    monkeypatch.setattr(loop, "learning_rate", rate)
+
+    path = config.run.folder
+    with pytest.raises(BlockingIOError), (path / LOCK).open("ab") as file:  # as another process would try
+        lock(file, path)
+    threading.Timer(0.5, may_go_on.set).start()
+    loop.train(config, resume=True)
+    assert json.loads((path / RUN).read_text())["resumed_from"].endswith("step-000001")
+    with (path / LOCK).open("ab") as file:
+        lock(file, path)

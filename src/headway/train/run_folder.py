@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from headway.cache import write_whole
 from headway.errors import ConfigError
 from headway.log.jsonl import lock
 from headway.log.sink import flatten
+from headway.train.checkpoint.saver import writers
 from headway.train.config import TrainConfig, parse_config
 from headway.train.record import CHECKPOINTS, CONFIG, EXPORTS, METRICS
 
@@ -74,7 +76,9 @@ def from_weights_of(folder: Path) -> str:
 
 
 class RunFolder:
-    """A run's folder, which one process owns from before its first write until it closes it, or ends however it may.
+    """A run's folder, which one process owns from before its first write until after its last, or ends however it may.
+
+    A checkpoint that an interrupted run has left in flight is still written, and the folder stays owned until it is.
 
     Args:
         path: of the folder, which need not be there.
@@ -113,10 +117,12 @@ class RunFolder:
             raise
 
     def close(self) -> None:
-        """Let go of the folder."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Let go of the folder, as soon as nothing of this run writes there."""
+        owned, self._lock = self._lock, None
+        if owned is not None and (left := writers(self.path / CHECKPOINTS)):
+            threading.Thread(target=_let_go_after, args=(left, owned), name=left[0].name, daemon=True).start()
+        elif owned is not None:
+            owned.close()
 
     def __enter__(self) -> Self:
         return self
@@ -158,6 +164,8 @@ class RunFolder:
             )
 
     def _take(self) -> None:
+        for left in writers(self.path / CHECKPOINTS):  # of a run of this process that was interrupted
+            left.join()
         self._lock = (self.path / LOCK).open("ab+", buffering=0)
         try:
             lock(self._lock, self.path)
@@ -173,6 +181,12 @@ class RunFolder:
         with suppress(OSError):  # who owns it is told in errors only; a full disk is met by the next write
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def _let_go_after(left: list[threading.Thread], owned: "FileIO") -> None:
+    for thread in left:
+        thread.join()
+    owned.close()
 
 
 def _check_unchanged(config: TrainConfig, folder: Path) -> None:

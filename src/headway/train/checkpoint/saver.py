@@ -64,6 +64,11 @@ class Contents:
     write_model: Callable[[Path], None]
 
 
+def writers(root: Path) -> list[threading.Thread]:
+    """The threads of this process that are writing a checkpoint below a root, as after an interrupt."""
+    return [thread for thread in threading.enumerate() if thread.name == _thread_name(root)]
+
+
 class CheckpointSaver:
     """Writes the checkpoints of a run, all processes together. All of them must make one, and call it alike.
 
@@ -105,7 +110,7 @@ class CheckpointSaver:
         self._in_flight = futures.Future()
         # A process that has lost the others must be able to end without waiting for what it writes with them.
         threading.Thread(
-            target=self._write_for, args=(self._in_flight, step, contents), name="checkpoint", daemon=True
+            target=self._write_for, args=(self._in_flight, step, contents), name=_thread_name(self._root), daemon=True
         ).start()
         if not self._asynchronous:
             self._settle()
@@ -152,7 +157,7 @@ class CheckpointSaver:
     ) -> None:
         """Let the checkpoint in flight be finished; an error of its own is told where no other one is on its way.
 
-        Nothing is waited for without the other processes, or when the user interrupts.
+        Nothing is waited for without the other processes, or when the user interrupts; `writers` are those then left.
         """
         if error is None:
             self._settle()
@@ -223,6 +228,10 @@ class CheckpointSaver:
             if reason is not None:
                 raise CheckpointError(f"{reason} (rank {rank})")
         return [value for value, _ in outcomes]
+
+
+def _thread_name(root: Path) -> str:
+    return f"checkpoint to {root.resolve()}"
 
 
 def _reason(error: BaseException) -> str:
