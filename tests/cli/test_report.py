@@ -207,6 +207,25 @@ def test_the_markdown_says_the_same_first(tmp_path):
     text = report_markdown(read_run(run))
     assert text.startswith("**Steps reached MFU 17.8 % (median)")
     assert "| convention | useful |" in text
+    assert "| largest, step 7 | 2.50 s |" in text
+    assert "| language.mlp | 120.0 kFLOP | 66.7 % |" in text
+
+
+def test_other_conventions_stand_beside_the_one_that_was_used(tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    billed = [
+        {"name": "useful", "version": "1", "flops": 9000, "ratio_to_useful": 1.0, "why": "real tokens"},
+        {"name": "palm", "version": "2022-04", "flops": 18000, "ratio_to_useful": 2.0, "why": HOSTILE},
+        {"name": "maxtext", "version": "2025-08", "flops": None, "ratio_to_useful": None, "why": "no heads"},
+        "torn",
+    ]
+    (run / "summary.json").write_text(json.dumps({"mfu": 0.2, "conventions": billed}))
+    text = report_page(read_run(run))
+    shown = " ".join(Page(text).data)
+    for said in ("What other tools would print", "palm/2022-04", "18.0 kFLOP", "2.000", "40.0 %", "no heads"):
+        assert said in shown
+    assert HOSTILE not in text
+    assert "| palm/2022-04 | 18.0 kFLOP | 2.000 | 40.0 % |" in report_markdown(read_run(run))
 
 
 def test_no_run_is_an_error_that_names_it(tmp_path):
@@ -254,6 +273,18 @@ def test_tokens_passwords_and_homes_are_not_on_the_page(tmp_path, form):
         assert secret not in text
     for kept in ("4096", "~/data/x.jsonl", "(hidden)@host/x", "&amp;a=1", "cpu", "/mnt/home/me/x", "Endpoint=y"):
         assert kept in text
+
+
+def test_secrets_of_a_command_are_not_on_the_page(tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    command = ["train", "--token", "hush", "--set", "run.api_key=hush", "--set", "optim.lr=1e-3"]
+    command += ["--set", 'data.train=[{"path": "x", "storage_options": {"key": "hush"}}]', "--password=hush"]
+    command += ["data.train.0.storage_options.account=hush"]
+    (run / "run.json").write_text(json.dumps({"command": command, "host": "node-7"}))
+    text = report_page(read_run(run))
+    assert "hush" not in text
+    assert "optim.lr=1e-3" in text
+    assert "node-7" in text
 
 
 def test_what_cannot_be_read_is_not_shown_and_a_secret_is_not_cut_in_two(tmp_path):
@@ -338,6 +369,7 @@ def test_what_a_run_folder_holds_beside_steps_is_shown(tmp_path):
         "50.0 %", "Memory of a device, predicted and measured", "3.0 GiB", "Answers after step 6", "a6",
     ):  # fmt: skip
         assert said in shown, said
+    assert "stroke-dasharray" in text  # the restart, on the charts over steps
     assert "a3" not in shown
     assert "moments" not in shown
     assert HOSTILE not in text
@@ -348,6 +380,7 @@ def test_each_source_has_its_loss_where_there_are_several(tmp_path):
     text = report_page(read_run(write_run(tmp_path / "run", 9, sources=sources)))
     assert "Loss of source chats" in text
     assert "Loss of source images" in text
+    assert "Share of each source in the tokens of a step" in text
     assert "Loss of source" not in report_page(read_run(write_run(tmp_path / "one", 9)))
 
 

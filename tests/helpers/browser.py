@@ -53,11 +53,11 @@ class Browser:
         os.close(self._commands)
         os.close(self._answers)
 
-    def show(self, url, *, width=1280, dark=False):
-        """Open a page at a width [pixels] and wait until it is loaded."""
+    def show(self, url, *, width=1280, dark=False, media="screen"):
+        """Open a page at a width [pixels] and wait until it is loaded; as `media` "print" has it on paper."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self._call("Emulation.setEmulatedMedia", media=media, features=[scheme])
         self._loaded = False
         self._call("Page.navigate", url=url)
         self._wait_until_loaded()

@@ -64,6 +64,13 @@ def test_a_gap_parts_the_line():
     assert drawn("line").count("<circle") == 2  # a point alone
 
 
+def test_a_mark_stands_at_its_step_and_one_outside_nowhere():
+    drawn = line_chart("x", [0, 10], [1.0, 2.0], form=str, marks=[5, 11])
+    (place,) = re.findall(r'<line x1="([0-9.]+)" x2="\1" y1="[0-9]+" y2="[0-9]+" stroke="var\(--c2\)"', drawn)
+    ends = re.search(r'points="([0-9.]+),[0-9.]+ ([0-9.]+),', drawn)
+    assert float(place) == (float(ends[1]) + float(ends[2])) / 2
+
+
 def test_stacked_bars_begin_where_the_one_before_ends():
     bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', drawn("stacked"))
     (x, width), (after, _) = ((float(one), float(two)) for one, two in bars)

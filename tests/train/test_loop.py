@@ -3,6 +3,8 @@ import math
 import os
 import shutil
 import signal
+import socket
+import sys
 
 import pytest
 import torch
@@ -119,10 +121,16 @@ def test_what_a_run_leaves_behind(raw, digits):
     run = json.loads((folder / "run.json").read_text())
     assert run["software"]["torch"] == torch.__version__
     assert run["peak"]["kind"] == "ceiling"
+    assert run["command"] == sys.argv
+    assert run["host"] == socket.gethostname()
     saved = json.loads((folder / "summary.json").read_text())
     assert saved["complete"]
     assert saved["flops"]["total"] == sum(record["flops"]["total"] for record in steps)
     assert 0.5 < saved["fill"] <= 1.0
+    billed = {one["name"]: one for one in saved["conventions"]}
+    assert billed["useful"]["flops"] == steps[-1]["flops"]["total"]
+    assert billed["useful"]["ratio_to_useful"] == 1.0
+    assert billed["torchtitan"]["ratio_to_useful"] == billed["torchtitan"]["flops"] / steps[-1]["flops"]["total"]
     assert saved["evaluation"]["samples"] == 12
     assert "exact match" in summary.as_table()
     load_model(str(summary.model))

@@ -55,6 +55,9 @@ def run(*arguments):
 def test_adapters_learn_beside_weights_that_stay_to_the_bit(lora, base, tmp_path):
     summary = train(parse_config(lora))
     assert summary.last_loss < summary.first_loss
+    billed = {one["name"]: one for one in summary.conventions}
+    assert billed["maxtext"]["flops"] > 0, "formulas of sizes are not put off by what stands beside the modules"
+    assert [name for name, one in billed.items() if "read off the configuration" in one["why"]] == []
     exported = tensors(summary.model)
     assert exported
     assert all(".lora_A." in name or ".lora_B." in name for name in exported)

@@ -101,6 +101,10 @@ def test_a_browser_shows_both_pages_whole(raw, tmp_path, width):
                 boxes = browser.value("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().width)")
                 assert all(box > 200 for box in boxes)
             assert seen[name, False] != seen[name, True]
+            rows = "[...document.querySelectorAll('details tr')].map(row => row.checkVisibility())"
+            assert not any(browser.value(rows))
+            browser.show((tmp_path / f"{name}.html").as_uri(), width=width, media="print")
+            assert all(browser.value(rows)), "paper cannot be clicked, so tables of charts are open on it"
         assert browser.errors == browser.requests == []
 
 

@@ -1,19 +1,19 @@
 """Two runs side by side, as HTML or Markdown: what a step of the second takes longer, and losses at equal cost."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import yaml
 
 from headway.cli.report_page import ReportedRun, facts
+from headway.cli.report_section import ReportSection
 from headway.explain.compare import Comparison, compare
-from headway.explain.text import markdown_table, sentences
+from headway.explain.text import sentences
 from headway.explain.text_compare import differences, table_of
-from headway.report import Column, format_flops, format_rate
+from headway.report import format_flops, format_rate
 from headway.report.numbers import number
-from headway.report.page import CHART_STYLE, html_page, html_table, safe
+from headway.report.page import CHART_STYLE, html_page, safe
 
 _FEW = 5  # steps
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
@@ -22,23 +22,12 @@ _MOST_SETTINGS = 5000
 _SMOOTHED = 50  # a loss is the mean of so manieth part of the run before it
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    says: str = ""
-
-
 def compared_page(a: ReportedRun, b: ReportedRun) -> str:
     """Render two runs as one HTML page."""
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
     parts = [f"<h1>{safe(a.name)} (A) and {safe(b.name)} (B)</h1>"]
     parts += [f'<p class="verdict">{safe(line)}</p>' for line in _verdict(a, b, compared)]
-    for section in _sections(a, b, compared):
-        parts.append(f"<h2>{safe(section.title)}</h2>")
-        parts += [f"<p>{safe(section.says)}</p>"] if section.says else []
-        parts.append(html_table(section.headings, section.rows))
+    parts += [section.as_html() for section in _sections(a, b, compared)]
     parts.append("<h2>What to know of these numbers</h2>")
     parts += [f'<p class="note">{safe(note)}</p>' for note in compared.notes]
     return html_page(f"{a.name} and {b.name}: headway report", CHART_STYLE, "\n".join(parts))
@@ -48,10 +37,7 @@ def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
     """Render two runs as Markdown."""
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
     parts = [f"# {safe(a.name)} (A) and {safe(b.name)} (B)", sentences(_verdict(a, b, compared), markdown=True)]
-    for section in _sections(a, b, compared):
-        columns = [Column(name, "right" if place else "left") for place, name in enumerate(section.headings)]
-        parts += [f"## {section.title}", *([section.says] if section.says else [])]
-        parts.append(markdown_table(columns, section.rows, None))
+    parts += [section.as_markdown() for section in _sections(a, b, compared)]
     return "\n\n".join([*parts, sentences([f"Note: {note}" for note in compared.notes], markdown=True)])
 
 
@@ -95,10 +81,10 @@ def _interval(a_s: "np.ndarray", b_s: "np.ndarray") -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[_Section]:
+def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[ReportSection]:
     lines, footer = table_of(compared)
     found = [
-        _Section("Where the time of a step differs", ["per step", "A ms", "B ms", "B - A ms", "of A's step"],
+        ReportSection("Where the time of a step differs", ["per step", "A ms", "B ms", "B - A ms", "of A's step"],
                  [*lines, footer]),
         _work(a, b),
         _components(a, b),
@@ -110,14 +96,14 @@ def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[_Sec
     return [section for section in found if section.rows]
 
 
-def _work(a: ReportedRun, b: ReportedRun) -> _Section:
+def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
     """A step's time is its work over the rate at which it is done."""
-    flops = [_sum(run, "flops", "total") / max(1, _num_steps(run)) for run in (a, b)]
+    flops = [_per_step(run, "flops", "total") for run in (a, b)]
     if not all(flops):
-        return _Section("", [], [])
+        return ReportSection("", [], [])
     seconds = [float(_steps_s(run).mean()) for run in (a, b)]
     rates = [one / s for one, s in zip(flops, seconds, strict=True)]
-    tokens = [_sum(run, "tokens") / max(1, _num_steps(run)) for run in (a, b)]
+    tokens = [_per_step(run, "tokens") for run in (a, b)]
     rows = [
         ["useful FLOPs of a step", *map(format_flops, flops), _change(*flops)],
         ["useful FLOP/s, all devices", *map(format_rate, rates), _change(*rates)],
@@ -127,10 +113,10 @@ def _work(a: ReportedRun, b: ReportedRun) -> _Section:
     says = (
         f"Time is work over rate: {_change(*seconds)} of time = {_change(*flops)} of work at {_change(*rates)} of rate."
     )
-    return _Section("Work and rate", ["", "A", "B", "B against A"], rows, says)
+    return ReportSection("Work and rate", ["", "A", "B", "B against A"], rows, says)
 
 
-def _components(a: ReportedRun, b: ReportedRun) -> _Section:
+def _components(a: ReportedRun, b: ReportedRun) -> ReportSection:
     """FLOPs of a step by component."""
     sums = [_by_component(run) for run in (a, b)]
     names = dict.fromkeys([*sums[0], *sums[1]])
@@ -138,20 +124,19 @@ def _components(a: ReportedRun, b: ReportedRun) -> _Section:
         [name, *(format_flops(one.get(name, 0.0)) for one in sums), _change(*(one.get(name, 0.0) for one in sums))]
         for name in names
     ]
-    return _Section("FLOPs of a step by component", ["component", "A", "B", "B against A"], rows)
+    return ReportSection("FLOPs of a step by component", ["component", "A", "B", "B against A"], rows)
 
 
 def _by_component(run: ReportedRun) -> dict[str, float]:
     names = dict.fromkeys(name for record in run.records for name in _at(record, "flops_by_component") or ())
-    steps = max(1, _num_steps(run))
-    return {name: _sum(run, "flops_by_component", name) / steps for name in names}
+    return {name: _per_step(run, "flops_by_component", name) for name in names}
 
 
-def _losses(by: str, a: ReportedRun, b: ReportedRun) -> _Section:
+def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
     """Losses where both runs have spent as much, which steps of different size do not say."""
     curves = [_curve(run, *(("tokens",) if by == "tokens" else ("flops", "total"))) for run in (a, b)]
     if not all(len(cost) for cost, _ in curves):
-        return _Section("", [], [])
+        return ReportSection("", [], [])
     whole = min(float(cost[-1]) for cost, _ in curves)
     least = max(float(cost[0]) for cost, _ in curves)
     rows = []
@@ -161,7 +146,7 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> _Section:
             said = f"{at:,.0f}" if by == "tokens" else format_flops(at)
             rows.append([said, *(f"{one:.4f}" for one in losses), f"{losses[1] - losses[0]:+.4f}"])
     says = "Each loss is the mean of the last fiftieth of its run up to there."
-    return _Section(f"Loss at equal {by}", [by, "A", "B", "B - A"], rows, says)
+    return ReportSection(f"Loss at equal {by}", [by, "A", "B", "B - A"], rows, says)
 
 
 def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
@@ -181,12 +166,12 @@ def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
     return np.cumsum(spent), (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def _settings(a: ReportedRun, b: ReportedRun) -> _Section:
+def _settings(a: ReportedRun, b: ReportedRun) -> ReportSection:
     """Settings of config.yaml that differ; both are without secrets already."""
     both = [_flat(run.beside.get("config.yaml", "")) for run in (a, b)]
     names = dict.fromkeys([*both[0], *both[1]])
     rows = [[name, *(one.get(name, "-") for one in both)] for name in names if both[0].get(name) != both[1].get(name)]
-    return _Section("Settings that differ", ["setting", "A", "B"], rows)
+    return ReportSection("Settings that differ", ["setting", "A", "B"], rows)
 
 
 def _flat(text: str) -> dict[str, str]:
@@ -212,11 +197,11 @@ def _flat(text: str) -> dict[str, str]:
     return found
 
 
-def _facts(a: ReportedRun, b: ReportedRun) -> _Section:
+def _facts(a: ReportedRun, b: ReportedRun) -> ReportSection:
     both = [dict(facts(run)) for run in (a, b)]
     names = dict.fromkeys([*both[0], *both[1]])
     rows = [[name, *(one.get(name, "-") for one in both)] for name in names]
-    return _Section("Each by itself", ["what", "A", "B"], rows)
+    return ReportSection("Each by itself", ["what", "A", "B"], rows)
 
 
 def _at(record: Mapping[str, Any], *keys: str) -> Any:
@@ -226,13 +211,12 @@ def _at(record: Mapping[str, Any], *keys: str) -> Any:
     return found
 
 
-def _sum(run: ReportedRun, *keys: str) -> float:
-    """What all records of a run come to, by the keys that lead to the number."""
-    return sum(number(_at(record, *keys)) or 0.0 for record in run.records)
-
-
-def _num_steps(run: ReportedRun) -> int:
-    return round(sum(number(record.get("num_steps")) or 1.0 for record in run.records))
+def _per_step(run: ReportedRun, *keys: str) -> float:
+    """What a step that the mean step counts comes to, by the keys that lead to the number."""
+    counted = {step.step for step in run.explanation.steps[len(run.mean.left_out) :]}
+    records = [record for record in run.records if record.get("step") in counted]
+    num_steps = round(sum(number(record.get("num_steps")) or 1.0 for record in records))
+    return sum(number(_at(record, *keys)) or 0.0 for record in records) / max(1, num_steps)
 
 
 def _change(before: float, after: float) -> str:

@@ -4,19 +4,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.cli.report_section import ReportSection
 from headway.explain.records import METRICS
 from headway.log.jsonl import as_object
-from headway.report import format_bytes, format_rate, format_share
+from headway.report import format_bytes, format_flops, format_rate, format_share
 from headway.report.charts import heat_strip, line_chart
 from headway.report.numbers import number, numbers
-from headway.report.page import chart_figure, html_table, safe
 
+SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 _MOST_RANKS, _MOST_SOURCES = 64, 12
 _MOST_ANSWERS, _LONGEST = 12, 400  # of the last evaluation [characters]
 
 
-def folder_sections(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sections as HTML; what the records do not hold has none.
+def folder_sections(path: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
+    """What a run folder tells beside the mean step; what the records do not hold has none.
 
     Args:
         path: a run folder, or a file of records.
@@ -25,15 +26,17 @@ def folder_sections(path: Path, records: Sequence[Mapping[str, Any]]) -> list[st
     folder = path if path.is_dir() else path.parent if path.name == METRICS else None
     parts = [*_source_losses(records), *_ranks(records)]
     if folder is not None:
-        parts += [*_restarts(folder), *_memory(folder), *_evaluations(folder), *_answers(folder)]
+        parts += [*_conventions(folder), *_restarts(folder), *_memory(folder)]
+        parts += [*_evaluations(folder), *_answers(folder)]
     return parts
 
 
-def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
     """The loss of each source over the steps, where there are several."""
     names = dict.fromkeys(name for one in records for name in _mapping(one.get("sources")))
-    parts = []
-    for name in [*names][:_MOST_SOURCES] if len(names) > 1 else ():
+    shown = [*names][:_MOST_SOURCES] if len(names) > 1 else []
+    parts = _source_shares(records, shown)
+    for name in shown:
         values = [number(_mapping(_mapping(one.get("sources")).get(name)).get("loss")) for one in records]
         known = [(one["step"], value) for one, value in zip(records, values, strict=True) if value is not None]
         if known:
@@ -41,11 +44,30 @@ def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[str]:
             chart = line_chart(title, [float(one["step"]) for one in records], values, form=lambda v: f"{v:.4g}")
             ends = (("first", known[0]), ("last", known[-1]))
             rows = [[f"{which}, step {step}", f"{loss:.4g}"] for which, (step, loss) in ends]
-            parts.append(chart_figure(title, chart, ["of the records", "loss"], rows))
+            parts.append(ReportSection(title, ["of the records", "loss"], rows, chart=chart))
     return parts
 
 
-def _ranks(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _source_shares(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[ReportSection]:
+    """Share of each source in the tokens of the steps."""
+    by_name: dict[str, list[float | None]] = {name: [] for name in names}
+    for record in records:
+        sources = _mapping(record.get("sources"))
+        tokens = {name: max(number(_mapping(one).get("tokens")) or 0.0, 0.0) for name, one in sources.items()}
+        whole = sum(tokens.values())
+        for name, row in by_name.items():
+            row.append(tokens.get(name, 0.0) / whole if whole else None)
+    known = {name: [share for share in row if share is not None] for name, row in by_name.items()}
+    if not any(known.values()):
+        return []
+    title = "Share of each source in the tokens of a step"
+    chart = heat_strip(title, [*by_name.items()], form=format_share)
+    rows = [[name, *(format_share(one) for one in (min(row), sum(row) / len(row), max(row)))]
+            for name, row in known.items()]  # fmt: skip
+    return [ReportSection(title, ["source", "least", "mean of the steps", "most"], rows, chart=chart)]
+
+
+def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
     """Work and speed of each rank over the steps, where there are several."""
     parts = []
     for key, what, form in (
@@ -62,37 +84,66 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> list[str]:
         known = [[value for value in row if value is not None] for row in by_rank]
         chart = heat_strip(what, [(f"rank {rank}", row) for rank, row in enumerate(by_rank)], form=form)
         rows = [[f"rank {rank}", form(sum(row) / len(row)), form(max(row))] for rank, row in enumerate(known) if row]
-        parts.append(chart_figure(what, chart, ["rank", "mean of the steps", "most"], rows))
+        parts.append(ReportSection(what, ["rank", "mean of the steps", "most"], rows, chart=chart))
     return parts
 
 
-def _restarts(folder: Path) -> list[str]:
+def _conventions(folder: Path) -> list[ReportSection]:
+    """What other tools would charge for the last step of a run that has ended, and print against the same peak."""
+    summary = _object(folder / SUMMARY)
+    mfu, found = number(summary.get("mfu")), summary.get("conventions")
     rows = []
-    for one in _lines(folder / "resumes.jsonl"):
+    for one in found if isinstance(found, list) else ():
+        flops, ratio = (number(_mapping(one).get(name)) for name in ("flops", "ratio_to_useful"))
+        if not isinstance(one, Mapping):
+            continue
+        rows.append(
+            [
+                f"{one.get('name')}/{one.get('version')}",
+                "" if flops is None else format_flops(flops),
+                "" if ratio is None else f"{ratio:.3f}",
+                "" if ratio is None or mfu is None else format_share(ratio * mfu),
+                str(one.get("why", ""))[:_LONGEST],
+            ]
+        )
+    headings = ["convention", "FLOPs of the last step", "x useful", "MFU with this run's time and peak", "counts"]
+    return _section("What other tools would print", headings, rows)
+
+
+def restarts(path: Path) -> list[float]:
+    """The steps after which a run went on."""
+    folder = path if path.is_dir() else path.parent
+    steps = [number(one.get("step")) for one in _lines(folder / RESUMES) if one.get("kind") == "resumed"]
+    return [step for step in steps if step is not None]
+
+
+def _restarts(folder: Path) -> list[ReportSection]:
+    rows = []
+    for one in _lines(folder / RESUMES):
         if one.get("kind") == "resumed":
             lost = one.get("lost")
             rows.append([str(one.get("step")), str(len(lost) if isinstance(lost, list) else 0)])
-    return _table("Restarts", ["went on after step", "steps that were taken again"], rows)
+    return _section("Restarts", ["went on after step", "steps that were taken again"], rows)
 
 
-def _memory(folder: Path) -> list[str]:
+def _memory(folder: Path) -> list[ReportSection]:
     found = _object(folder / "memory.json")
     predicted, measured = _mapping(found.get("predicted")), _mapping(found.get("measured"))
     rows = [[name, _bytes(predicted.get(name)), _bytes(measured.get(name))] for name in {**predicted, **measured}]
     rows = [row for row in rows if any(row[1:])]
-    return _table("Memory of a device, predicted and measured", ["part", "predicted", "measured"], rows)
+    return _section("Memory of a device, predicted and measured", ["part", "predicted", "measured"], rows)
 
 
-def _evaluations(folder: Path) -> list[str]:
+def _evaluations(folder: Path) -> list[ReportSection]:
     rows = [
         [str(one.get("step")), f"{loss:.4f}" if (loss := number(one.get("loss"))) is not None else "",
          format_share(exact) if (exact := number(one.get("exact_match"))) is not None else ""]
         for one in _lines(folder / METRICS, b'"evaluation"') if one.get("kind") == "evaluation"
     ]  # fmt: skip
-    return _table("Evaluations", ["after step", "loss", "exact match"], rows)
+    return _section("Evaluations", ["after step", "loss", "exact match"], rows)
 
 
-def _answers(folder: Path) -> list[str]:
+def _answers(folder: Path) -> list[ReportSection]:
     """Answers in words of the last evaluation that asked for them."""
     answers = [one for one in _lines(folder / "samples.jsonl") if one.get("kind") == "sample"]
     last = [one for one in answers if one.get("step") == answers[-1].get("step")]
@@ -104,11 +155,11 @@ def _answers(folder: Path) -> list[str]:
         for one in last[:_MOST_ANSWERS]
     ]
     title = f"Answers after step {last[-1].get('step')}" if last else ""
-    return _table(title, ["asked", "wanted", "answered", "exact"], rows)
+    return _section(title, ["asked", "wanted", "answered", "exact"], rows)
 
 
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"<h2>{safe(title)}</h2>", html_table(headings, rows)] if rows else []
+def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[ReportSection]:
+    return [ReportSection(title, headings, rows)] if rows else []
 
 
 def _lines(path: Path, holding: bytes = b"") -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.cli.report_folder import folder_sections
+from headway.cli.report_folder import folder_sections, restarts
+from headway.cli.report_section import ReportSection
 from headway.errors import LogError
 from headway.explain.compare import MeanStep, mean_step
 from headway.explain.records import METRICS, UNFINISHED, explain_records, step_records
@@ -19,7 +20,7 @@ from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.report import Column, format_count, format_duration, format_flops, format_ms, format_rate, format_share
 from headway.report.charts import bar_chart, histogram, line_chart
 from headway.report.numbers import number
-from headway.report.page import CHART_STYLE, chart_figure, html_page, html_table, safe
+from headway.report.page import CHART_STYLE, html_page, html_table, safe
 from headway.report.secrets import without_secrets
 
 SCHEMA_VERSION = 1
@@ -56,6 +57,7 @@ class ReportedRun:
         goodput: of the whole run; None where there is no ledger that can be read.
         notes: what a reader must know.
         beside: text of config.yaml and run.json, where they are.
+        restarts: steps after which it went on.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ReportedRun:
     goodput: GoodputReport | None
     notes: tuple[str, ...]
     beside: Mapping[str, str]
+    restarts: Sequence[float]
 
 
 def read_run(path: Path) -> ReportedRun:
@@ -90,7 +93,15 @@ def read_run(path: Path) -> ReportedRun:
     }
     name = path.resolve().name
     return ReportedRun(
-        name, path, step_records(file), explanation, mean_step(name, explanation), goodput, tuple(notes), beside
+        name=name,
+        path=path,
+        records=step_records(file),
+        explanation=explanation,
+        mean=mean_step(name, explanation),
+        goodput=goodput,
+        notes=tuple(notes),
+        beside=beside,
+        restarts=restarts(path) if file.name == METRICS else (),
     )
 
 
@@ -98,33 +109,45 @@ def report_page(seen: ReportedRun) -> str:
     """Render a run as one HTML page."""
     parts = [f"<h1>{safe(seen.name)}</h1>", f'<p class="verdict">{safe(verdict(seen))}</p>']
     parts.append(html_table(["what", "value"], facts(seen)))
-    parts += [_waterfall(seen), *_goodput(seen), *_findings(seen)]
-    summaries = {}
-    for key, title, form in _SERIES:
-        values = [number(record.get(key)) for record in seen.records]
-        if any(value is not None for value in values):
-            summaries[key] = _summary(seen.records, values)
-            parts.append(_series(seen, title, values, summaries[key], form))
-    times = [value for record in seen.records if (value := number(record.get("step_s"))) is not None]
-    if len(times) > 1:
-        spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
-        title = "How long steps took"
-        chart = histogram(title, times, form=format_duration)
-        parts.append(chart_figure(title, chart, ["percentile of steps", "time"], spread))
-    parts += [*_components(seen), *_sources(seen), *folder_sections(seen.path, seen.records)]
+    parts += [section.as_html() for section in (_waterfall(seen), *_goodput(seen))]
+    if seen.explanation.findings:
+        parts.append("<h2>What to do first</h2>")
+    for one in seen.explanation.findings:
+        cost = f"{format_share(one.share)} of a step at most"
+        parts.append(
+            f"<p><strong>{safe(one.seen)}</strong> Likely: {safe(one.cause)} Try: {safe(one.next)} ({safe(cost)})</p>"
+        )
+    parts += [section.as_html() for section in _over_the_run(seen)]
     parts.append("<h2>What to know of these numbers</h2>")
     parts += [f'<p class="note">{safe(note)}</p>' for note in seen.notes]
     for name, text in seen.beside.items():
         parts.append(f"<h2>{safe(name)}</h2><details><summary>Show</summary><pre>{safe(text)}</pre></details>")
-    told = json.dumps(_machine(seen, summaries), sort_keys=True).replace("<", "\\u003c")
+    told = json.dumps(_machine(seen), sort_keys=True).replace("<", "\\u003c")
     parts.append(f'<script type="application/json" id="headway-report">{told}</script>')
     return html_page(f"{seen.name}: headway report", CHART_STYLE, "\n".join(parts))
 
 
 def report_markdown(seen: ReportedRun) -> str:
-    """Render a run as Markdown: verdict, facts, and what `headway explain` says."""
+    """Render a run as Markdown: verdict, facts, what `headway explain` says, and the tables below the page's charts."""
     table = markdown_table([Column("what", "left"), Column("value", "left")], facts(seen), None)
-    return f"**{safe(verdict(seen))}**\n\n{table}\n\n{as_text(seen.explanation, markdown=True)}"
+    tables = [section.as_markdown() for section in [*_goodput(seen), *_over_the_run(seen)]]
+    explained = as_text(seen.explanation, markdown=True)
+    return "\n\n".join([f"**{safe(verdict(seen))}**", table, explained, *tables])
+
+
+def _over_the_run(seen: ReportedRun) -> list[ReportSection]:
+    """Numbers over the steps and sums of all of them."""
+    sections = []
+    for key, title, form in _SERIES:
+        values = [number(record.get(key)) for record in seen.records]
+        if any(value is not None for value in values):
+            sections.append(_series(seen, title, values, form))
+    times = [value for record in seen.records if (value := number(record.get("step_s"))) is not None]
+    if len(times) > 1:
+        spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
+        chart = histogram(title := "How long steps took", times, form=format_duration)
+        sections.append(ReportSection(title, ["percentile of steps", "time"], spread, chart=chart))
+    return [*sections, *_components(seen), *_sources(seen), *folder_sections(seen.path, seen.records)]
 
 
 def verdict(seen: ReportedRun) -> str:
@@ -169,46 +192,34 @@ def facts(seen: ReportedRun) -> list[tuple[str, str]]:
     return rows
 
 
-def _waterfall(seen: ReportedRun) -> str:
+def _waterfall(seen: ReportedRun) -> ReportSection:
     mean = seen.mean
     bars = [(name, max(ns, 0) / 1e9) for name, ns in mean.lines.values()]
     rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
     title = f"Where the time of a step went (mean of {mean.num_steps})"
     chart = bar_chart(title, bars, form=format_duration, stacked=True)
-    return chart_figure(title, chart, ["part", "time [ms]", "share"], rows)
+    return ReportSection(title, ["part", "time [ms]", "share"], rows, chart=chart)
 
 
-def _goodput(seen: ReportedRun) -> list[str]:
+def _goodput(seen: ReportedRun) -> list[ReportSection]:
     if seen.goodput is None or not seen.goodput.wall_s:
         return []
     spent = {bucket: seconds for bucket, seconds in seen.goodput.seconds.items() if seconds}
     title = f"Where the wall time of the run went: goodput {format_share(seen.goodput.goodput)}"
     rows = [[name, format_duration(s), format_share(s / seen.goodput.wall_s)] for name, s in spent.items()]
     chart = bar_chart(title, [*spent.items()], form=format_duration, stacked=True)
-    return [chart_figure(title, chart, ["bucket", "time", "share"], rows)]
+    return [ReportSection(title, ["bucket", "time", "share"], rows, chart=chart)]
 
 
-def _findings(seen: ReportedRun) -> list[str]:
-    if not seen.explanation.findings:
-        return []
-    parts = ["<h2>What to do first</h2>"]
-    for one in seen.explanation.findings:
-        cost = f"{format_share(one.share)} of a step at most"
-        parts.append(
-            f"<p><strong>{safe(one.seen)}</strong> Likely: {safe(one.cause)} Try: {safe(one.next)} ({safe(cost)})</p>"
-        )
-    return parts
-
-
-def _series(
-    seen: ReportedRun, title: str, values: list[float | None], summary: Mapping[str, float], form: _Format
-) -> str:
-    chart = line_chart(title, [float(record["step"]) for record in seen.records], values, form=form)
+def _series(seen: ReportedRun, title: str, values: list[float | None], form: _Format) -> ReportSection:
+    summary = _summary(seen.records, values)
+    steps = [float(record["step"]) for record in seen.records]
+    chart = line_chart(title, steps, values, form=form, marks=seen.restarts)
     rows = [[name, form(summary[name])] for name in ("5 %", "50 %", "95 %")]
     rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", form(summary["smallest"])])
     rows.append([f"largest, step {summary['step of largest']:.0f}", form(summary["largest"])])
-    return chart_figure(title, chart, ["of the records", "value"], rows)
+    return ReportSection(title, ["of the records", "value"], rows, chart=chart)
 
 
 def _summary(records: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
@@ -219,7 +230,7 @@ def _summary(records: Sequence[Mapping[str, Any]], values: Sequence[float | None
     return found | {f"{q} %": float(value) for q, value in zip((5, 50, 95), quantiles, strict=True)}
 
 
-def _components(seen: ReportedRun) -> list[str]:
+def _components(seen: ReportedRun) -> list[ReportSection]:
     totals: dict[str, float] = {}
     for record in seen.records:
         found = record.get("flops_by_component")
@@ -231,10 +242,10 @@ def _components(seen: ReportedRun) -> list[str]:
     rows = [[name, format_flops(flops), format_share(flops / whole)] for name, flops in ordered]
     title = "FLOPs by component, all steps"
     chart = bar_chart(title, [(name, float(flops)) for name, flops in ordered], form=format_flops)
-    return [chart_figure(title, chart, ["component", "FLOPs", "share"], rows)]
+    return [ReportSection(title, ["component", "FLOPs", "share"], rows, chart=chart)]
 
 
-def _sources(seen: ReportedRun) -> list[str]:
+def _sources(seen: ReportedRun) -> list[ReportSection]:
     tokens: dict[str, float] = {}
     losses: dict[str, float] = {}
     for record in seen.records:
@@ -249,10 +260,11 @@ def _sources(seen: ReportedRun) -> list[str]:
     rows = [[name, f"{tokens[name]:,.0f}", _plain(losses[name]) if name in losses else ""] for name in tokens]
     title = "Tokens by source"
     chart = bar_chart(title, [*tokens.items()], form=lambda value: f"{value:,.0f}")
-    return [chart_figure(title, chart, ["source", "tokens", "last loss"], rows)]
+    return [ReportSection(title, ["source", "tokens", "last loss"], rows, chart=chart)]
 
 
-def _machine(seen: ReportedRun, summaries: Mapping[str, Any]) -> dict[str, Any]:
+def _machine(seen: ReportedRun) -> dict[str, Any]:
+    by_key = {key: [number(record.get(key)) for record in seen.records] for key, _, _ in _SERIES}
     return {
         "schema_version": SCHEMA_VERSION,
         "name": seen.name,
@@ -260,7 +272,11 @@ def _machine(seen: ReportedRun, summaries: Mapping[str, Any]) -> dict[str, Any]:
         "mean_step": seen.mean.as_record() | {"lines": {key: ns for key, (_, ns) in seen.mean.lines.items()}},
         "goodput": None if seen.goodput is None else seen.goodput.as_record(),
         "findings": [finding.as_record() for finding in seen.explanation.findings],
-        "series": summaries,
+        "series": {
+            key: _summary(seen.records, values)
+            for key, values in by_key.items()
+            if any(value is not None for value in values)
+        },
     }
 
 

@@ -7,11 +7,11 @@ sizes of a configuration do not make the model.
 from dataclasses import dataclass
 
 from headway.count import drivers
+from headway.count.adapters import is_adapter
 from headway.count.cost_model import CostModel
 from headway.count.rows import Row
 
 _FEED_FORWARD = frozenset({"language.mlp", "language.experts", "language.router"})
-_ADAPTERS = (".lora_A", ".lora_B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def linear_weights(cost_model: CostModel) -> int:
 
 def _weights(row: Row) -> int:
     """Matrix elements that one token meets; 0 for what is not counted by tokens."""
-    return 0 if row.driver != "tokens" or row.module.endswith(_ADAPTERS) else row.forward // 2
+    return 0 if row.driver != "tokens" or is_adapter(row.module) else row.forward // 2
 
 
 def _is_inside(name: str, modules: set[str]) -> bool:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from headway.conventions.architecture import Architecture, Vision
 from headway.conventions.convention import Parts, Step
 from headway.conventions.verl import VEOMNI, both_heads, linear, listed, pictures, tower_weights
+from headway.count.adapters import is_adapter
 from headway.count.cost_model import CostModel
 from headway.count.rows import Parameter
 from headway.errors import NotExpressibleError
 
 _OLD_TOWERS = frozenset({"qwen2_vl", "qwen2_5_vl"})  # VeOmni does not bill their patch embedding
-_ADAPTER = ".lora_"
 _TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TOWER_TARGETS = ("qkv", "proj", "linear_fc1", "linear_fc2")
 # modules that its LoRA rule knows by name, by model type; it prints 0 for adapters on any other
@@ -105,7 +105,7 @@ def _setup(model: Architecture) -> _Setup:
         return _Setup()
     tower = [p for p in cost_model.parameters if p.component.startswith("vision.")]
     trains = any(p.trainable for p in tower)
-    adapters = [p for p in cost_model.parameters if _ADAPTER in p.name and p.trainable]
+    adapters = [p for p in cost_model.parameters if is_adapter(p.name) and p.trainable]
     if not adapters:
         return _Setup() if trains or not tower else _Setup(tower=2, embed=2, tower_pairs=4)
     _check_targets(model, cost_model, adapters)
@@ -121,7 +121,7 @@ def _check_targets(model: Architecture, cost_model: CostModel, adapters: Iterabl
     known = _TARGETS.get(model.model_type)
     if known is None:
         raise NotExpressibleError(f"VeOmni has no LoRA rule for the model type {model.model_type!r}: it prints 0")
-    hosts = {p.name.partition(_ADAPTER)[0] for p in adapters}
+    hosts = {p.name.partition(".lora_")[0] for p in adapters}
     names = {host: next((name for name in known if host.endswith(f".{name}")), None) for host in hosts}
     if unknown := sorted({host.rpartition(".")[2] for host, name in names.items() if name is None}):
         raise NotExpressibleError(
@@ -129,7 +129,7 @@ def _check_targets(model: Architecture, cost_model: CostModel, adapters: Iterabl
             f"{model.model_type} are {', '.join(known)}"
         )
     wanted = set(names.values())
-    alike = {row.module for row in cost_model.rows if row.op == "linear" and _ADAPTER not in row.module}
+    alike = {row.module for row in cost_model.rows if row.op == "linear" and not is_adapter(row.module)}
     for module in sorted(alike - hosts):
         if any(module.endswith(f".{name}") for name in wanted):
             raise NotExpressibleError(

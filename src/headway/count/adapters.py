@@ -8,6 +8,15 @@ from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.errors import CostModelError, UsageError
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a module or parameter is of a LoRA adapter, by the names that peft gives and the counted ones have.
+
+    >>> [is_adapter(f"layers.0.q_proj.{name}") for name in ("lora_A", "lora_B.default.weight", "base_layer.weight")]
+    [True, True, False]
+    """
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
 def targets_of(rows: Sequence[Row], targets: Sequence[str] | None, name: str) -> set[str]:
     """Find the linear modules that adapters go on; all but the head when `targets` is None.
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headway.count import CostModel
-from headway.count.adapters import targets_of
+from headway.count.adapters import is_adapter, targets_of
 from headway.errors import CheckpointError, ConfigError, UsageError
 from headway.models.parallel import fill
 
@@ -148,11 +148,6 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         fill(down.weight, whole)
         up.weight.zero_()
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter is one of an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
 
 
 def base_name(name: str) -> str:

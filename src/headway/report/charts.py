@@ -22,7 +22,13 @@ Format = Callable[[float], str]
 
 
 def line_chart(
-    title: str, steps: Sequence[float], values: Sequence[float | None], *, form: Format, x_name: str = "step"
+    title: str,
+    steps: Sequence[float],
+    values: Sequence[float | None],
+    *,
+    form: Format,
+    x_name: str = "step",
+    marks: Sequence[float] = (),
 ) -> str:
     """Draw values over steps; of a long series, the 5th to 95th percentile of each bucket as a band.
 
@@ -32,6 +38,7 @@ def line_chart(
         values: as many; None or one that is not finite leaves a gap.
         form: a value with its unit.
         x_name: unit of the steps.
+        marks: where a dashed line stands, as at a restart; outside of the steps none.
 
     Raises:
         ValueError: no value is finite, or there are not as many steps as values.
@@ -44,6 +51,9 @@ def line_chart(
     y_of, y_axis = _y_axis(low, high, form)
     x_of, x_axis = _x_axis(float(xs[0]), float(xs[-1]), x_name)
     drawn = [y_axis, x_axis]
+    for place in (_fixed(x_of(mark)) for mark in marks if xs[0] <= mark <= xs[-1]):
+        ends = f'x1="{place}" x2="{place}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
+        drawn.append(f'<line {ends} stroke="var(--c2)" stroke-dasharray="4 3"/>')
     if len(xs) > 2 * NUM_BUCKETS:
         drawn.append(_band(xs, ys, x_of, y_of))
     for piece in _pieces(reduced(xs, ys)):

@@ -26,7 +26,7 @@ td:first-child, th:first-child { text-align: left; }
 @media (max-width: 600px) { svg { min-width: 34rem; } }
 @media print { @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
   figure, tr { break-inside: avoid; }
-  h2 { break-after: avoid; } }
+  h2 { break-after: avoid; } details::details-content { content-visibility: visible; display: block; } }
 """
 
 

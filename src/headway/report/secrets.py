@@ -70,8 +70,22 @@ class _Shown:
         if isinstance(node, Mapping):
             return {self._text(name): HIDDEN if _is_secret(str(name)) else self.of(one) for name, one in node.items()}
         if isinstance(node, list | tuple):
-            return [self.of(one) for one in node]
+            return [self._argument(one, before) for one, before in zip(node, ["", *node], strict=False)]
         return self._text(node) if isinstance(node, str) else node if _is_plain(node) else str(node)
+
+    def _argument(self, item: Any, before: Any) -> Any:
+        """An item of a list, which may be one of a command: `--token`, then a token, or `a.token=...`."""
+        if isinstance(before, str) and before.startswith("-") and "=" not in before and _is_secret(before):
+            return HIDDEN
+        name, equals, value = item.partition("=") if isinstance(item, str) else ("", "", "")
+        if equals and any(_is_secret(part) for part in name.split(".")):
+            return f"{name}={HIDDEN}"
+        if equals and value.lstrip().startswith(("{", "[")):
+            try:
+                return f"{name}={json.dumps(self.of(yaml.safe_load(value)))}"
+            except yaml.YAMLError:
+                return f"{name}={HIDDEN}"
+        return self.of(item)
 
     @staticmethod
     def _text(value: Any) -> Any:

@@ -29,6 +29,7 @@ from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
 from headway.models.parallel.sequence import local_slots
 from headway.train.answers import answer_line, answers_record
+from headway.train.billed import billed_by_conventions
 from headway.train.checkpoint import Checkpoint
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
@@ -195,6 +196,13 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
         first_loss=losses.first,
         last_loss=losses.last,
         utilisation=utilisation,
+        conventions=billed_by_conventions(
+            model.config.to_dict(),
+            meter.cost_model,
+            launched.batches,
+            row_length=config.data.tokens_per_pack,
+            recompute=trained.recompute,
+        ),
         report=FeedReport.total(ranks.gather(run.feed.report())),
         evaluation=evaluation,
         total_s=(clock.now_ns() - start_ns) / 1e9,

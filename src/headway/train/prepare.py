@@ -2,6 +2,8 @@
 
 import math
 import random
+import socket
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -304,6 +306,8 @@ def _facts(run: Run) -> dict[str, Any]:
     params, peak = run.meter.cost_model.params, run.meter.peak
     return {
         "software": describe_software(),
+        "command": sys.argv,
+        "host": socket.gethostname(),
         "device": {"name": peak.name, "kind": str(run.device), "threads": torch.get_num_threads()},
         "ranks": run.ranks.size,
         "steps": run.steps,

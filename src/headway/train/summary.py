@@ -1,5 +1,6 @@
 """The end of a run: one object of totals and rates, and its table."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class RunSummary:
         skipped: updates that were left out because their numbers were not finite [steps].
         last_loss: mean of the last tenth of these steps, at most 100 of them [nats per supervised token].
         utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
+        conventions: the last step's packs of this process as other tools bill them, by `billed_by_conventions`.
         report: samples and packs read, those before a resume included.
         evaluation: the last evaluation, if there was one.
         stopped_by: number of the signal that ended the run early; 0 for none.
@@ -44,6 +46,7 @@ class RunSummary:
     first_loss: float | None
     last_loss: float | None
     utilisation: Window
+    conventions: Sequence[Mapping[str, Any]]
     report: FeedReport
     evaluation: Evaluation | None
     stopped_by: int
@@ -72,6 +75,7 @@ class RunSummary:
             "last_loss": self.last_loss,
             "evaluation": self.evaluation.as_record() if self.evaluation else None,
             "vision_share": self.utilisation.flops.share("vision"),
+            "conventions": [*self.conventions],
             "fill": self.report.fill,
             "data": self.report.to_dict(),
             "total_s": self.total_s,

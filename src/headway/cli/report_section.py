@@ -1,0 +1,41 @@
+"""A section of a report: a title and a table, perhaps with a chart and a sentence, as HTML or Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.explain.text import markdown_table
+from headway.report import Column
+from headway.report.page import chart_figure, html_table, safe
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSection:
+    """What a report says of one thing, in plain text of anyone.
+
+    Attributes:
+        title: its heading.
+        headings: of the table's columns.
+        rows: of the table; a section without rows is left out.
+        says: a sentence before it.
+        chart: SVG of `headway.report.charts`; Markdown has the table alone.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    says: str = ""
+    chart: str = ""
+
+    def as_html(self) -> str:
+        """Render it for a page; the table of a chart opens below it."""
+        says = f"<p>{safe(self.says)}</p>" if self.says else ""
+        if self.chart:
+            return chart_figure(self.title, self.chart, self.headings, self.rows) + says
+        return f"<h2>{safe(self.title)}</h2>{says}{html_table(self.headings, self.rows)}"
+
+    def as_markdown(self) -> str:
+        """Render it for an issue."""
+        columns = [Column(name, "right" if place else "left") for place, name in enumerate(self.headings)]
+        parts = [f"## {safe(self.title)}", *([safe(self.says)] if self.says else [])]
+        rows = [[cell.replace("<", "&lt;") for cell in row] for row in self.rows]
+        return "\n\n".join([*parts, markdown_table(columns, rows, None)])
