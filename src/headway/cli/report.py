@@ -1,4 +1,4 @@
-"""`headway report`: a run, or two side by side, as one HTML page that needs nothing else, or as Markdown."""
+"""`headway report`: a run, or two side by side, as one HTML page that needs nothing else, as Markdown, or live."""
 
 import webbrowser
 from pathlib import Path
@@ -24,6 +24,13 @@ def report(
     ] = None,
     markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead, for an issue.")] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    live: Annotated[
+        bool, typer.Option("--serve", help="Show the run while it goes on, at an address of this machine.")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="P", min=0, max=65535, help="Port of --serve; 8484 if not given, 0 for any free one."),
+    ] = None,
 ) -> None:
     """Write what a run's records tell as one HTML page, without scripts or requests: speed, loss, time, findings.
 
@@ -34,6 +41,13 @@ def report(
     """
     from headway.cli.report_compare import compared_markdown, compared_page
     from headway.cli.report_page import read_run, report_markdown, report_page
+    from headway.cli.report_serve import serve
+
+    if live:
+        serve(runs, port, output=output, markdown=markdown, open_it=open_it)
+        return
+    if port is not None:
+        raise ConfigError(f"--port {port} is given without --serve, which alone uses it. Add --serve, or leave it out.")
 
     if markdown and (output is not None or open_it):
         raise UsageError("--md prints; -o and --open are for the HTML page. Give one of them.")

@@ -1,0 +1,265 @@
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from headway.cli.report_page import read_run, report_page
+from headway.cli.report_serve import REFRESH_S, LivePage
+from helpers.browser import Browser
+from helpers.processes import PYTHONPATH
+
+LIMIT_S = 60  # a test that waits so long has failed
+
+
+def record(step):
+    """A step's record of half a second, as a meter writes it, with loss 3 / step."""
+    return json.dumps({"step": step, "step_s": 0.5, "tokens": 100, "loss": 3.0 / step}) + "\n"
+
+
+def write_run(folder, num_steps):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(map(record, range(1, num_steps + 1))))
+    return folder
+
+
+def append(folder, *steps):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(map(record, steps)))
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "headway", "report", *map(str, arguments)]
+
+
+@contextmanager
+def served(run):
+    """A process that serves a run: itself and the port that its line names."""
+    process = subprocess.Popen(
+        command(run, "--serve", "--port", 0),
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()
+        found = re.match(r"http://127\.0\.0\.1:(\d+)/ shows ", line)
+        assert found, line or process.communicate(timeout=LIMIT_S)
+        yield process, int(found[1])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(port, method="GET", path="/", host=None):
+    """Status, headers and body of an answer; host is the Host header, "" for none, the true one by default."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    connection.putrequest(method, path, skip_host=host is not None)
+    if host:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, answer.headers, body
+
+
+def ask_until(port, said):
+    """The first page that says something, of a run that was written to."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while said not in (body := ask(port)[2].decode()):
+        assert time.monotonic() < deadline_s, f"{said!r} is not on {body}"
+        time.sleep(0.05)
+    return body
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "run", 5)
+
+
+@pytest.fixture(scope="module")
+def port(run):
+    """The port of a run that nobody writes to, for the tests that only ask."""
+    with served(run) as (_, port):
+        yield port
+
+
+def test_the_page_is_that_of_the_file_and_asks_for_itself_again(run, port):
+    status, headers, body = ask(port)
+    assert (status, body) == (200, report_page(read_run(run)).encode())
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert int(headers["Refresh"]) >= REFRESH_S
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_head_has_the_headers_alone(port):
+    status, headers, body = ask(port, "HEAD")
+    assert (status, body) == (200, b"")
+    assert int(headers["Content-Length"]) == len(ask(port)[2])
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:80", "127.0.0.1", "127.0.0.1:9999"])
+def test_names_of_this_machine_are_answered(port, host):
+    assert ask(port, host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8484",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "0.0.0.0",
+        "x@localhost",
+        "",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_another_name_is_refused(port, host, method):
+    status, headers, body = ask(port, method, host=host)
+    assert status == 403
+    assert headers["Cache-Control"] == "no-store"
+    assert b"headway-report" not in body
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics.jsonl", "/..", "/../run/metrics.jsonl", "/?x=1", "/index.html", "/%2e%2e", "http://127.0.0.1/"]
+)
+def test_there_is_one_page(port, path):
+    status, _, body = ask(port, path=path)
+    assert status == 404
+    assert b"step_s" not in body
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_nothing_can_be_sent(port, method):
+    status, headers, _ = ask(port, method)
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_it_listens_on_the_loopback_address_alone(port):
+    with socket.socket() as other, pytest.raises(ConnectionRefusedError):
+        other.connect(("127.0.0.2", port))  # this machine too, by another address
+
+
+def test_records_that_are_appended_are_shown_and_an_interrupt_ends_it(tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    with served(run) as (process, port):
+        assert "1 to 3, 3 records" in ask(port)[2].decode()
+        append(run, 4, 5)
+        page = ask_until(port, "1 to 5, 5 records")
+        assert page == report_page(read_run(run))
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 130  # as of every command (headway/cli/app.py)
+        assert (out, "Traceback" in err) == ("", False)
+        with pytest.raises(ConnectionRefusedError):
+            ask(port)
+
+
+def test_a_run_without_records_waits_and_shows_the_first(tmp_path):
+    run = tmp_path / "run<img src=x>"
+    run.mkdir()
+    with served(run) as (_, port):
+        status, headers, body = ask(port)
+        assert status == 200
+        assert int(headers["Refresh"]) >= REFRESH_S
+        assert b"Waiting: no page can be made of" in body
+        assert b"default-src 'none'" in body
+        assert b"<img" not in body
+        (run / "metrics.jsonl").write_text('{"kind": "evaluation", "step": 0, "loss": 3.0}\n{"step": 1, "st')
+        ask_until(port, "holds no record of a step")
+        (run / "metrics.jsonl").write_text(record(1))
+        ask_until(port, "1 to 1, 1 records")
+
+
+def test_a_page_is_made_anew_only_after_a_file_of_the_run_changed(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("headway.cli.report_serve._page", lambda path: made.append(path) or b"page %d" % len(made))
+    run = write_run(tmp_path / "run", 3)
+    live = LivePage(run, clock=lambda: 0.0)
+    assert live.now() == live.now() == (b"page 1", REFRESH_S)
+    append(run, 4)
+    assert live.now() == live.now() == (b"page 2", REFRESH_S)
+    (run / "summary.json").write_text("{}\n")  # the run has ended, which the page says
+    assert live.now() == live.now() == (b"page 3", REFRESH_S)
+
+
+def test_to_make_pages_takes_a_tenth_of_the_time_at_most(tmp_path, monkeypatch):
+    now_s, made = [100.0], []
+
+    def make(path):
+        now_s[0] += 2.0
+        made.append(path)
+        return b"page %d" % len(made)
+
+    monkeypatch.setattr("headway.cli.report_serve._page", make)
+    run = write_run(tmp_path / "run", 3)
+    live = LivePage(run, clock=lambda: now_s[0])
+    assert live.now() == (b"page 1", 20)
+    append(run, 4)
+    now_s[0] = 119.9
+    assert live.now() == (b"page 1", 20)
+    now_s[0] = 120.0
+    assert live.now() == (b"page 2", 20)
+
+
+def test_the_file_of_a_meter_is_served_too(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(record(1))
+    live = LivePage(file)
+    assert live.now()[0] == report_page(read_run(file)).encode()
+    file.unlink()
+    assert b"Waiting" in LivePage(file).now()[0]
+
+
+def test_options_that_contradict_name_both(headway, tmp_path):
+    run = write_run(tmp_path / "run", 2)
+    for arguments, named in (
+        ((run, "--serve", "--md"), "--serve and --md are given"),
+        ((run, "--serve", "-o", tmp_path / "x.html"), "--serve and -o are given"),
+        ((run, run, "--serve"), "--serve and 2 runs are given"),
+        ((run, "--port", 0), "--port 0 is given without --serve"),
+        ((tmp_path / "no-run", "--serve"), "does not exist"),
+    ):
+        said = headway("report", *arguments)
+        assert (said.code, said.out) == (2, "")
+        assert named in " ".join(said.err.split())
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_a_port_in_use_is_one_error_with_the_way_out(headway, tmp_path):
+    run = write_run(tmp_path / "run", 2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = headway("report", run, "--serve", "--port", port)
+    assert (said.code, said.out) == (2, "")
+    assert " ".join(said.err.split()) == (
+        f"Error: --port {port} of 127.0.0.1 cannot be used: Address already in use. "
+        "Give another, or --port 0 for any free one."
+    )
+
+
+@pytest.mark.browser
+def test_the_page_in_a_browser_updates_itself(tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    with served(run) as (_, port), Browser(tmp_path / "profile") as browser:
+        address = f"http://127.0.0.1:{port}/"
+        browser.show(address)
+        assert "1 to 3, 3 records" in browser.value("document.body.innerText")
+        append(run, 4)
+        browser.follow("1")  # the browser loads the page again, and nobody tells it to
+        assert "1 to 4, 4 records" in browser.value("document.body.innerText")
+        assert browser.errors == []
+        assert {*browser.requests} == {address}
