@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -103,9 +104,11 @@ def test_the_page_is_that_of_the_file_and_asks_for_itself_again(run, port):
 
 
 def test_head_has_the_headers_alone(port):
-    status, headers, body = ask(port, "HEAD")
-    assert (status, body) == (200, b"")
-    assert int(headers["Content-Length"]) == len(ask(port)[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as reader, reader.makefile("rb") as answer:
+        reader.sendall(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head, _, body = answer.read().partition(b"\r\n\r\n")
+    assert (head.split()[1], body) == (b"200", b"")
+    assert f"Content-Length: {len(ask(port)[2])}".encode() in head
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost:80", "127.0.0.1", "127.0.0.1:9999"])
@@ -249,6 +252,29 @@ def test_a_port_in_use_is_one_error_with_the_way_out(headway, tmp_path):
         f"Error: --port {port} of 127.0.0.1 cannot be used: Address already in use. "
         "Give another, or --port 0 for any free one."
     )
+
+
+def test_open_shows_the_address_in_the_browser(headway, tmp_path, monkeypatch):
+    opened = []
+
+    def show(address):
+        opened.append(address)
+        raise KeyboardInterrupt  # as if Ctrl-C came now
+
+    monkeypatch.setattr("webbrowser.open", show)
+    said = headway("report", write_run(tmp_path / "run", 2), "--serve", "--port", 0, "--open")
+    assert said.code == 130
+    assert said.out.startswith(f"{opened[0]} shows ")
+
+
+def test_a_reader_that_leaves_in_the_middle_is_no_error(tmp_path):
+    with served(write_run(tmp_path / "run", 2)) as (process, port):
+        with socket.create_connection(("127.0.0.1", port)) as reader:
+            reader.sendall(b"GET / HT")
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+        assert ask(port)[0] == 200
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=LIMIT_S) == ("", "")
 
 
 @pytest.mark.browser
