@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headway.cli.output import needs_extra
+from headway.cli.output import needs_extra, working
 from headway.cli.resolve import resolve_config, resolve_cost_model
 from headway.report import (
     Column,
@@ -90,7 +90,10 @@ def saved_activations(name: str, precision: str) -> "SavedActivations":
     shipped = shipped_name(name)
     if shipped is not None:
         return shipped_activations(shipped, precision)
-    with needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"):
+    with (
+        needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"),
+        working(f"tracing what autograd saves of {name}"),
+    ):
         from headway.tracing.block_activations import saved_of_config
 
         return saved_of_config(resolve_config(name), precision)

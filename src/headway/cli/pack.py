@@ -7,7 +7,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, working
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_lines, render_pairs, render_table
@@ -115,8 +115,9 @@ def pack(
     order = Order.epochs(planned.sizes, 1, seed=seed)
     chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation}
     chosen["balance"] = BALANCE if balance is None else balance
-    plans = [Plan(planned, order, budget, ranks * accumulation, strategy=each, **chosen) for each in wanted]
-    measured = [measure(plan, ranks) for plan in plans]
+    with working(f"planning packs of {len(planned):,} samples"):
+        plans = [Plan(planned, order, budget, ranks * accumulation, strategy=each, **chosen) for each in wanted]
+        measured = [measure(plan, ranks) for plan in plans]
     if plot is not None:
         _draw(plot, planned.tokens, {report.strategy: fill for report, fill in measured}, budget)
     settings = {

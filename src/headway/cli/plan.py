@@ -15,7 +15,7 @@ from headway.cli.dry_run import NO_ROOM, saved_of_recipe, verdict
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.output import needs_extra, print_json, warn, working
 from headway.cli.resolve import resolve_cost_model
 from headway.cli.train import SetOption
 from headway.errors import PlanError, UsageError
@@ -222,7 +222,8 @@ def _print_scale(
     links.require(max(sizes))
     speeds = speeds_of(config, cost_model, device, max(sizes))
     scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability)
-    runs = [scaling.at(config, devices) for devices in sizes]
+    with working(f"planning packs for up to {max(sizes):,} devices"):
+        runs = [scaling.at(config, devices) for devices in sizes]
     if as_json:
         print_json(as_record(config, scaling, runs))
     else:

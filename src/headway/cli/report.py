@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headway.cache import write_whole
+from headway.cli.output import working
 from headway.errors import ConfigError, UsageError
 
 MOST = 2
@@ -53,7 +54,8 @@ def report(
         raise UsageError("--md prints; -o and --open are for the HTML page. Give one of them.")
     if len(runs) > MOST:
         raise UsageError(f"{len(runs)} runs are given; a page is of one run or of two.")
-    seen = [read_run(run) for run in runs]
+    with working("reading records"):
+        seen = [read_run(run) for run in runs]
     if markdown:
         print(compared_markdown(*seen) if len(seen) > 1 else report_markdown(*seen))
         return

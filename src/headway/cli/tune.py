@@ -11,7 +11,7 @@ from headway.cli.dry_run import saved_of_recipe
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import print_json
+from headway.cli.output import print_json, working
 from headway.cli.plan import speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
@@ -143,7 +143,8 @@ def _tuned(
     from headway.train.dry_run import precision_of
     from headway.train.tune import corrected, distinct, front
 
-    found = search.run()
+    with working("searching packing lengths, recomputation and sharding"):
+        found = search.run()
     best = distinct(found.ranked, max(top, measure or 0))
     if measure is not None and measure > len(best):
         raise UsageError(
