@@ -42,7 +42,7 @@ def test_a_chart_is_svg_with_title_description_and_box(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_names_stay_text(kind):
     root = ElementTree.fromstring(drawn(kind, HOSTILE))
-    allowed = {"svg", "title", "desc", "text", "line", "polyline", "circle", "rect", "polygon"}
+    allowed = {"svg", "title", "desc", "text", "line", "polyline", "circle", "rect", "polygon", "g"}
     assert {one.tag.removeprefix(SPACE) for one in root.iter()} <= allowed
     assert root.find(f"{SPACE}title").text == HOSTILE.replace("\x1b", "\\x1b")
 
@@ -69,6 +69,15 @@ def test_a_mark_stands_at_its_step_and_one_outside_nowhere():
     (place,) = re.findall(r'<line x1="([0-9.]+)" x2="\1" y1="[0-9]+" y2="[0-9]+" stroke="var\(--c2\)"', drawn)
     ends = re.search(r'points="([0-9.]+),[0-9.]+ ([0-9.]+),', drawn)
     assert float(place) == (float(ends[1]) + float(ends[2])) / 2
+
+
+def test_cells_of_one_shade_are_drawn_as_one():
+    drawn = heat_strip("x", [("a", [1.0, 1.0, None, 3.0])], form=plain)
+    cells = re.findall(r'<rect x="([0-9.]+)" width="([0-9.]+)" height="22" fill-opacity="([0-9.]+)"', drawn)
+    (first, of_two, light), (last, of_one, full) = [[float(one) for one in cell] for cell in cells]
+    assert of_two == 2 * of_one
+    assert last == first + 3 * of_one
+    assert (light, full) == (0.12, 1.0)
 
 
 def test_stacked_bars_begin_where_the_one_before_ends():

@@ -6,7 +6,7 @@ Colours are CSS variables of the page (`headway.report.page`), so that light and
 import math
 from collections.abc import Callable, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -16,6 +16,7 @@ _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 12, 40  # room for ticks and units
 _BAR, _GAP = 22, 8
 NUM_BUCKETS = 240  # of a long series: each keeps its smallest and its largest value
+_SHADES = 20  # of a heat strip; cells side by side of one shade are drawn as one
 NUM_COLOURS = 8  # --c0 to --c7 on the page
 
 Format = Callable[[float], str]
@@ -142,19 +143,23 @@ def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *
     low, high = min(known), max(known)
     left, room = 120, _WIDTH - 120 - _RIGHT
     drawn = []
-    for place, (name, row) in enumerate(rows):
-        y = _TOP + place * (_BAR + 2)
+    for line, (name, row) in enumerate(rows):
+        y = _TOP + line * (_BAR + 2)
         drawn.append(_text(left - 8, y + 15, _cut(name, 16), "end"))
         cells = [[one for one in row[part.start : part.stop] if one is not None and math.isfinite(one)]
                  for part in _buckets(len(row), 128)]  # fmt: skip
-        for number, cell in enumerate(cells):
-            if cell:
-                shade = (max(cell) - low) / (high - low) if high > low else 1.0
+        shades = [round(_SHADES * (max(cell) - low) / ((high - low) or 1.0)) if cell else None for cell in cells]
+        place, width = 0, room / max(1, len(cells))
+        drawn.append(f'<g fill="var(--c0)" transform="translate(0 {y})">')
+        for shade, alike in groupby(shades):
+            count = len([*alike])
+            if shade is not None:
                 drawn.append(
-                    f'<rect x="{_fixed(left + room * number / len(cells))}" y="{y}" '
-                    f'width="{_fixed(room / len(cells))}" height="{_BAR}" fill="var(--c0)" '
-                    f'fill-opacity="{_fixed(0.12 + 0.88 * shade)}"/>'
+                    f'<rect x="{_fixed(left + width * place)}" width="{_fixed(width * count)}" height="{_BAR}" '
+                    f'fill-opacity="{_fixed(0.12 + 0.88 * shade / _SHADES)}"/>'
                 )
+            place += count
+        drawn.append("</g>")
     said = f"{len(rows)} rows, from {form(low)} (light) to {form(high)} (full colour)."
     return _svg(title, said, drawn, 2 * _TOP + len(rows) * (_BAR + 2))
 
