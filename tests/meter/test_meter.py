@@ -27,7 +27,7 @@ from helpers.tiny_models import tiny_config
 
 # one linear layer of 3 x 5: 30 FLOPs per token and phase, the forward run again under checkpointing
 PER_TOKEN = 90
-PEAK = Peak("test device", 1e9, "fp32", "made up for a test")
+PEAK = Peak("test device", 1e15, "fp32", "made up for a test")  # real time too stays below it
 
 
 def run(steps, *, clock=None, **options):
@@ -50,7 +50,7 @@ def test_a_window_is_total_flops_over_total_time():
     first = windows[0]
     assert (first.num_steps, first.tokens, first.slots, first.segments) == (2, 30, 35, 2)
     assert first.flops.total == 30 * PER_TOKEN
-    assert first.mfu == pytest.approx(30 * PER_TOKEN / 4.0 / 1e9)
+    assert first.mfu == pytest.approx(30 * PER_TOKEN / 4.0 / PEAK.flops_per_s)
     assert first.step_s == 2.0
     whole = meter.close()
     assert (whole.num_steps, whole.flops.total, whole.wall_s) == (4, 60 * PER_TOKEN, 8.0)
@@ -237,7 +237,7 @@ def test_a_loop_that_never_logs_still_has_its_run_at_the_end():
 
 
 def test_an_mfu_above_one_is_warned_about_with_likely_causes():
-    meter, _ = run([(1e-7, [Workload([10])])], log_every=1000)
+    meter, _ = run([(1e-7, [Workload([10**9])])], log_every=1000)
     with pytest.warns(UserWarning, match="above 100 %.*Likely causes"):
         meter.close()
 
@@ -348,7 +348,7 @@ def test_smoothed_numbers_are_those_of_the_last_windows_together():
     assert windows[1].as_record()["tokens_per_s_smoothed"] == 20 / 4.0
     last = windows[2].as_record()
     assert (last["tokens_per_s"], last["tokens_per_s_smoothed"], last["step_s_smoothed"]) == (20.0, 10.0, 2.5)
-    assert last["mfu_smoothed"] == pytest.approx(50 * PER_TOKEN / 5.0 / 1e9)
+    assert last["mfu_smoothed"] == pytest.approx(50 * PER_TOKEN / 5.0 / PEAK.flops_per_s)
 
 
 def test_fill_is_of_the_room_in_the_micro_batches():
