@@ -75,13 +75,13 @@ def test_dtypes_are_the_models_own_and_those_of_autocast():
     assert dict(saved_activations(half, inputs=rows, products_only=True).rows) == {"tokens": 2 * 12}
 
 
-def test_attention_keeps_queries_keys_and_values_whole():
+def test_attention_keeps_queries_keys_and_values_whole_and_its_result():
     def rest(_, h):
         q, k, v = h.view(1, -1, 3, 4).transpose(1, 2).unsqueeze(2).unbind(1)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     for products_only in (False, True):
-        assert dict(saved(rest, products_only=products_only).rows) == {"tokens": 4 * 12}
+        assert dict(saved(rest, products_only=products_only).rows) == {"tokens": 4 * (12 + 4)}
 
 
 def test_only_what_is_trained_makes_autograd_save():

@@ -158,6 +158,15 @@ class SavedRecorder(Recorder):
         self.read.update((id(root(t)), root(t)) for t in operands if isinstance(t, Phantom))
         return operands
 
+    def attended(self, out: torch.Tensor) -> None:
+        """Keep what attention returns, which a flash kernel reads again in its backward.
+
+        Source: FlashAttention-2 (Dao 2023), algorithm 2: D = rowsum(dO * O).
+        """
+        if out.requires_grad and isinstance(out, Phantom):
+            self._on_save(out)
+            self.read[id(root(out))] = root(out)
+
     def forget(self, tensors: Iterable[Any]) -> None:
         """Leave out tensors that the forward was given: parameters and inputs."""
         for tensor in tensors:

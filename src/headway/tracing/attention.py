@@ -33,7 +33,8 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, operation: Operation, q: Phantom, k: Phantom, v: Phantom, *extra: Phantom) -> torch.Tensor:
         ctx.operation = operation
         ctx.save_for_backward(q, k, v, *extra)
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        *batch, heads, tokens, _ = q.shape
+        out = q.new_empty(*batch, tokens, heads, v.shape[-1]).transpose(-2, -3)  # the layout in which kernels write
         for t in (q, k, v, *extra):
             out.sources |= t.sources  # type: ignore[attr-defined]  # new_empty of a phantom is one
         out.fed = operation.fed  # type: ignore[attr-defined]
@@ -97,6 +98,7 @@ def attend(
     recorder.add(operation)
     extras = [t for t in extra if isinstance(t, Phantom)]
     out: torch.Tensor = _Attend.apply(operation, *tensors, *extras)  # type: ignore[no-untyped-call]
+    recorder.attended(out)
     return out
 
 

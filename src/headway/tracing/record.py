@@ -161,6 +161,9 @@ class Recorder:
         """Return the queries, keys and values as the attention kernel takes them: here as they come."""
         return operands
 
+    def attended(self, out: torch.Tensor) -> None:
+        """Note what an attention kernel returns: here nothing."""
+
     def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
         """Record one operation; returns it if its result may be scores, False if it is another product, else None."""
         packet = func._overloadpacket
