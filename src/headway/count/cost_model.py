@@ -68,7 +68,7 @@ class CostModel:
 
     @cached_property
     def towers(self) -> frozenset[str]:
-        """Whose work the rows count: `language`, `vision`, `audio`, and `source` where an encoder is read."""
+        """Whose work the rows count: `language`, `vision`, `audio`, `latents`, `source` where an encoder is read."""
         return frozenset(drivers.tower(row.driver) for row in self.rows)
 
     @cached_property
@@ -186,6 +186,16 @@ class CostModel:
                 f"{self.name} was traced on single frames, the only ones that its code takes whole, so what a clip of "
                 f"{grid} patches costs is not known. Where each frame is computed by itself, give them as images."
             )
+        if len(workload.splits) and "pairs:splits" not in self._evaluators:
+            raise WorkloadError(
+                f"The workload has splits, runs of tokens that see each other in full, and {self.name} takes none: its "
+                "own mask is what its code says. `with_splits` counts it under the mask of the splits."
+            )
+        if workload.latent_patches and "latents" not in self.towers:
+            raise WorkloadError(
+                f"{self.name} draws no images, but the workload holds {workload.latent_patches} latent patches. Leave "
+                "them out, or name a model that draws."
+            )
         if len(workload.audio) and "audio" not in self.towers:
             raise WorkloadError(
                 f"{self.name} has no audio tower, but the workload holds {len(workload.audio)} clips. Leave them out, "
@@ -261,6 +271,24 @@ class CostModel:
                 f"a glob over parameter names such as {self.parameters[0].name!r}."
             )
         return hits
+
+    def with_splits(self) -> "CostModel":
+        """Return this model with the mask of a workload's splits in place of its causal one: a prefix, a block.
+
+        Raises:
+            WorkloadError: its text attends by another mask than the causal one, or carries a state from token to token.
+        """
+        if "pairs:splits" in self._evaluators:
+            return self
+        mixing = [row for row in self.rows if row.component in ("language.attention", "language.recurrence")]
+        other = sorted({row.driver for row in mixing if row.op != "attention" or row.driver != "pairs:causal"})
+        if other or not mixing:
+            raise WorkloadError(
+                f"{self.name} cannot be counted under splits: what mixes its text is {', '.join(other) or 'nothing'}, "
+                "and splits are runs in a causal mask. Leave the splits out, or name a model whose attention is causal."
+            )
+        rows = tuple(replace(row, driver="pairs:splits") if row in mixing else row for row in self.rows)
+        return replace(self, rows=rows)
 
     def with_input_gradients(self, inputs: Iterable[str] = ("inputs_embeds",)) -> "CostModel":
         """Return this model with gradients of its inputs, which something that is trained in front of it asks for.

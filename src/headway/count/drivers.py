@@ -3,6 +3,8 @@
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
 four into one), `text_tokens/4` (tokens that stand for no such patches), `pairs:causal`, `pairs:sliding:4096`,
 `patch_pairs:frame`, `patch_pairs:window:8`.
+Where a model draws images, `latents` counts latent patches, each a token; `drawn` those that come from noise;
+`understood` the tokens that are no latent patches; `supervised` the tokens whose next token is learnt.
 Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
 
 What an encoder's convolutions make of its frames follows a slash, since they round: `audio/2` counts ceil(L / 2)
@@ -18,7 +20,7 @@ from functools import cache
 
 import numpy as np
 
-from headway.count import masks
+from headway.count import masks, splits
 from headway.count.integers import Ints
 from headway.count.workload import Workload
 from headway.errors import CostModelError, WorkloadError
@@ -182,6 +184,18 @@ def _full_pairs(workload: Workload) -> int:
     return masks.full_pairs(workload.segments)
 
 
+def _split_pairs(workload: Workload) -> int:
+    """Count the pairs of a model that reads splits; a segment without splits is causal."""
+    runs = workload.splits if workload.splits.size else splits.all_causal(workload.segments)
+    return splits.split_pairs(workload.segments, runs, workload.past)
+
+
+def _latent_pairs(workload: Workload) -> int:
+    """Count latent patch pairs of full attention inside each frame: t (h w)^2."""
+    t, h, w = np.concatenate([workload.latents, workload.references]).T
+    return int((t * (h * w) ** 2).sum())
+
+
 def _read(workload: Workload) -> Ints:
     """Return the sources that an encoder reads; those of a segment with a past were read when it began."""
     sources = workload.sources
@@ -213,7 +227,14 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "pairs:compressed:": (1, lambda w, rate: _after_past(masks.compressed_pairs, w, rate)),
     "pairs:compressed:topk:": (2, lambda w, rate, k: _after_past(masks.compressed_pairs, w, rate, k)),
     "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),
+    "pairs:splits": (0, _split_pairs),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
+    "supervised": (0, lambda w: w.supervised),
+    "understood": (0, lambda w: w.tokens - w.latent_patches),
+    "drawn": (0, lambda w: w.drawn),
+    "latents": (0, lambda w: w.latent_patches),
+    "latent_grids": (0, lambda w: len(w.latents) + len(w.references)),
+    "latent_pairs:frame": (0, _latent_pairs),
     "patch_pairs:frame": (0, _frame_pairs),
     "patch_pairs:frame/": (1, _merging_pairs),
     "patch_pairs:grid": (0, _grid_pairs),
@@ -240,6 +261,7 @@ _STRIDED = ("source", "pairs:cross", "audio")
 _TOWERS = {
     "vision": ("patches", "patch_pairs", "grids", "frames", "lone"),
     "audio": ("audio", "clips"),
+    "latents": ("latent", "drawn"),
     "source": ("source", "pairs:cross"),
 }
 _PARAMETERS = re.compile(r"(.*?)((?<=[:/])\d+(?::\d+)*)?")
@@ -281,6 +303,6 @@ def parse(driver: str) -> Callable[[Workload], int]:
 
 
 def tower(driver: str) -> str:
-    """Say whose work a driver counts: `vision` (patches), `audio` (frames), `source` (an encoder's) or `language`."""
+    """Say whose work a driver counts: `vision`, `audio`, `latents`, `source` (an encoder's) or `language`."""
     counted = driver.removeprefix("image_").removeprefix("video_")
     return next((name for name, starts in _TOWERS.items() if counted.startswith(starts)), "language")

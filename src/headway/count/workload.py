@@ -9,8 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from headway.count import splits as runs
 from headway.count.integers import NONE, Ints, IntsLike, as_ints, boundaries_of, grids_of, joined, lengths_of
 from headway.errors import WorkloadError
+
+# what a workload of lengths and grids alone does not have
+_NOTHING = {
+    **dict.fromkeys(("_sources", "_audio", "_past"), NONE),
+    "_splits": runs.NO_RUNS,
+    **dict.fromkeys(("_latents", "_references"), grids_of((), "latents")),
+}
 
 
 def _per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
@@ -21,6 +29,17 @@ def _per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints
     if lengths.size != segments.size:
         raise WorkloadError(f"{what} must be one length per segment: got {lengths.size} for {segments.size} segments.")
     return lengths if lengths.any() else NONE
+
+
+def _check_kinds(tokens: int, latent_patches: int, supervised: int | None) -> None:
+    """Refuse more tokens of a kind than there are tokens."""
+    if latent_patches > tokens:
+        raise WorkloadError(
+            f"{tokens:,} tokens cannot hold {latent_patches:,} latent patches: each patch is a token, so segments are "
+            "counted with the images that are drawn."
+        )
+    if supervised is not None and not 0 <= supervised <= tokens:
+        raise WorkloadError(f"supervised must be 0 to the {tokens:,} tokens of the workload, got {supervised}.")
 
 
 class Workload:
@@ -38,26 +57,40 @@ class Workload:
             decode step of one token after 4,096 is a segment of 1 with a past of 4,096.
         packs: forward passes that the segments make up; 1 when None. Work on weights alone, such as DoRA's norms, is
             done once in each.
+        splits: where a segment's tokens do not all see each other causally, its runs of (mode, tokens), one list per
+            segment: `[[("causal", 102), ("noise", 4098)]]`. They may stand in place of `segments`. See
+            `headway.count.splits`.
+        latents: grids t, h, w of the latent images that the model draws, from noise [latent patches], shape (D, 3).
+        references: grids t, h, w of the clean latent images that its tokens read [latent patches], shape (C, 3).
+        supervised: tokens whose next token is learnt [tokens]; when None, those of causal runs.
 
     Raises:
         WorkloadError: a length or grid below 1, fewer slots than tokens, sources or past that are not one per segment,
-            or values that are not whole numbers.
+            splits that do not add up to their segments, more latent patches or supervised tokens than there are
+            tokens, or values that are not whole numbers.
 
     >>> step = Workload([4096, 512], images=[(1, 32, 48)]) + Workload([100], slots=128)
     >>> step.tokens, step.slots, step.patches, step.num_segments
     (4708, 4736, 1536, 3)
     """
 
-    __slots__ = ("_audio", "_images", "_packs", "_past", "_segments", "_slots", "_sources", "_tokens", "_videos")
+    __slots__ = (
+        "_audio", "_images", "_latents", "_packs", "_past", "_references", "_segments", "_slots", "_sources",
+        "_splits", "_supervised", "_tokens", "_videos",
+    )  # fmt: skip
     _segments: Ints
     _images: Ints
     _videos: Ints
     _sources: Ints
     _audio: Ints
     _past: Ints
+    _splits: Ints
+    _latents: Ints
+    _references: Ints
     _tokens: int
     _slots: int
     _packs: int
+    _supervised: int | None
 
     def __init__(
         self,
@@ -69,23 +102,36 @@ class Workload:
         audio: IntsLike = (),
         past: IntsLike = (),
         packs: int | None = None,
+        splits: Any = (),
+        latents: IntsLike = (),
+        references: IntsLike = (),
+        supervised: int | None = None,
     ) -> None:
         lengths = lengths_of(segments, "segments", "a segment holds at least 1 token")
+        split = runs.NO_RUNS
+        if len(splits):
+            split, lengths = runs.runs_of(splits, lengths if lengths.size else None)
         tokens = int(lengths.sum())
         if slots is not None and slots < tokens:
             raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
         if packs is not None and packs < min(tokens, 1):
             raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
+        drawn, read = grids_of(latents, "latents"), grids_of(references, "references")
+        _check_kinds(tokens, int(drawn.prod(axis=1).sum() + read.prod(axis=1).sum()), supervised)
         self._set(
             tokens,
             tokens if slots is None else slots,
             packs,
+            supervised,
             _segments=lengths,
             _images=grids_of(images, "images"),
             _videos=grids_of(videos, "videos"),
             _sources=_per_segment(sources, "sources", "a segment reads 0 tokens or more", lengths),
             _audio=lengths_of(audio, "audio", "a clip holds at least 1 frame"),
             _past=_per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
+            _splits=split,
+            _latents=drawn,
+            _references=read,
         )
 
     @classmethod
@@ -93,12 +139,10 @@ class Workload:
         """Build a workload of lengths that were counted here, each at least 1 and together within the slots."""
         workload = object.__new__(cls)
         grids = {"_images": grids_of(images, "images"), "_videos": grids_of(videos, "videos")}
-        workload._set(
-            int(lengths.sum()), slots, None, _segments=lengths, **grids, _sources=NONE, _audio=NONE, _past=NONE
-        )
+        workload._set(int(lengths.sum()), slots, None, None, _segments=lengths, **grids, **_NOTHING)
         return workload
 
-    def _set(self, tokens: int, slots: int, packs: int | None, **arrays: Ints) -> None:
+    def _set(self, tokens: int, slots: int, packs: int | None, supervised: int | None, **arrays: Ints) -> None:
         for name, value in arrays.items():
             if value.base is not None or value.flags.writeable:
                 value = value.copy()  # noqa: PLW2901  # nobody else's, from here on
@@ -106,6 +150,7 @@ class Workload:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_tokens", tokens)
         object.__setattr__(self, "_slots", int(slots))
+        object.__setattr__(self, "_supervised", supervised)
         object.__setattr__(self, "_packs", int(any(a.size for a in arrays.values())) if packs is None else packs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -145,6 +190,38 @@ class Workload:
     def past(self) -> Ints:
         """Cached tokens before each segment [tokens], shape (N,); (0,) where nothing is."""
         return self._past
+
+    @property
+    def splits(self) -> Ints:
+        """Runs (mode, tokens) of all segments laid end to end, shape (R, 2); (0, 2) where every segment is causal."""
+        return self._splits
+
+    @property
+    def latents(self) -> Ints:
+        """Grids t, h, w of the latent images that are drawn [latent patches], shape (D, 3)."""
+        return self._latents
+
+    @property
+    def references(self) -> Ints:
+        """Grids t, h, w of the clean latent images that are read [latent patches], shape (C, 3)."""
+        return self._references
+
+    @property
+    def drawn(self) -> int:
+        """Latent patches that are drawn."""
+        return int(self._latents.prod(axis=1).sum())
+
+    @property
+    def latent_patches(self) -> int:
+        """Latent patches, drawn and read."""
+        return self.drawn + int(self._references.prod(axis=1).sum())
+
+    @property
+    def supervised(self) -> int:
+        """Tokens whose next token is learnt; those of causal runs where the workload was not told."""
+        if self._supervised is not None:
+            return self._supervised
+        return runs.tokens_of(self._splits, runs.CAUSAL) if self._splits.size else self._tokens
 
     @property
     def slots(self) -> int:
@@ -196,12 +273,16 @@ class Workload:
             sum(w._tokens for w in parts),
             sum(w._slots for w in parts),
             sum(w._packs for w in parts),
+            None if all(w._supervised is None for w in parts) else sum(w.supervised for w in parts),
             _segments=joined([w._segments for w in parts]),
             _images=joined([w._images for w in parts], 3),
             _videos=joined([w._videos for w in parts], 3),
             _sources=_joined_per_segment(parts, [w._sources for w in parts]),
             _audio=joined([w._audio for w in parts]),
             _past=_joined_per_segment(parts, [w._past for w in parts]),
+            _splits=_joined_splits(parts),
+            _latents=joined([w._latents for w in parts], 3),
+            _references=joined([w._references for w in parts], 3),
         )
         return total
 
@@ -215,11 +296,14 @@ class Workload:
         return self if other == 0 else NotImplemented
 
     def _state(self) -> tuple[Any, ...]:
-        names = ("segments", "images", "videos", "slots", "sources", "audio", "past", "packs")  # as the constructor's
+        names = (
+            "segments", "images", "videos", "slots", "sources", "audio", "past", "packs", "splits", "latents",
+            "references", "supervised",
+        )  # fmt: skip  # as the constructor's
         return tuple(getattr(self, f"_{name}") for name in names)
 
     def _key(self) -> tuple[Any, ...]:
-        return tuple(part if isinstance(part, int) else part.tobytes() for part in self._state())
+        return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in self._state())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Workload) and self._key() == other._key()
@@ -240,6 +324,14 @@ class Workload:
             parts.append(f"{len(self._audio)} clips of {int(self._audio.sum())} frames")
         if self._past.size:
             parts.append(f"{int(self._past.sum())} past tokens")
+        if self._splits.size:
+            parts += [
+                f"{runs.tokens_of(self._splits, mode)} {name}"
+                for mode, name in enumerate(runs.MODES)
+                if mode in self._splits[:, 0]
+            ]
+        if self.latent_patches:
+            parts.append(f"{self.latent_patches} latent patches")
         return f"Workload({', '.join(parts)})"
 
     @classmethod
@@ -359,6 +451,13 @@ class Workload:
         segment_of_slot = starts.reshape(-1).cumsum() - 1
         lengths = np.bincount(segment_of_slot[keep.reshape(-1)]) if keep.any() else np.zeros(0, dtype=np.int64)
         return cls._of_lengths(lengths[lengths > 0], images, videos, starts.size)
+
+
+def _joined_splits(workloads: Sequence[Workload]) -> Ints:
+    """Join runs, with one causal run for each segment of a workload that has none; nothing if none has any."""
+    if not any(w.splits.size for w in workloads):
+        return runs.NO_RUNS
+    return np.concatenate([w.splits if w.splits.size else runs.all_causal(w.segments) for w in workloads])
 
 
 def _joined_per_segment(workloads: Sequence[Workload], lengths: Sequence[Ints]) -> Ints:
