@@ -89,3 +89,20 @@ def joined(parts: Sequence[Ints], columns: int = 0) -> Ints:
     if filled:
         return np.concatenate(filled) if len(filled) > 1 else filled[0]
     return np.zeros((0, columns) if columns else 0, dtype=np.int64)
+
+
+def per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
+    """Check an (N,) array of lengths that go with the segments; (0,) where all are 0."""
+    lengths = lengths_of(values, what, rule, least=0)
+    if not lengths.size:
+        return NONE
+    if lengths.size != segments.size:
+        raise WorkloadError(f"{what} must be one length per segment: got {lengths.size} for {segments.size} segments.")
+    return lengths if lengths.any() else NONE
+
+
+def joined_per_segment(segments: Sequence[Ints], lengths: Sequence[Ints]) -> Ints:
+    """Join lengths that are one per segment, with zeros where a part has none; nothing if none has any."""
+    if not any(one.size for one in lengths):
+        return lengths[0] if lengths else joined([])
+    return joined([one if one.size else np.zeros_like(s) for one, s in zip(lengths, segments, strict=True)])

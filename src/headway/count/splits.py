@@ -11,6 +11,7 @@ PaliGemma's prefix is a full run before a causal one, and the blocks of block di
 noise run, then the same block as a full run.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -126,9 +127,32 @@ def all_causal(segments: Ints) -> Ints:
     return np.stack([np.full_like(segments, CAUSAL), segments], axis=1)
 
 
+def check_kinds(tokens: int, latent_patches: int, supervised: int | None) -> None:
+    """Refuse more tokens of a kind than there are tokens."""
+    if latent_patches > tokens:
+        raise WorkloadError(
+            f"{tokens:,} tokens cannot hold {latent_patches:,} latent patches: each patch is a token, so segments are "
+            "counted with the images that are drawn."
+        )
+    if supervised is not None and not 0 <= supervised <= tokens:
+        raise WorkloadError(f"supervised must be 0 to the {tokens:,} tokens of the workload, got {supervised}.")
+
+
+def joined_runs(segments: Sequence[Ints], runs: Sequence[Ints]) -> Ints:
+    """Join runs, with one causal run for each segment of a part that has none; nothing if none has any."""
+    if not any(one.size for one in runs):
+        return NO_RUNS
+    return np.concatenate([one if one.size else all_causal(s) for one, s in zip(runs, segments, strict=True)])
+
+
 def tokens_of(runs: Ints, mode: int) -> int:
     """Add up the tokens of the runs of a mode."""
     return int(runs[runs[:, 0] == mode, 1].sum())
+
+
+def by_mode(runs: Ints) -> dict[str, int]:
+    """Add up the tokens of each mode that there is."""
+    return {name: tokens_of(runs, mode) for mode, name in enumerate(MODES) if mode in runs[:, 0]}
 
 
 def split_pairs(segments: Ints, runs: Ints, past: Ints = NONE) -> int:

@@ -4,13 +4,24 @@ A workload is built on the CPU, in the collator, from whatever the batch carries
 mask or restarting positions. Workloads add up, so micro-batches and ranks are summed with `+`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from headway.count import splits as runs
-from headway.count.integers import NONE, Ints, IntsLike, as_ints, boundaries_of, grids_of, joined, lengths_of
+from headway.count.batch_layouts import segments_of_mask, segments_of_positions
+from headway.count.integers import (
+    NONE,
+    Ints,
+    IntsLike,
+    boundaries_of,
+    grids_of,
+    joined,
+    joined_per_segment,
+    lengths_of,
+    per_segment,
+)
 from headway.errors import WorkloadError
 
 # what a workload of lengths and grids alone does not have
@@ -19,27 +30,6 @@ _NOTHING = {
     "_splits": runs.NO_RUNS,
     **dict.fromkeys(("_latents", "_references"), grids_of((), "latents")),
 }
-
-
-def _per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
-    """Check an (N,) array of lengths that go with the segments; (0,) where all are 0."""
-    lengths = lengths_of(values, what, rule, least=0)
-    if not lengths.size:
-        return NONE
-    if lengths.size != segments.size:
-        raise WorkloadError(f"{what} must be one length per segment: got {lengths.size} for {segments.size} segments.")
-    return lengths if lengths.any() else NONE
-
-
-def _check_kinds(tokens: int, latent_patches: int, supervised: int | None) -> None:
-    """Refuse more tokens of a kind than there are tokens."""
-    if latent_patches > tokens:
-        raise WorkloadError(
-            f"{tokens:,} tokens cannot hold {latent_patches:,} latent patches: each patch is a token, so segments are "
-            "counted with the images that are drawn."
-        )
-    if supervised is not None and not 0 <= supervised <= tokens:
-        raise WorkloadError(f"supervised must be 0 to the {tokens:,} tokens of the workload, got {supervised}.")
 
 
 class Workload:
@@ -117,7 +107,7 @@ class Workload:
         if packs is not None and packs < min(tokens, 1):
             raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
         drawn, read = grids_of(latents, "latents"), grids_of(references, "references")
-        _check_kinds(tokens, int(drawn.prod(axis=1).sum() + read.prod(axis=1).sum()), supervised)
+        runs.check_kinds(tokens, int(drawn.prod(axis=1).sum() + read.prod(axis=1).sum()), supervised)
         self._set(
             tokens,
             tokens if slots is None else slots,
@@ -126,9 +116,9 @@ class Workload:
             _segments=lengths,
             _images=grids_of(images, "images"),
             _videos=grids_of(videos, "videos"),
-            _sources=_per_segment(sources, "sources", "a segment reads 0 tokens or more", lengths),
+            _sources=per_segment(sources, "sources", "a segment reads 0 tokens or more", lengths),
             _audio=lengths_of(audio, "audio", "a clip holds at least 1 frame"),
-            _past=_per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
+            _past=per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
             _splits=split,
             _latents=drawn,
             _references=read,
@@ -259,7 +249,7 @@ class Workload:
         return len(self._videos)
 
     @classmethod
-    def total(cls, workloads: "Iterable[Workload]") -> "Workload":
+    def total(cls, workloads: Iterable["Workload"]) -> "Workload":
         """Add workloads up, all at once.
 
         >>> Workload.total([Workload([3]), Workload([4], slots=8)])
@@ -277,10 +267,10 @@ class Workload:
             _segments=joined([w._segments for w in parts]),
             _images=joined([w._images for w in parts], 3),
             _videos=joined([w._videos for w in parts], 3),
-            _sources=_joined_per_segment(parts, [w._sources for w in parts]),
+            _sources=joined_per_segment([w._segments for w in parts], [w._sources for w in parts]),
             _audio=joined([w._audio for w in parts]),
-            _past=_joined_per_segment(parts, [w._past for w in parts]),
-            _splits=_joined_splits(parts),
+            _past=joined_per_segment([w._segments for w in parts], [w._past for w in parts]),
+            _splits=runs.joined_runs([w._segments for w in parts], [w._splits for w in parts]),
             _latents=joined([w._latents for w in parts], 3),
             _references=joined([w._references for w in parts], 3),
         )
@@ -296,11 +286,8 @@ class Workload:
         return self if other == 0 else NotImplemented
 
     def _state(self) -> tuple[Any, ...]:
-        names = (
-            "segments", "images", "videos", "slots", "sources", "audio", "past", "packs", "splits", "latents",
-            "references", "supervised",
-        )  # fmt: skip  # as the constructor's
-        return tuple(getattr(self, f"_{name}") for name in names)
+        names = "segments images videos slots sources audio past packs splits latents references supervised"
+        return tuple(getattr(self, f"_{name}") for name in names.split())  # in the constructor's order
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in self._state())
@@ -324,12 +311,7 @@ class Workload:
             parts.append(f"{len(self._audio)} clips of {int(self._audio.sum())} frames")
         if self._past.size:
             parts.append(f"{int(self._past.sum())} past tokens")
-        if self._splits.size:
-            parts += [
-                f"{runs.tokens_of(self._splits, mode)} {name}"
-                for mode, name in enumerate(runs.MODES)
-                if mode in self._splits[:, 0]
-            ]
+        parts += [f"{tokens} {mode}" for mode, tokens in runs.by_mode(self._splits).items()]
         if self.latent_patches:
             parts.append(f"{self.latent_patches} latent patches")
         return f"Workload({', '.join(parts)})"
@@ -387,20 +369,8 @@ class Workload:
         >>> Workload.from_attention_mask([[1, 1, 1, 0], [1, 1, 2, 2]]).segments.tolist()
         [3, 2, 2]
         """
-        mask = as_ints(attention_mask, "attention_mask", booleans=True)
-        if mask.ndim != 2:
-            raise WorkloadError(f"attention_mask must be (batch, slots), got shape {mask.shape}.")
-        bits = np.bitwise_or.reduce(mask, axis=None)  # negative if any number is, at most 1 if all are: one pass
-        if bits < 0:
-            raise WorkloadError(f"attention_mask must hold 0, 1, 2, ..., got {int(mask.min())}.")
-        lengths: Any = []
-        if bits <= 1:  # plain padding; a row without a token is no segment
-            lengths = mask.sum(axis=1)
-            lengths = lengths[lengths > 0]
-        else:
-            for row in mask:
-                lengths += np.unique(row[row > 0], return_counts=True)[1].tolist()
-        return cls._of_lengths(np.asarray(lengths, dtype=np.int64), images, videos, mask.size)
+        lengths, slots = segments_of_mask(attention_mask)
+        return cls._of_lengths(lengths, images, videos, slots)
 
     @classmethod
     def from_position_ids(
@@ -426,43 +396,5 @@ class Workload:
         >>> Workload.from_position_ids([0, 1, 2, 0, 1]).segments.tolist()
         [3, 2]
         """
-        positions = as_ints(position_ids, "position_ids")
-        if positions.ndim == 1:
-            positions = positions[None]
-        if positions.ndim == 3 and positions.shape[0] == 4:
-            positions = positions[0]
-        if positions.ndim == 3 and positions.shape[0] == 3:
-            starts = (positions == 0).all(axis=0)
-        elif positions.ndim == 2:
-            starts = np.empty(positions.shape, dtype=bool)
-            np.not_equal(positions[:, 1:], positions[:, :-1] + 1, out=starts[:, 1:])
-        else:
-            raise WorkloadError(
-                f"position_ids must be (slots,), (batch, slots), (3, batch, slots) or (4, batch, slots), "
-                f"got shape {np.shape(position_ids)}."
-            )
-        starts[:, :1] = True
-        if attention_mask is None:
-            lengths = np.diff(np.flatnonzero(starts), append=starts.size)
-            return cls._of_lengths(lengths, images, videos, starts.size)
-        keep = as_ints(attention_mask, "attention_mask", booleans=True) > 0
-        if keep.shape != starts.shape:
-            raise WorkloadError(f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree.")
-        segment_of_slot = starts.reshape(-1).cumsum() - 1
-        lengths = np.bincount(segment_of_slot[keep.reshape(-1)]) if keep.any() else np.zeros(0, dtype=np.int64)
-        return cls._of_lengths(lengths[lengths > 0], images, videos, starts.size)
-
-
-def _joined_splits(workloads: Sequence[Workload]) -> Ints:
-    """Join runs, with one causal run for each segment of a workload that has none; nothing if none has any."""
-    if not any(w.splits.size for w in workloads):
-        return runs.NO_RUNS
-    return np.concatenate([w.splits if w.splits.size else runs.all_causal(w.segments) for w in workloads])
-
-
-def _joined_per_segment(workloads: Sequence[Workload], lengths: Sequence[Ints]) -> Ints:
-    """Join lengths that are one per segment, with zeros for a workload that has none; nothing if none has any."""
-    if not any(one.size for one in lengths):
-        return lengths[0] if lengths else joined([])
-    none = [np.zeros(w.num_segments, dtype=np.int64) for w in workloads]
-    return joined([one if one.size else zeros for one, zeros in zip(lengths, none, strict=True)])
+        lengths, slots = segments_of_positions(position_ids, attention_mask)
+        return cls._of_lengths(lengths, images, videos, slots)
