@@ -13,9 +13,13 @@ from headway.count import Workload
 from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
+from helpers.browser import Browser
 from helpers.one_linear import COST_MODEL, Clock
 
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
+
+
+SCRIPTS = [{"type": "application/json", "id": "headway-report"}, {}]  # the numbers, and what shows them under a pointer
 
 
 class Page(HTMLParser):
@@ -80,7 +84,7 @@ def test_the_page_has_its_parts_and_asks_for_nothing(tmp_path):
     assert "default-src 'none'" in text
     assert "@import" not in text
     assert {urlsplit(url).netloc for url in re.findall(r"https?://[^\s\"'<]+", text)} <= {"www.w3.org"}  # SVG's name
-    assert page.scripts == [{"type": "application/json", "id": "headway-report"}]
+    assert page.scripts == SCRIPTS
     assert page.tags.count("svg") == page.tags.count("figure") == page.tags.count("details") > 5
     assert page.tags.count("desc") == page.tags.count("svg")
     assert text.count("viewBox") == page.tags.count("svg")
@@ -109,7 +113,7 @@ def test_hostile_text_stays_text(tmp_path):
     (run / "config.yaml").write_text(HOSTILE)
     text = report_page(read_run(run))
     page = Page(text)
-    assert page.tags.count("script") == 1
+    assert page.scripts == SCRIPTS
     assert "img" not in page.tags
     assert page.tags.count("style") == 1
     assert "alert(1)" in " ".join(page.data)
@@ -307,8 +311,27 @@ def test_two_runs_are_compared_at_equal_cost(tmp_path):
     assert "A step of B takes as long as one of A" in text
     assert "no difference is shown" in text
     page = compared_page(read_run(a), read_run(b))
-    assert Page(page).links == Page(page).scripts == []
+    assert (Page(page).links, Page(page).scripts) == ([], SCRIPTS)
     assert page == compared_page(read_run(a), read_run(b))
+
+
+def test_the_page_of_two_runs_has_both_on_its_charts_and_its_numbers_for_programs(tmp_path):
+    a, b = write_run(tmp_path / "a", 40), write_run(tmp_path / "b", 30, tokens=200)
+    for run, tokens in ((a, 1), (b, 2)):
+        (run / "config.yaml").write_text(f"data: {{tokens_per_pack: {tokens}}}\n")
+    text = compared_page(read_run(a), read_run(b))
+    charts = dict(re.findall(r"<figcaption>(.*?)</figcaption>(.*?)</figure>", text, flags=re.DOTALL))
+    assert {*charts} >= {"Loss at equal tokens", "Loss at equal FLOPs", "Time of a step", "MFU"}
+    for chart in charts.values():
+        assert re.findall(r'data-name="(.)"', chart) == ["A", "B"]
+    spent = [int(more) for more in re.findall(r' data-x="(.*?)"', charts["Loss at equal tokens"])[1].split()]
+    assert (sum(spent), len(spent)) == (6000, 30)
+    assert ">kFLOP</text>" in charts["Loss at equal FLOPs"]
+    told = json.loads(re.search(r'id="headway-report">(.*?)</script>', text, flags=re.DOTALL)[1])
+    assert [one["num_records"] for one in told["runs"]] == [40, 30]
+    assert told["settings"] == {"data.tokens_per_pack": ["1", "2"]}
+    low, high = told["step_interval_95"]
+    assert low <= 0 <= high
 
 
 def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rate(tmp_path):
@@ -335,7 +358,7 @@ def test_hostile_text_of_two_runs_stays_text(tmp_path):
     text = compared_page(read_run(a), read_run(b))
     assert HOSTILE not in text
     assert "<img" not in text
-    assert Page(text).scripts == []
+    assert Page(text).scripts == SCRIPTS
 
 
 def test_settings_that_refer_to_themselves_end(tmp_path):
@@ -392,3 +415,62 @@ def test_odd_values_leave_sections_out(tmp_path, odd):
     for name in ("memory.json", "resumes.jsonl", "samples.jsonl"):
         (run / name).write_text('{"kind": "sample", "predicted": 3, "lost": 4}\n[1]\nnot json\n')
     assert "Work of each rank" not in report_page(read_run(run))
+
+
+SAID = "document.querySelectorAll('.said')[%d].textContent"
+AT_STEP = """(() => {
+  const svg = document.querySelectorAll("svg:has(g[data-v])")[%d], box = svg.getBoundingClientRect();
+  const { from, to, left, right } = svg.querySelector("g[data-v]").dataset;
+  const x = Number(left) + (right - left) * (%d - from) / (to - from);
+  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + x * box.width / 640, clientY: box.top + 50 }));
+})()"""
+PRESS = "document.querySelectorAll('svg:has(g[data-v])')[%d].dispatchEvent(new KeyboardEvent('keydown', {key: %r}))"
+
+
+@pytest.mark.browser
+def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_path):
+    run, other = write_run(tmp_path / "run", 20), write_run(tmp_path / "other", 15)
+    (tmp_path / "one.html").write_text(report_page(read_run(run)))
+    (tmp_path / "two.html").write_text(compared_page(read_run(run), read_run(other)))
+    with Browser(tmp_path / "profile") as browser:
+        browser.show((tmp_path / "one.html").as_uri())
+        captions = browser.value(
+            "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
+        )
+        loss, time = captions.index("Loss"), captions.index("Time of a step")
+        assert browser.value(SAID % time) == ""
+        browser.value(AT_STEP % (time, 7))
+        assert browser.value(SAID % time) == "step 7: 2.50 s"
+        browser.value(AT_STEP % (loss, 3))
+        assert browser.value(SAID % loss) == "step 3: 1"
+        browser.value(PRESS % (loss, "ArrowRight"))
+        assert browser.value(SAID % loss) == "step 4: 0.75"
+        for key, said in (("Home", "step 1: 3"), ("ArrowLeft", "step 1: 3"), ("End", "step 20: 0.15")):
+            browser.value(PRESS % (loss, key))
+            assert browser.value(SAID % loss) == said
+        assert browser.value("document.querySelectorAll('svg[tabindex=\"0\"]').length") == len(captions)
+        assert browser.value("document.querySelector('.said').getAttribute('aria-live')") == "polite"
+        browser.show((tmp_path / "two.html").as_uri())
+        captions = browser.value(
+            "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
+        )
+        time = captions.index("Time of a step")
+        browser.value(AT_STEP % (time, 7))
+        assert browser.value(SAID % time) == "step 7: A 2.50 s, B 2.50 s"
+        browser.value(AT_STEP % (time, 18))  # B has ended
+        assert browser.value(SAID % time) == "step 18: A 508 ms"
+        assert browser.errors == browser.requests == []
+
+
+@pytest.mark.browser
+def test_a_page_whose_script_is_refused_says_all_that_it_says(tmp_path):
+    text = report_page(read_run(write_run(tmp_path / "run", 20)))
+    words = {}
+    with Browser(tmp_path / "profile") as browser:
+        for name, page in (("with", text), ("without", text.replace("const charts", "const  charts"))):
+            (tmp_path / "page.html").write_text(page)
+            browser.show((tmp_path / "page.html").as_uri())
+            words[name] = browser.value("document.body.innerText.split(/\\s+/).join(' ')")
+            assert (browser.value("document.querySelector('.said')") is None) == (name == "without")
+        assert words["with"] == words["without"]
+        assert len(browser.errors) == 1  # another script than that whose hash the policy holds is refused

@@ -19,6 +19,7 @@ from headway.explain.waterfall import JobExplanation
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.report import Column, format_count, format_duration, format_flops, format_ms, format_rate, format_share
 from headway.report.charts import bar_chart, histogram, line_chart
+from headway.report.hover import SCRIPT
 from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, html_page, html_table, safe
 from headway.report.secrets import without_secrets
@@ -32,7 +33,7 @@ def _plain(value: float) -> str:
     return f"{value:.4g}"
 
 
-_SERIES: tuple[tuple[str, str, _Format], ...] = (
+SERIES: tuple[tuple[str, str, _Format], ...] = (
     ("loss", "Loss", _plain),
     ("lr", "Learning rate", _plain),
     ("grad_norm", "Gradient norm", _plain),
@@ -122,9 +123,8 @@ def report_page(seen: ReportedRun) -> str:
     parts += [f'<p class="note">{safe(note)}</p>' for note in seen.notes]
     for name, text in seen.beside.items():
         parts.append(f"<h2>{safe(name)}</h2><details><summary>Show</summary><pre>{safe(text)}</pre></details>")
-    told = json.dumps(_machine(seen), sort_keys=True).replace("<", "\\u003c")
-    parts.append(f'<script type="application/json" id="headway-report">{told}</script>')
-    return html_page(f"{seen.name}: headway report", CHART_STYLE, "\n".join(parts))
+    parts.append(for_programs(machine(seen)))
+    return html_page(f"{seen.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
 
 
 def report_markdown(seen: ReportedRun) -> str:
@@ -138,7 +138,7 @@ def report_markdown(seen: ReportedRun) -> str:
 def _over_the_run(seen: ReportedRun) -> list[ReportSection]:
     """Numbers over the steps and sums of all of them."""
     sections = []
-    for key, title, form in _SERIES:
+    for key, title, form in SERIES:
         values = [number(record.get(key)) for record in seen.records]
         if any(value is not None for value in values):
             sections.append(_series(seen, title, values, form))
@@ -263,8 +263,15 @@ def _sources(seen: ReportedRun) -> list[ReportSection]:
     return [ReportSection(title, ["source", "tokens", "last loss"], rows, chart=chart)]
 
 
-def _machine(seen: ReportedRun) -> dict[str, Any]:
-    by_key = {key: [number(record.get(key)) for record in seen.records] for key, _, _ in _SERIES}
+def for_programs(told: Mapping[str, Any]) -> str:
+    """The element of a page that holds its numbers as JSON."""
+    text = json.dumps(told, sort_keys=True).replace("<", "\\u003c")
+    return f'<script type="application/json" id="headway-report">{text}</script>'
+
+
+def machine(seen: ReportedRun) -> dict[str, Any]:
+    """What the page of a run says in numbers, JSON-ready."""
+    by_key = {key: [number(record.get(key)) for record in seen.records] for key, _, _ in SERIES}
     return {
         "schema_version": SCHEMA_VERSION,
         "name": seen.name,

@@ -1,5 +1,7 @@
-"""One HTML page: no scripts, no request of the network; light and dark, on paper and on a telephone."""
+"""One HTML page: no request of the network, no script but its own; light and dark, on paper and on a telephone."""
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from html import escape
 
@@ -19,28 +21,34 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70r
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.4rem; } .verdict { font-size: 1.15rem; }
 figure { margin: 1rem 0; } figcaption { font-weight: 600; } svg { display: block; width: 100%; max-width: 48rem; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); } summary, .note { color: var(--soft); }
+.said { margin: 0; min-height: 1.5em; }
 table { border-collapse: collapse; font-size: 0.9rem; } td, th { padding: 0.15rem 0.7rem 0.15rem 0; text-align: right;
   border-bottom: 1px solid var(--grid); overflow-wrap: break-word; }
 td:first-child, th:first-child { text-align: left; }
 .wide { overflow-x: auto; } pre { background: var(--card); padding: 0.7rem; white-space: pre-wrap; font-size: 0.8rem; }
 @media (max-width: 600px) { svg { min-width: 34rem; } }
-@media print { @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
+@media print { .said { display: none; } @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; } details::details-content { content-visibility: visible; display: block; } }
 """
 
 
-def html_page(title: str, style: str, body: str) -> str:
-    """Render a whole page, whose policy forbids every request and every script.
+def html_page(title: str, style: str, body: str, *, script: str = "") -> str:
+    """Render a whole page, whose policy forbids every request, and every script but the one that is given.
 
     Args:
         title: plain text.
         style: CSS, of the project's own.
         body: HTML in which other people's text is escaped already.
+        script: JavaScript, of the project's own, that runs once the page has been read; allowed by its hash.
     """
+    policy = _POLICY
+    if script:
+        policy += f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        body += f"\n<script>{script}</script>"
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{safe(title)}</title><style>{style}</style>"
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
