@@ -407,6 +407,46 @@ def test_each_source_has_its_loss_where_there_are_several(tmp_path):
     assert "Loss of source" not in report_page(read_run(write_run(tmp_path / "one", 9)))
 
 
+def test_time_by_component_stands_beside_flops_where_a_profile_tells_it(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    text = report_markdown(read_run(run))
+    assert "| run.profile.start=N |" in text
+    assert "| headway explain RUN --by component |" in text
+    rows = [
+        {"name": "language.mlp", "ns": 300, "flops": 6000},
+        {"name": "language.attention", "ns": 100, "flops": 3000},
+    ]
+    rows += [{"name": "(no kernel runs)", "ns": 600, "flops": None}]
+    (run / "explain.json").write_text(json.dumps({"steps": [{"by": {"key": "component", "rows": rows}}] * 2}))
+    text = report_markdown(read_run(run))
+    assert "| run.profile.start=N |" not in text
+    assert "| language.mlp | 66.7 % | 30.0 % |" in text
+    assert "| (no kernel runs) | 0.0 % | 60.0 % |" in text
+    (run / "explain.json").write_text('{"steps": [3, {"by": {"key": "component", "rows": [7, {"ns": "x"}]}}]}')
+    assert "| run.profile.start=N |" in report_markdown(read_run(run))
+
+
+def test_settings_that_differ_from_the_recipe_and_from_the_defaults(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    (run / "config.yaml").write_text(
+        "optim: {steps: 7, lr: 0.5, betas: [0.9, 0.95], clip: 1.0}\ndata:\n  train: [{path: x.jsonl, epochs: 2.0}]\n"
+    )
+    text = report_markdown(read_run(run))
+    assert "| optim.steps | 7 |" in text
+    assert "the recipe's file" not in text  # an older run did not write it down
+    recipe = {
+        "path": "r.yaml",
+        "overridden": ["optim.lr=0.001", "optim.steps=", "data.train.0.storage_options.key=hush"],
+    }
+    (run / "run.json").write_text(json.dumps({"recipe": recipe}))
+    text = report_markdown(read_run(run))
+    assert "hush" not in text
+    assert "The recipe is r.yaml: 2 settings were given another value" in text
+    assert "| optim.lr | 0.5 | 0.001 |" in text
+    assert "| optim.steps | 7 | not set |" in text
+    assert '| data.train.0.path | "x.jsonl" | the same | null |' in text
+
+
 @pytest.mark.parametrize(
     "odd", [{"rank_flops": [1, None]}, {"rank_flops": "x"}, {"rank_flops": [[1], 2]}, {"sources": {"a": {}, "b": None}}]
 )
@@ -421,8 +461,8 @@ SAID = "document.querySelectorAll('.said')[%d].textContent"
 AT_STEP = """(() => {
   const svg = document.querySelectorAll("svg:has(g[data-v])")[%d], box = svg.getBoundingClientRect();
   const { from, to, left, right } = svg.querySelector("g[data-v]").dataset;
-  const x = Number(left) + (right - left) * (%d - from) / (to - from);
-  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + x * box.width / 640, clientY: box.top + 50 }));
+  const x = (Number(left) + (right - left) * (%d - from) / (to - from)) * box.width / 640;
+  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + x, clientY: box.top + 50 }));
 })()"""
 PRESS = "document.querySelectorAll('svg:has(g[data-v])')[%d].dispatchEvent(new KeyboardEvent('keydown', {key: %r}))"
 

@@ -48,7 +48,7 @@ def report(
         serve(runs, port, output=output, markdown=markdown, open_it=open_it)
         return
     if port is not None:
-        raise ConfigError(f"--port {port} is given without --serve, which alone uses it. Add --serve, or leave it out.")
+        raise UsageError(f"--port {port} is given without --serve, which alone uses it. Add --serve, or leave it out.")
 
     if markdown and (output is not None or open_it):
         raise UsageError("--md prints; -o and --open are for the HTML page. Give one of them.")

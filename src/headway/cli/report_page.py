@@ -10,6 +10,7 @@ import numpy as np
 
 from headway.cli.report_folder import folder_sections, restarts
 from headway.cli.report_section import ReportSection
+from headway.cli.report_settings import changed_settings
 from headway.errors import LogError
 from headway.explain.compare import MeanStep, mean_step
 from headway.explain.records import METRICS, UNFINISHED, explain_records, step_records
@@ -147,7 +148,8 @@ def _over_the_run(seen: ReportedRun) -> list[ReportSection]:
         spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
         chart = histogram(title := "How long steps took", times, form=format_duration)
         sections.append(ReportSection(title, ["percentile of steps", "time"], spread, chart=chart))
-    return [*sections, *_components(seen), *_sources(seen), *folder_sections(seen.path, seen.records)]
+    settings = changed_settings(seen.beside.get("config.yaml", ""), seen.beside.get("run.json", ""))
+    return [*sections, *_components(seen), *_sources(seen), *folder_sections(seen.path, seen.records), *settings]
 
 
 def verdict(seen: ReportedRun) -> str:

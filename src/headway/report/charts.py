@@ -1,7 +1,7 @@
 """Charts as SVG: pure functions from numbers to text, the same bytes for the same numbers.
 
-Colours are CSS variables of the page (`headway.report.page`), so that light and dark both work. No chart has a script; the
-page's own shows the values under the pointer (`headway.report.hover`).
+Colours are CSS variables of the page (`headway.report.page`), so that light and dark both work. No chart has a
+script; the page's own shows the values under the pointer (`headway.report.hover`).
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.report.format import printable
+from headway.report.format import format_share, printable
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 12, 40  # room for ticks and units
@@ -30,7 +30,7 @@ class Line(NamedTuple):
     """Values over places that ascend.
 
     Attributes:
-        name: whose values, plain text; "" where a chart has one line.
+        name: whose values, a short word; "" where a chart has one line.
         steps: where each value stands, ascending.
         values: as many; None or one that is not finite leaves a gap.
     """
@@ -90,7 +90,7 @@ def lines_chart(
     low, high = min(float(_finite(ys).min()) for *_, ys in read), max(float(_finite(ys).max()) for *_, ys in read)
     first, last = min(float(xs[0]) for _, xs, _ in read), max(float(xs[-1]) for _, xs, _ in read)
     y_of, y_axis = _y_axis(low, high, form)
-    x_of, x_axis = _x_axis(first, last, x_name)
+    x_of, x_axis = _x_axis(first, last, x_name, leaves_room=len(read) > 1)
     drawn = [y_axis, x_axis]
     for place in (_fixed(x_of(mark)) for mark in marks if first <= mark <= last):
         ends = f'x1="{place}" x2="{place}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
@@ -110,13 +110,13 @@ def lines_chart(
                 drawn.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.3"/>')
         drawn.append("</g>")
         if name:
-            x = _WIDTH - _RIGHT - 60 * (len(read) - number)
-            drawn.append(f'<rect x="{x}" y="{_HEIGHT - 16}" width="14" height="4" fill="{colour}"/>')
-            drawn.append(_text(x + 20, _HEIGHT - 10, _cut(name, 6), "start"))
+            x = _WIDTH - _RIGHT - sum(34 + 7 * len(one) for one, *_ in read[number:])
+            drawn.append(f'<rect x="{x}" y="{_HEIGHT - 12}" width="14" height="4" fill="{colour}"/>')
+            drawn.append(_text(x + 20, _HEIGHT - 6, name, "start"))
         known = _finite(ys)
         whose = f"{name}: " if name else ""
-        told.append(f"{whose}{len(known)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {form(float(known.min()))} "
-                    f"to {form(float(known.max()))}.")  # fmt: skip
+        least, most = form(float(known.min())), form(float(known.max()))
+        told.append(f"{whose}{len(known)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {least} to {most}.")
     return _svg(title, " ".join(told), drawn, _HEIGHT)
 
 
@@ -130,8 +130,8 @@ def _hovered(
     places = [round(x / unit) for x, _ in known]
     steps = " ".join(str(after - before) for before, after in pairwise([0, *places]))
     data = {
-        "name": name, "of": x_name, "unit": f"{unit:g}", "from": f"{ends[0] / unit:.10g}", "to": f"{ends[1] / unit:.10g}",
-        "left": _LEFT, "right": _WIDTH - _RIGHT, "x": steps, "v": "|".join(form(y) for _, y in known),
+        "name": name, "of": x_name, "unit": f"{unit:g}", "x": steps, "v": "|".join(form(y) for _, y in known),
+        "from": f"{ends[0] / unit:.10g}", "to": f"{ends[1] / unit:.10g}", "left": _LEFT, "right": _WIDTH - _RIGHT,
     }  # fmt: skip
     return "<g " + " ".join(f'data-{key}="{_safe(str(value))}"' for key, value in data.items()) + ">"
 
@@ -168,7 +168,14 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, st
     return _svg(title, said, drawn, 2 * _TOP + len(bars) * (_BAR + _GAP))
 
 
-def histogram(title: str, values: Sequence[float], *, form: Format, num_bins: int = 30) -> str:
+def histogram(
+    title: str,
+    values: Sequence[float],
+    *,
+    form: Format,
+    num_bins: int = 30,
+    shares: Sequence[float] | None = None,
+) -> str:
     """Draw how often values come: bins of equal width from the smallest to the largest.
 
     Args:
@@ -176,16 +183,18 @@ def histogram(title: str, values: Sequence[float], *, form: Format, num_bins: in
         values: finite ones are counted.
         form: a value with its unit.
         num_bins: how many bins.
+        shares: what each value counts for, a fraction; 1 each if None.
 
     Raises:
         ValueError: no value is finite.
     """
-    known = np.asarray(values, float)
-    known = known[np.isfinite(known)]
+    read = np.asarray(values, float)
+    known = read[np.isfinite(read)]
     if not len(known):
         raise ValueError("a histogram needs a finite value.")
-    counts, edges = np.histogram(known, num_bins)
-    y_of, y_axis = _y_axis(0.0, float(counts.max()), lambda count: f"{count:g}")
+    weights = None if shares is None else np.asarray(shares, float)[np.isfinite(read)]
+    counts, edges = np.histogram(known, num_bins, weights=weights)
+    y_of, y_axis = _y_axis(0.0, float(counts.max()), (lambda count: f"{count:g}") if shares is None else format_share)
     x_of, x_axis = _x_axis(float(edges[0]), float(edges[-1]), "", form)
     drawn = [y_axis, x_axis]
     for count, (start, end) in zip(counts, pairwise(edges), strict=True):
@@ -222,15 +231,17 @@ def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *
                  for part in _buckets(len(row), 128)]  # fmt: skip
         shades = [round(_SHADES * (max(cell) - low) / ((high - low) or 1.0)) if cell else None for cell in cells]
         place, width = 0, room / max(1, len(cells))
-        drawn.append(f'<g fill="var(--c0)" transform="translate(0 {y})">')
+        by_shade: dict[int, list[str]] = {}
         for shade, alike in groupby(shades):
             count = len([*alike])
             if shade is not None:
-                drawn.append(
-                    f'<rect x="{_fixed(left + width * place)}" width="{_fixed(width * count)}" height="{_BAR}" '
-                    f'fill-opacity="{_fixed(0.12 + 0.88 * shade / _SHADES)}"/>'
-                )
+                drawn_cell = f"M{_fixed(left + width * place)} {_BAR // 2}h{_fixed(width * count)}"
+                by_shade.setdefault(shade, []).append(drawn_cell)
             place += count
+        drawn.append(f'<g stroke="var(--c0)" stroke-width="{_BAR}" transform="translate(0 {y})">')
+        for shade, parts in sorted(by_shade.items()):
+            opacity = _fixed(0.12 + 0.88 * shade / _SHADES)
+            drawn.append(f'<path d="{"".join(parts)}" stroke-opacity="{opacity}"/>')
         drawn.append("</g>")
     said = f"{len(rows)} rows, from {form(low)} (light) to {form(high)} (full colour)."
     return _svg(title, said, drawn, 2 * _TOP + len(rows) * (_BAR + 2))
@@ -275,7 +286,7 @@ def _buckets(length: int, count: int) -> list[slice]:
 
 def _band(xs: "np.ndarray", ys: "np.ndarray", x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
     upper, lower = [], []
-    for part in _buckets(len(xs), NUM_BUCKETS):
+    for part in _buckets(len(xs), NUM_BUCKETS // 2):  # a band needs fewer than the line's peaks
         finite = ys[part][np.isfinite(ys[part])]
         if len(finite):
             low, high = np.percentile(finite, [5, 95])
@@ -311,7 +322,9 @@ def _y_axis(low: float, high: float, form: Format) -> tuple[Callable[[float], fl
     return y_of, "".join(drawn)
 
 
-def _x_axis(low: float, high: float, name: str, form: Format | None = None) -> tuple[Callable[[float], float], str]:
+def _x_axis(
+    low: float, high: float, name: str, form: Format | None = None, *, leaves_room: bool = False
+) -> tuple[Callable[[float], float], str]:
     room, span = _WIDTH - _LEFT - _RIGHT, high - low if high > low else 1.0
 
     def x_of(value: float) -> float:
@@ -322,7 +335,9 @@ def _x_axis(low: float, high: float, name: str, form: Format | None = None) -> t
     drawn += [
         _text(x_of(tick), bottom + 16, form(tick) if form else f"{tick:,.10g}", "middle") for tick in ticks(low, high)
     ]
-    if name:
+    if name and leaves_room:  # for the names of lines
+        drawn.append(_text(_LEFT, _HEIGHT - 6, name, "start"))
+    elif name:
         drawn.append(_text(_LEFT + room / 2, _HEIGHT - 6, name, "middle"))
     return x_of, "".join(drawn)
 

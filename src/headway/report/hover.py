@@ -1,8 +1,8 @@
 """The page's one script: the step and the values of a chart's lines under the pointer, or by the arrow keys.
 
-It reads what `headway.report.charts` wrote beside each line, asks nothing of the network, and a page without it says all
-that it says. In a long series it stops at the points that are drawn, which are records: the smallest and the largest value
-of each bucket.
+It reads what `headway.report.charts` wrote beside each line, asks nothing of the network, and a page without it says
+all that it says. In a long series it stops at the points that are drawn, which are records: the smallest and the
+largest value of each bucket.
 """
 
 SCRIPT = """
@@ -37,7 +37,8 @@ for (const [svg, lines] of charts) {
     cursor.setAttribute("d", `M${drawn} 12V180`);
   };
   const follow = event => {
-    const box = svg.getBoundingClientRect(), share = ((event.clientX - box.left) / box.width * 640 - left) / (right - left);
+    const box = svg.getBoundingClientRect(), drawn = (event.clientX - box.left) / box.width * 640;
+    const share = (drawn - left) / (right - left);
     show(nearest(places, Number(from) + share * (to - from)));
   };
   svg.addEventListener("pointermove", follow);

@@ -2,20 +2,24 @@
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from headway.report.format import printable
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-CHART_STYLE = """
+_COLOURS = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2128; --soft: #57606a; --grid: #d8dee4; --card: #f6f8fa;
   --c0: #1f6feb; --c1: #9cc3f5; --c2: #b35900; --c3: #2f7d4f; --c4: #8250df; --c5: #bf3989; --c6: #57606a;
   --c7: #0a7a7a; }
 @media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --ink: #e6edf3; --soft: #9da7b1; --grid: #30363d;
   --card: #161b22; --c0: #58a6ff; --c1: #275a94; --c2: #e09b4f; --c3: #56c07f; --c4: #b391f5; --c5: #f17fbf;
   --c6: #9da7b1; --c7: #4cc2c2; } }
-* { box-sizing: border-box; }
+"""
+CHART_STYLE = (
+    _COLOURS
+    + """* { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem; padding: 0 1rem;
   color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.4rem; } .verdict { font-size: 1.15rem; }
@@ -31,6 +35,7 @@ td:first-child, th:first-child { text-align: left; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; } details::details-content { content-visibility: visible; display: block; } }
 """
+)
 
 
 def html_page(title: str, style: str, body: str, *, script: str = "") -> str:
@@ -52,6 +57,27 @@ def html_page(title: str, style: str, body: str, *, script: str = "") -> str:
         f"<title>{safe(title)}</title><style>{style}</style>"
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def svg_file(charts: Mapping[str, str]) -> str:
+    """Charts below each other as one SVG file, light or dark as the reader's system is.
+
+    Args:
+        charts: of `headway.report.charts`, by a heading of plain text.
+    """
+    parts, y = [], 0
+    for heading, chart in charts.items():
+        box = re.match(r'<svg role="img" viewBox="0 0 640 (\d+)"', chart)
+        assert box is not None, "a chart begins with its box"
+        height = int(box[1])
+        parts.append(f'<text x="12" y="{y + 20}" font-weight="bold">{safe(heading)}</text>')
+        parts.append(f'<svg y="{y + 28}" width="640" height="{height}"{chart.removeprefix("<svg")}')
+        y += 36 + height
+    style = f"{_COLOURS}text {{ font-family: system-ui, sans-serif; font-size: 12px; fill: var(--ink); }}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {y}" width="640" height="{y}"><style>{style}</style>'
+        f'<rect width="640" height="{y}" fill="var(--paper)"/>{"".join(parts)}</svg>\n'
+    )
 
 
 def safe(text: str) -> str:
