@@ -13,6 +13,7 @@ from headway.report.numbers import number, numbers
 
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
+_SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
 _MOST_ANSWERS, _LONGEST = 12, 400  # of the last evaluation [characters]
@@ -119,9 +120,9 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSec
         (f"{name}, {what}", share)
         for name, *both in shown
         for what, share in zip(("FLOPs", "time"), both, strict=True)
-        if share
+        if max(both) >= _SEEN
     ]
-    chart = bar_chart(title, bars, form=format_share)
+    chart = bar_chart(title, bars, form=format_share) if bars else ""
     says = "Of the steps that a profile explains; FLOPs with what was run again, time in which kernels of it ran."
     return [ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, chart)]
 

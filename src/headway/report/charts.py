@@ -36,8 +36,8 @@ class Line(NamedTuple):
     """
 
     name: str
-    steps: Sequence[float]
-    values: Sequence[float | None]
+    steps: "Sequence[float] | np.ndarray"
+    values: "Sequence[float | None] | np.ndarray"
 
 
 def line_chart(
@@ -137,7 +137,7 @@ def _hovered(
 
 
 def _finite(values: "np.ndarray") -> "np.ndarray":
-    return values[np.isfinite(values)]
+    return np.asarray(values[np.isfinite(values)])
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, stacked: bool = False) -> str:
