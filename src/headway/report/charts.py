@@ -100,6 +100,7 @@ def lines_chart(
     told = []
     for number, (name, xs, ys) in enumerate(read):
         points, colour = reduced(xs, ys), f"var(--c{_LINE_COLOURS[number]})"
+        dashed = ' stroke-dasharray="7 3"' if number else ""  # where two lines coincide, both are seen
         drawn.append(_hovered(name, points, (first, last), x_name, form))
         for piece in _pieces(points):
             if len(piece) == 1:
@@ -107,7 +108,7 @@ def lines_chart(
                 drawn.append(f'<circle cx="{_fixed(x_of(x))}" cy="{_fixed(y_of(y))}" r="2.5" fill="{colour}"/>')
             else:
                 joined = " ".join(f"{_fixed(x_of(x))},{_fixed(y_of(y))}" for x, y in piece)
-                drawn.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.3"/>')
+                drawn.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.3"{dashed}/>')
         drawn.append("</g>")
         if name:
             x = _WIDTH - _RIGHT - sum(34 + 7 * len(one) for one, *_ in read[number:])
