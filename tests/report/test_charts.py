@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from headway.report.charts import Line, bar_chart, heat_strip, histogram, line_chart, lines_chart, reduced, ticks
+from headway.report.charts import DrawnLine, bar_chart, heat_strip, histogram, line_chart, lines_chart, reduced, ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style> \x1b[2J'
@@ -60,12 +60,12 @@ def test_a_long_series_keeps_the_smallest_and_the_largest_of_each_bucket():
 
 
 def test_lines_share_an_axis_and_tell_their_points():
-    drawn = lines_chart("x", [Line("A", [0, 10], [1.0, 2.0]), Line("B", [5, 20], [4.0, None])], form=plain)
+    drawn = lines_chart("x", [DrawnLine("A", [0, 10], [1.0, 2.0]), DrawnLine("B", [5, 20], [4.0, None])], form=plain)
     told = re.findall(
         r'data-name="(.)" data-of="step" data-unit="1" data-x="(.*?)" data-v="(.*?)" data-from="0"', drawn
     )
     assert told == [("A", "0 10", "1|2"), ("B", "5", "4")]
-    costs = lines_chart("x", [Line("A", [0.5, 0.75, 1.25], [1.0, 2.0, 3.0])], form=plain)
+    costs = lines_chart("x", [DrawnLine("A", [0.5, 0.75, 1.25], [1.0, 2.0, 3.0])], form=plain)
     unit, steps = re.search(r'data-unit="(.*?)" data-x="(.*?)"', costs).groups()
     assert [float(unit) * one for one in np.cumsum([int(more) for more in steps.split()])] == pytest.approx(
         [0.5, 0.75, 1.25]

@@ -277,7 +277,7 @@ def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget")
     import numpy as np
 
     from headway.cache import write_whole
-    from headway.report.charts import Line, histogram, lines_chart
+    from headway.report.charts import DrawnLine, histogram, lines_chart
     from headway.report.page import svg_file
 
     of_tokens = f"Share of all tokens by length of their sample [tokens], {len(tokens):,} samples"
@@ -291,7 +291,7 @@ def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget")
     )
     filled = np.linspace(0, 1, _FILLS)
     lines = [
-        Line(name, 100 * filled, np.searchsorted(np.sort(fill), filled + 1e-9, side="right") / len(fill))
+        DrawnLine(name, 100 * filled, np.searchsorted(np.sort(fill), filled + 1e-9, side="right") / len(fill))
         for name, fill in fills.items()
     ]
     charts = {of_tokens: lengths, of_packs: lines_chart(of_packs, lines, form=format_share, x_name="fill [%]")}

@@ -13,7 +13,7 @@ from headway.explain.compare import Comparison, compare
 from headway.explain.text import sentences
 from headway.explain.text_compare import differences, table_of
 from headway.report import format_flops, format_rate
-from headway.report.charts import Line, lines_chart
+from headway.report.charts import DrawnLine, lines_chart
 from headway.report.hover import SCRIPT
 from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, html_page, safe
@@ -169,7 +169,7 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
     if by == "FLOPs":  # in the unit that suits the larger run
         scale = 1000.0 ** (math.floor(math.log10(max(float(cost[-1]) for cost, _ in curves) or 1.0)) // 3)
         unit = format_flops(scale).split()[1]
-    lines = [Line(name, cost / scale, losses) for name, (cost, losses) in zip("AB", curves, strict=True)]
+    lines = [DrawnLine(name, cost / scale, losses) for name, (cost, losses) in zip("AB", curves, strict=True)]
     chart = lines_chart(title, lines, form=lambda loss: f"{loss:.4g}", x_name=unit)
     return ReportSection(title, [by, "A", "B", "B - A"], rows, says, chart)
 
@@ -183,7 +183,7 @@ def _series(a: ReportedRun, b: ReportedRun) -> list[ReportSection]:
         if key not in _COMPARED or not all(known):
             continue
         steps = [[float(record["step"]) for record in run.records] for run in (a, b)]
-        chart = lines_chart(title, [Line(*one) for one in zip("AB", steps, both, strict=True)], form=form)
+        chart = lines_chart(title, [DrawnLine(*one) for one in zip("AB", steps, both, strict=True)], form=form)
         shown = [np.percentile(values, _QUANTILES) for values in known]
         rows = [[f"{q} %", form(float(x)), form(float(y))] for q, x, y in zip(_QUANTILES, *shown, strict=True)]
         sections.append(ReportSection(title, ["percentile of the records", "A", "B"], rows, chart=chart))

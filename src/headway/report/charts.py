@@ -26,7 +26,7 @@ _MOST_WHOLE = 1e15  # larger places are told to six digits
 Format = Callable[[float], str]
 
 
-class Line(NamedTuple):
+class DrawnLine(NamedTuple):
     """Values over places that ascend.
 
     Attributes:
@@ -62,11 +62,11 @@ def line_chart(
     Raises:
         ValueError: no value is finite, or there are not as many steps as values.
     """
-    return lines_chart(title, [Line("", steps, values)], form=form, x_name=x_name, marks=marks)
+    return lines_chart(title, [DrawnLine("", steps, values)], form=form, x_name=x_name, marks=marks)
 
 
 def lines_chart(
-    title: str, lines: Sequence[Line], *, form: Format, x_name: str = "step", marks: Sequence[float] = ()
+    title: str, lines: Sequence[DrawnLine], *, form: Format, x_name: str = "step", marks: Sequence[float] = ()
 ) -> str:
     """Draw lines over one axis, each in its colour with its name; a line alone has the band of `line_chart`.
 
