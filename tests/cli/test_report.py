@@ -441,7 +441,7 @@ def test_settings_that_differ_from_the_recipe_and_from_the_defaults(tmp_path):
     (run / "run.json").write_text(json.dumps({"recipe": recipe}))
     text = report_markdown(read_run(run))
     assert "hush" not in text
-    assert "The recipe is r.yaml: 2 settings were given another value" in text
+    assert "The recipe is r.yaml: 3 settings were given another value" in text
     assert "| optim.lr | 0.5 | 0.001 |" in text
     assert "| optim.steps | 7 | not set |" in text
     assert '| data.train.0.path | "x.jsonl" | the same | null |' in text

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from headway.cli.report_section import ReportSection
+from headway.report.secrets import HIDDEN
 from headway.train.config import TrainConfig
 from headway.train.config.tree import ITEM, Setting, walk
 
@@ -34,16 +35,17 @@ def changed_settings(config: str, facts: str) -> list[ReportSection]:
     known = {setting.name: setting for setting in walk(TrainConfig)}
     changed, others = [], []
     for name, value, default in _leaves(resolved, known):
-        before = next((said for key, said in overridden.items() if name == key or name.startswith(f"{key}.")), None)
-        if before is not None:
-            changed.append([name, _cut(_json(value)), _cut(before), _cut(default)])
-        elif _differs(value, default):
+        is_other = _differs(value, default)
+        above = next((key for key in overridden if name == key or name.startswith(f"{key}.")), None)
+        if above is not None and (name == above or is_other):  # a file may name a section by one word, as data.eval
+            changed.append([name, _cut(_json(value)), _cut(overridden[above]), _cut(default)])
+        elif above is None and is_other:
             others.append([name, _cut(_json(value)), "the same" if path else "", _cut(default)])
     rows = changed + others
     headings = ["setting", "this run", "the recipe's file", "default"]
     if not path:
         headings, rows = [*headings[:2], headings[3]], [[*row[:2], row[3]] for row in rows]
-    says = f"The recipe is {path}: {len(changed)} settings were given another value than it says." if path else ""
+    says = f"The recipe is {path}: {len(overridden)} settings were given another value than it says." if path else ""
     return [ReportSection("Settings that are not the defaults", headings, rows, says)] if rows else []
 
 
@@ -61,6 +63,8 @@ def _leaves(node: Any, known: Mapping[str, Setting], name: str = "") -> Iterator
 
 
 def _differs(value: Any, default: str) -> bool:
+    if value == HIDDEN:  # nobody can tell
+        return False
     try:
         return bool(value != yaml.safe_load(default))
     except yaml.YAMLError:
