@@ -13,9 +13,13 @@ from headway.count import Workload
 from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
+from helpers.browser import Browser
 from helpers.one_linear import COST_MODEL, Clock
 
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
+
+
+SCRIPTS = [{"type": "application/json", "id": "headway-report"}, {}]  # the numbers, and what shows them under a pointer
 
 
 class Page(HTMLParser):
@@ -80,7 +84,7 @@ def test_the_page_has_its_parts_and_asks_for_nothing(tmp_path):
     assert "default-src 'none'" in text
     assert "@import" not in text
     assert {urlsplit(url).netloc for url in re.findall(r"https?://[^\s\"'<]+", text)} <= {"www.w3.org"}  # SVG's name
-    assert page.scripts == [{"type": "application/json", "id": "headway-report"}]
+    assert page.scripts == SCRIPTS
     assert page.tags.count("svg") == page.tags.count("figure") == page.tags.count("details") > 5
     assert page.tags.count("desc") == page.tags.count("svg")
     assert text.count("viewBox") == page.tags.count("svg")
@@ -109,7 +113,7 @@ def test_hostile_text_stays_text(tmp_path):
     (run / "config.yaml").write_text(HOSTILE)
     text = report_page(read_run(run))
     page = Page(text)
-    assert page.tags.count("script") == 1
+    assert page.scripts == SCRIPTS
     assert "img" not in page.tags
     assert page.tags.count("style") == 1
     assert "alert(1)" in " ".join(page.data)
@@ -307,8 +311,27 @@ def test_two_runs_are_compared_at_equal_cost(tmp_path):
     assert "A step of B takes as long as one of A" in text
     assert "no difference is shown" in text
     page = compared_page(read_run(a), read_run(b))
-    assert Page(page).links == Page(page).scripts == []
+    assert (Page(page).links, Page(page).scripts) == ([], SCRIPTS)
     assert page == compared_page(read_run(a), read_run(b))
+
+
+def test_the_page_of_two_runs_has_both_on_its_charts_and_its_numbers_for_programs(tmp_path):
+    a, b = write_run(tmp_path / "a", 40), write_run(tmp_path / "b", 30, tokens=200)
+    for run, tokens in ((a, 1), (b, 2)):
+        (run / "config.yaml").write_text(f"data: {{tokens_per_pack: {tokens}}}\n")
+    text = compared_page(read_run(a), read_run(b))
+    charts = dict(re.findall(r"<figcaption>(.*?)</figcaption>(.*?)</figure>", text, flags=re.DOTALL))
+    assert {*charts} >= {"Loss at equal tokens", "Loss at equal FLOPs", "Time of a step", "MFU"}
+    for chart in charts.values():
+        assert re.findall(r'data-name="(.)"', chart) == ["A", "B"]
+    spent = [int(more) for more in re.findall(r' data-x="(.*?)"', charts["Loss at equal tokens"])[1].split()]
+    assert (sum(spent), len(spent)) == (6000, 30)
+    assert ">kFLOP</text>" in charts["Loss at equal FLOPs"]
+    told = json.loads(re.search(r'id="headway-report">(.*?)</script>', text, flags=re.DOTALL)[1])
+    assert [one["num_records"] for one in told["runs"]] == [40, 30]
+    assert told["settings"] == {"data.tokens_per_pack": ["1", "2"]}
+    low, high = told["step_interval_95"]
+    assert low <= 0 <= high
 
 
 def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rate(tmp_path):
@@ -335,7 +358,7 @@ def test_hostile_text_of_two_runs_stays_text(tmp_path):
     text = compared_page(read_run(a), read_run(b))
     assert HOSTILE not in text
     assert "<img" not in text
-    assert Page(text).scripts == []
+    assert Page(text).scripts == SCRIPTS
 
 
 def test_settings_that_refer_to_themselves_end(tmp_path):
@@ -384,6 +407,46 @@ def test_each_source_has_its_loss_where_there_are_several(tmp_path):
     assert "Loss of source" not in report_page(read_run(write_run(tmp_path / "one", 9)))
 
 
+def test_time_by_component_stands_beside_flops_where_a_profile_tells_it(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    text = report_markdown(read_run(run))
+    assert "| run.profile.start=N |" in text
+    assert "| headway explain RUN --by component |" in text
+    rows = [
+        {"name": "language.mlp", "ns": 300, "flops": 6000},
+        {"name": "language.attention", "ns": 100, "flops": 3000},
+    ]
+    rows += [{"name": "(no kernel runs)", "ns": 600, "flops": None}]
+    (run / "explain.json").write_text(json.dumps({"steps": [{"by": {"key": "component", "rows": rows}}] * 2}))
+    text = report_markdown(read_run(run))
+    assert "| run.profile.start=N |" not in text
+    assert "| language.mlp | 66.7 % | 30.0 % |" in text
+    assert "| (no kernel runs) | 0.0 % | 60.0 % |" in text
+    (run / "explain.json").write_text('{"steps": [3, {"by": {"key": "component", "rows": [7, {"ns": "x"}]}}]}')
+    assert "| run.profile.start=N |" in report_markdown(read_run(run))
+
+
+def test_settings_that_differ_from_the_recipe_and_from_the_defaults(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    (run / "config.yaml").write_text(
+        "optim: {steps: 7, lr: 0.5, betas: [0.9, 0.95], clip: 1.0}\ndata:\n  train: [{path: x.jsonl, epochs: 2.0}]\n"
+    )
+    text = report_markdown(read_run(run))
+    assert "| optim.steps | 7 |" in text
+    assert "the recipe's file" not in text  # an older run did not write it down
+    recipe = {
+        "path": "r.yaml",
+        "overridden": ["optim.lr=0.001", "optim.steps=", "data.train.0.storage_options.key=hush"],
+    }
+    (run / "run.json").write_text(json.dumps({"recipe": recipe}))
+    text = report_markdown(read_run(run))
+    assert "hush" not in text
+    assert "The recipe is r.yaml: 3 settings were given another value" in text
+    assert "| optim.lr | 0.5 | 0.001 |" in text
+    assert "| optim.steps | 7 | not set |" in text
+    assert '| data.train.0.path | "x.jsonl" | the same | null |' in text
+
+
 @pytest.mark.parametrize(
     "odd", [{"rank_flops": [1, None]}, {"rank_flops": "x"}, {"rank_flops": [[1], 2]}, {"sources": {"a": {}, "b": None}}]
 )
@@ -392,3 +455,62 @@ def test_odd_values_leave_sections_out(tmp_path, odd):
     for name in ("memory.json", "resumes.jsonl", "samples.jsonl"):
         (run / name).write_text('{"kind": "sample", "predicted": 3, "lost": 4}\n[1]\nnot json\n')
     assert "Work of each rank" not in report_page(read_run(run))
+
+
+SAID = "document.querySelectorAll('.said')[%d].textContent"
+AT_STEP = """(() => {
+  const svg = document.querySelectorAll("svg:has(g[data-v])")[%d], box = svg.getBoundingClientRect();
+  const { from, to, left, right } = svg.querySelector("g[data-v]").dataset;
+  const x = (Number(left) + (right - left) * (%d - from) / (to - from)) * box.width / 640;
+  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + x, clientY: box.top + 50 }));
+})()"""
+PRESS = "document.querySelectorAll('svg:has(g[data-v])')[%d].dispatchEvent(new KeyboardEvent('keydown', {key: %r}))"
+
+
+@pytest.mark.browser
+def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_path):
+    run, other = write_run(tmp_path / "run", 20), write_run(tmp_path / "other", 15)
+    (tmp_path / "one.html").write_text(report_page(read_run(run)))
+    (tmp_path / "two.html").write_text(compared_page(read_run(run), read_run(other)))
+    with Browser(tmp_path / "profile") as browser:
+        browser.show((tmp_path / "one.html").as_uri())
+        captions = browser.value(
+            "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
+        )
+        loss, time = captions.index("Loss"), captions.index("Time of a step")
+        assert browser.value(SAID % time) == ""
+        browser.value(AT_STEP % (time, 7))
+        assert browser.value(SAID % time) == "step 7: 2.50 s"
+        browser.value(AT_STEP % (loss, 3))
+        assert browser.value(SAID % loss) == "step 3: 1"
+        browser.value(PRESS % (loss, "ArrowRight"))
+        assert browser.value(SAID % loss) == "step 4: 0.75"
+        for key, said in (("Home", "step 1: 3"), ("ArrowLeft", "step 1: 3"), ("End", "step 20: 0.15")):
+            browser.value(PRESS % (loss, key))
+            assert browser.value(SAID % loss) == said
+        assert browser.value("document.querySelectorAll('svg[tabindex=\"0\"]').length") == len(captions)
+        assert browser.value("document.querySelector('.said').getAttribute('aria-live')") == "polite"
+        browser.show((tmp_path / "two.html").as_uri())
+        captions = browser.value(
+            "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
+        )
+        time = captions.index("Time of a step")
+        browser.value(AT_STEP % (time, 7))
+        assert browser.value(SAID % time) == "step 7: A 2.50 s, B 2.50 s"
+        browser.value(AT_STEP % (time, 18))  # B has ended
+        assert browser.value(SAID % time) == "step 18: A 508 ms"
+        assert browser.errors == browser.requests == []
+
+
+@pytest.mark.browser
+def test_a_page_whose_script_is_refused_says_all_that_it_says(tmp_path):
+    text = report_page(read_run(write_run(tmp_path / "run", 20)))
+    words = {}
+    with Browser(tmp_path / "profile") as browser:
+        for name, page in (("with", text), ("without", text.replace("const charts", "const  charts"))):
+            (tmp_path / "page.html").write_text(page)
+            browser.show((tmp_path / "page.html").as_uri())
+            words[name] = browser.value("document.body.innerText.split(/\\s+/).join(' ')")
+            assert (browser.value("document.querySelector('.said')") is None) == (name == "without")
+        assert words["with"] == words["without"]
+        assert len(browser.errors) == 1  # another script than that whose hash the policy holds is refused

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from headway.report.charts import bar_chart, heat_strip, histogram, line_chart, reduced, ticks
+from headway.report.charts import DrawnLine, bar_chart, heat_strip, histogram, line_chart, lines_chart, reduced, ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style> \x1b[2J'
@@ -42,7 +42,7 @@ def test_a_chart_is_svg_with_title_description_and_box(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_names_stay_text(kind):
     root = ElementTree.fromstring(drawn(kind, HOSTILE))
-    allowed = {"svg", "title", "desc", "text", "line", "polyline", "circle", "rect", "polygon", "g"}
+    allowed = {"svg", "title", "desc", "text", "line", "polyline", "circle", "rect", "polygon", "path", "g"}
     assert {one.tag.removeprefix(SPACE) for one in root.iter()} <= allowed
     assert root.find(f"{SPACE}title").text == HOSTILE.replace("\x1b", "\\x1b")
 
@@ -59,6 +59,19 @@ def test_a_long_series_keeps_the_smallest_and_the_largest_of_each_bucket():
     assert "<polygon" in chart  # the band
 
 
+def test_lines_share_an_axis_and_tell_their_points():
+    drawn = lines_chart("x", [DrawnLine("A", [0, 10], [1.0, 2.0]), DrawnLine("B", [5, 20], [4.0, None])], form=plain)
+    told = re.findall(
+        r'data-name="(.)" data-of="step" data-unit="1" data-x="(.*?)" data-v="(.*?)" data-from="0"', drawn
+    )
+    assert told == [("A", "0 10", "1|2"), ("B", "5", "4")]
+    costs = lines_chart("x", [DrawnLine("A", [0.5, 0.75, 1.25], [1.0, 2.0, 3.0])], form=plain)
+    unit, steps = re.search(r'data-unit="(.*?)" data-x="(.*?)"', costs).groups()
+    assert [float(unit) * one for one in np.cumsum([int(more) for more in steps.split()])] == pytest.approx(
+        [0.5, 0.75, 1.25]
+    )
+
+
 def test_a_gap_parts_the_line():
     assert line_chart("loss", [1, 2, 3, 4, 5], [1.0, 2.0, None, 3.0, 4.0], form=plain).count("<polyline") == 2
     assert drawn("line").count("<circle") == 2  # a point alone
@@ -73,7 +86,7 @@ def test_a_mark_stands_at_its_step_and_one_outside_nowhere():
 
 def test_cells_of_one_shade_are_drawn_as_one():
     drawn = heat_strip("x", [("a", [1.0, 1.0, None, 3.0])], form=plain)
-    cells = re.findall(r'<rect x="([0-9.]+)" width="([0-9.]+)" height="22" fill-opacity="([0-9.]+)"', drawn)
+    cells = re.findall(r'<path d="M([0-9.]+) 11h([0-9.]+)" stroke-opacity="([0-9.]+)"', drawn)
     (first, of_two, light), (last, of_one, full) = [[float(one) for one in cell] for cell in cells]
     assert of_two == 2 * of_one
     assert last == first + 3 * of_one

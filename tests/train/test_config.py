@@ -341,3 +341,11 @@ def test_the_formats_of_the_configuration_are_those_that_are_read():
     assert get_args(get_args(fields["sample_by"].annotation)[0]) == get_args(SampleBy)
     pixels = DataConfig.model_fields["max_image_pixels"]
     assert pixels.default == MAX_IMAGE_PIXELS
+
+
+def test_what_the_file_says_of_overridden_settings_is_kept_beside_equal_configurations(minimal):
+    changed = load_config(minimal, ("optim.lr=0.25", "optim.lr=0.125", "run.seed=3", "optim.steps=100"))
+    assert changed.recipe.path == str(minimal)
+    assert changed.recipe.overridden == ('optim.lr="1e-3"', "run.seed=")  # steps are those of the file
+    assert parse_config(changed.as_dict()) == changed
+    assert load_config(minimal).recipe.overridden == ()

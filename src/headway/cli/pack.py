@@ -9,7 +9,7 @@ from headway.cli import options
 from headway.cli.index import build_indices
 from headway.cli.output import needs_extra, print_json, working
 from headway.cli.resolve import resolve_cost_model
-from headway.errors import DataError, UsageError
+from headway.errors import ConfigError, DataError, UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_lines, render_pairs, render_table
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=str)
 
-_FORMATS = (".png", ".svg")  # of a plot
-_BINS = 60
+_BINS, _FILLS = 60, 401  # of a plot
 TEXT_MODEL, IMAGE_MODEL = "qwen2.5-7b", "qwen2.5-vl-7b"
 """Whose costs balance lengths for which no model is named."""
 
@@ -86,7 +85,7 @@ def pack(
     column: options.ColumnOption = None,
     max_characters: options.MaxCharactersOption = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs (PNG or SVG).")
+        Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs as an SVG file.")
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -254,34 +253,50 @@ def _render(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", re
 
 
 def _check_plot_path(path: Path) -> None:
-    if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"--plot {path}: a plot is a {' or '.join(_FORMATS)} file, got {path.suffix or 'no ending'}.")
+    if path.suffix.lower() != ".svg":
+        raise UsageError(
+            f"--plot {path}: a plot is an .svg file, got {path.suffix or 'no ending'}. Name "
+            f"{path.with_suffix('.svg')}; browsers show it, and print it as PDF."
+        )
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: the folder {path.parent} does not exist. Make it, or name another.")
-    with needs_extra("drawing"):
-        import matplotlib  # noqa: F401  # only whether it is there
 
 
 def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget") -> None:
     """Draw sample lengths, and the fill of packs for each strategy.
 
     Args:
-        path: PNG or SVG file.
+        path: SVG file.
         tokens: length of each sample [tokens], shape (N,).
         fills: fill of each pack, a fraction, by strategy.
         budget: what a pack holds.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
     import numpy as np
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    lengths, packs = figure.subplots(1, 2)
-    edges = np.unique(np.geomspace(max(1, int(tokens.min())), int(tokens.max()) + 1, _BINS).astype(int))
-    lengths.hist(tokens, bins=edges if len(edges) > 1 else 1, weights=tokens / tokens.sum(), color="tab:gray")
-    lengths.set(xscale="log", xlabel="sample length [tokens]", ylabel="share of all tokens")
-    lengths.set_title(f"{len(tokens):,} samples")
-    for name, fill in fills.items():
-        packs.hist(fill, bins=np.linspace(0, 1, _BINS), histtype="step", density=True, label=name)
-    packs.set(xlabel=f"fill of a pack of {budget.tokens:,} tokens", ylabel="density", yscale="log")
-    packs.legend()
-    figure.savefig(path)
+    from headway.cache import write_whole
+    from headway.report.charts import DrawnLine, histogram, lines_chart
+    from headway.report.page import svg_file
+
+    of_tokens = f"Share of all tokens by length of their sample [tokens], {len(tokens):,} samples"
+    of_packs = f"Share of packs by fill: at most so much of {budget.tokens:,} tokens [%]"
+    lengths = histogram(
+        of_tokens,
+        np.log10(np.maximum(1, tokens)),
+        form=lambda exponent: f"{10**exponent:,.0f}",
+        num_bins=_BINS,
+        shares=tokens / tokens.sum(),
+    )
+    filled = np.linspace(0, 1, _FILLS)
+    lines = [
+        DrawnLine(name, 100 * filled, np.searchsorted(np.sort(fill), filled + 1e-9, side="right") / len(fill))
+        for name, fill in fills.items()
+    ]
+    charts = {of_tokens: lengths, of_packs: lines_chart(of_packs, lines, form=format_share, x_name="fill [%]")}
+    written = svg_file(charts).encode()
+    try:
+        write_whole(path, lambda file: file.write(written))
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}. Name another path.") from error

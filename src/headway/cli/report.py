@@ -33,7 +33,7 @@ def report(
         typer.Option(metavar="P", min=0, max=65535, help="Port of --serve; 8484 if not given, 0 for any free one."),
     ] = None,
 ) -> None:
-    """Write what a run's records tell as one HTML page, without scripts or requests: speed, loss, time, findings.
+    """Write what a run's records tell as one HTML page that asks nothing of the network: speed, loss, time, findings.
 
     Of two runs, what a step of the second takes longer and by what, the losses at equal tokens and FLOPs, and the
     settings that differ.
@@ -48,7 +48,7 @@ def report(
         serve(runs, port, output=output, markdown=markdown, open_it=open_it)
         return
     if port is not None:
-        raise ConfigError(f"--port {port} is given without --serve, which alone uses it. Add --serve, or leave it out.")
+        raise UsageError(f"--port {port} is given without --serve, which alone uses it. Add --serve, or leave it out.")
 
     if markdown and (output is not None or open_it):
         raise UsageError("--md prints; -o and --open are for the HTML page. Give one of them.")

@@ -1,20 +1,25 @@
 """Two runs side by side, as HTML or Markdown: what a step of the second takes longer, and losses at equal cost."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import yaml
 
-from headway.cli.report_page import ReportedRun, facts
+from headway.cli.report_page import SCHEMA_VERSION, SERIES, ReportedRun, facts, for_programs, machine
 from headway.cli.report_section import ReportSection
 from headway.explain.compare import Comparison, compare
 from headway.explain.text import sentences
 from headway.explain.text_compare import differences, table_of
 from headway.report import format_flops, format_rate
+from headway.report.charts import DrawnLine, lines_chart
+from headway.report.hover import SCRIPT
 from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, html_page, safe
 
+_COMPARED = ("step_s", "mfu", "data_wait_share", "padding_share")  # over steps; losses stand over what they cost
+_QUANTILES = (5, 50, 95)
 _FEW = 5  # steps
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the shorter run
@@ -30,7 +35,8 @@ def compared_page(a: ReportedRun, b: ReportedRun) -> str:
     parts += [section.as_html() for section in _sections(a, b, compared)]
     parts.append("<h2>What to know of these numbers</h2>")
     parts += [f'<p class="note">{safe(note)}</p>' for note in compared.notes]
-    return html_page(f"{a.name} and {b.name}: headway report", CHART_STYLE, "\n".join(parts))
+    parts.append(for_programs(_machine(a, b, compared)))
+    return html_page(f"{a.name} and {b.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
 
 
 def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
@@ -58,6 +64,17 @@ def _steps_s(run: ReportedRun) -> "np.ndarray":
     """Time of each step that the mean step counts [s]."""
     steps = run.explanation.steps[len(run.mean.left_out) :]
     return np.array([step.duration_ns / 1e9 for step in steps])
+
+
+def _machine(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, Any]:
+    a_s, b_s = _steps_s(a), _steps_s(b)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "runs": [machine(a), machine(b)],
+        "compared": compared.as_record(),
+        "step_interval_95": None if min(len(a_s), len(b_s)) < _FEW else _interval(a_s, b_s),
+        "settings": {name: [one, other] for name, one, other in _settings(a, b).rows},
+    }
 
 
 def _interval(a_s: "np.ndarray", b_s: "np.ndarray") -> tuple[float, float]:
@@ -90,6 +107,7 @@ def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[Repo
         _components(a, b),
         _losses("tokens", a, b),
         _losses("FLOPs", a, b),
+        *_series(a, b),
         _settings(a, b),
         _facts(a, b),
     ]  # fmt: skip
@@ -146,7 +164,30 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
             said = f"{at:,.0f}" if by == "tokens" else format_flops(at)
             rows.append([said, *(f"{one:.4f}" for one in losses), f"{losses[1] - losses[0]:+.4f}"])
     says = "Each loss is the mean of the last fiftieth of its run up to there."
-    return ReportSection(f"Loss at equal {by}", [by, "A", "B", "B - A"], rows, says)
+    title = f"Loss at equal {by}"
+    scale, unit = 1.0, by
+    if by == "FLOPs":  # in the unit that suits the larger run
+        scale = 1000.0 ** (math.floor(math.log10(max(float(cost[-1]) for cost, _ in curves) or 1.0)) // 3)
+        unit = format_flops(scale).split()[1]
+    lines = [DrawnLine(name, cost / scale, losses) for name, (cost, losses) in zip("AB", curves, strict=True)]
+    chart = lines_chart(title, lines, form=lambda loss: f"{loss:.4g}", x_name=unit)
+    return ReportSection(title, [by, "A", "B", "B - A"], rows, says, chart)
+
+
+def _series(a: ReportedRun, b: ReportedRun) -> list[ReportSection]:
+    """Speed of both over their steps, and what of a step was waiting or padding."""
+    sections = []
+    for key, title, form in SERIES:
+        both = [[number(record.get(key)) for record in run.records] for run in (a, b)]
+        known = [[value for value in values if value is not None] for values in both]
+        if key not in _COMPARED or not all(known):
+            continue
+        steps = [[float(record["step"]) for record in run.records] for run in (a, b)]
+        chart = lines_chart(title, [DrawnLine(*one) for one in zip("AB", steps, both, strict=True)], form=form)
+        shown = [np.percentile(values, _QUANTILES) for values in known]
+        rows = [[f"{q} %", form(float(x)), form(float(y))] for q, x, y in zip(_QUANTILES, *shown, strict=True)]
+        sections.append(ReportSection(title, ["percentile of the records", "A", "B"], rows, chart=chart))
+    return sections
 
 
 def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":

@@ -8,10 +8,13 @@ from headway.cli.report_section import ReportSection
 from headway.explain.records import METRICS
 from headway.log.jsonl import as_object
 from headway.report import format_bytes, format_flops, format_rate, format_share
-from headway.report.charts import heat_strip, line_chart
+from headway.report.charts import bar_chart, heat_strip, line_chart
 from headway.report.numbers import number, numbers
 
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
+EXPLANATION = "explain.json"
+_SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
+_UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
 _MOST_ANSWERS, _LONGEST = 12, 400  # of the last evaluation [characters]
 
@@ -26,6 +29,7 @@ def folder_sections(path: Path, records: Sequence[Mapping[str, Any]]) -> list[Re
     folder = path if path.is_dir() else path.parent if path.name == METRICS else None
     parts = [*_source_losses(records), *_ranks(records)]
     if folder is not None:
+        parts = [*_times(folder, records), *parts]
         parts += [*_conventions(folder), *_restarts(folder), *_memory(folder)]
         parts += [*_evaluations(folder), *_answers(folder)]
     return parts
@@ -86,6 +90,41 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
         rows = [[f"rank {rank}", form(sum(row) / len(row)), form(max(row))] for rank, row in enumerate(known) if row]
         parts.append(ReportSection(what, ["rank", "mean of the steps", "most"], rows, chart=chart))
     return parts
+
+
+def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
+    """Share of FLOPs beside share of time of each component, in the steps that a profile explains."""
+    steps = _object(folder / EXPLANATION).get("steps")
+    by_step = [_mapping(_mapping(one).get("by")) for one in steps] if isinstance(steps, list) else []
+    tables = [by.get("rows") for by in by_step if by.get("key") == "component"]
+    found = [row for rows in tables if isinstance(rows, list) for row in rows]
+    flops, ns = dict[str, float](), dict[str, float]()
+    for row in map(_mapping, found):
+        name = str(row.get("name"))
+        flops[name] = flops.get(name, 0.0) + max(number(row.get("flops")) or 0.0, 0.0)
+        ns[name] = ns.get(name, 0.0) + max(number(row.get("ns")) or 0.0, 0.0)
+    title = "FLOPs against time by component"
+    if not (all_ns := sum(ns.values())):
+        if not any(_mapping(one.get("flops_by_component")) for one in records):
+            return []
+        rows = [
+            [] if (folder / "profile").is_dir() else ["run.profile.start=N", "a setting of the run: profiles steps"]
+        ]
+        rows.append(["headway explain RUN --by component", "writes explain.json, which this page reads"])
+        return [ReportSection(title, ["first", "why"], [row for row in rows if row], _UNPROFILED)]
+    all_flops = sum(flops.values())
+    ordered = sorted(ns, key=lambda name: (-ns[name], name))
+    shown = [(name, flops[name] / all_flops if all_flops else 0.0, ns[name] / all_ns) for name in ordered]
+    rows = [[name, format_share(work), format_share(time)] for name, work, time in shown]
+    bars = [
+        (f"{name}, {what}", share)
+        for name, *both in shown
+        for what, share in zip(("FLOPs", "time"), both, strict=True)
+        if max(both) >= _SEEN
+    ]
+    chart = bar_chart(title, bars, form=format_share) if bars else ""
+    says = "Of the steps that a profile explains; FLOPs with what was run again, time in which kernels of it ran."
+    return [ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, chart)]
 
 
 def _conventions(folder: Path) -> list[ReportSection]:

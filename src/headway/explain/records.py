@@ -18,7 +18,7 @@ from headway.explain.findings.rules import find
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
 from headway.explain.unprofiled import WAY_OUT, unprofiled
 from headway.explain.waterfall import JobExplanation, StepWaterfall
-from headway.log.jsonl import as_object
+from headway.log.jsonl import as_object, sharing_decoder
 from headway.plan.lines import NAMES
 from headway.report import format_duration
 
@@ -51,6 +51,13 @@ def explain_records(path: Path, *, step: int | None = None, rank: int | None = N
     Raises:
         ConfigError: the file cannot be read or holds no record of a step, or there is no such step or rank.
     """
+    return explain_with_records(path, step=step, rank=rank)[0]
+
+
+def explain_with_records(
+    path: Path, *, step: int | None = None, rank: int | None = None
+) -> tuple[JobExplanation, list[Mapping[str, Any]]]:
+    """Explain the steps of a run as `explain_records`, and give all its records of steps, each step once, in order."""
     if rank:
         raise ConfigError(
             f"--rank {rank}: records are of all ranks together. Profile that rank with run.profile.ranks, and explain "
@@ -77,19 +84,8 @@ def explain_records(path: Path, *, step: int | None = None, rank: int | None = N
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
         raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
     findings = _found(reads, waterfalls, Series(tuple(in_series), beside_ns))
-    return JobExplanation(tuple(chosen), (WAY_OUT, *notes, *about_beside), tuple(findings))
-
-
-def step_records(path: Path) -> list[Mapping[str, Any]]:
-    """The records of steps that `explain_records` explains, each step once, in their order.
-
-    Args:
-        path: as there.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no record of a step.
-    """
-    return [read.record for read in _read(path)[0]]
+    explanation = JobExplanation(tuple(chosen), (WAY_OUT, *notes, *about_beside), tuple(findings))
+    return explanation, [read.record for read in reads]
 
 
 def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | None = None) -> list[Finding]:
@@ -122,13 +118,13 @@ def _read(path: Path) -> tuple[list[_Read], list[str]]:
     """Read the records of steps, each step once, and say what else the file holds."""
     by_step: dict[int, _Read] = {}
     others, timeless, unreadable, repeated = 0, 0, list[int](), 0
-    is_torn = False
+    is_torn, decoder = False, sharing_decoder()
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                record = as_object(line)
+                record = as_object(line, decoder)
                 if record is None:
                     unreadable.append(number)
                     is_torn = not line.endswith(b"\n")

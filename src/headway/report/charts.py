@@ -1,16 +1,18 @@
 """Charts as SVG: pure functions from numbers to text, the same bytes for the same numbers.
 
-Colours are CSS variables of the page (`headway.report.page`), so that light and dark both work; no chart has a script.
+Colours are CSS variables of the page (`headway.report.page`), so that light and dark both work. No chart has a
+script; the page's own shows the values under the pointer (`headway.report.hover`).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from headway.report.format import printable
+from headway.report.format import format_share, printable
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 12, 40  # room for ticks and units
@@ -18,8 +20,24 @@ _BAR, _GAP = 22, 8
 NUM_BUCKETS = 240  # of a long series: each keeps its smallest and its largest value
 _SHADES = 20  # of a heat strip; cells side by side of one shade are drawn as one
 NUM_COLOURS = 8  # --c0 to --c7 on the page
+_LINE_COLOURS = (0, 2, 3, 4, 5, 6, 7)  # --c1 is the band's
+_MOST_WHOLE = 1e15  # larger places are told to six digits
 
 Format = Callable[[float], str]
+
+
+class DrawnLine(NamedTuple):
+    """Values over places that ascend.
+
+    Attributes:
+        name: whose values, a short word; "" where a chart has one line.
+        steps: where each value stands, ascending.
+        values: as many; None or one that is not finite leaves a gap.
+    """
+
+    name: str
+    steps: "Sequence[float] | np.ndarray"
+    values: "Sequence[float | None] | np.ndarray"
 
 
 def line_chart(
@@ -44,28 +62,83 @@ def line_chart(
     Raises:
         ValueError: no value is finite, or there are not as many steps as values.
     """
-    xs, ys = np.asarray(steps, float), np.array([math.nan if one is None else one for one in values], float)
-    known = ys[np.isfinite(ys)]
-    if len(xs) != len(ys) or not len(known):
-        raise ValueError(f"{len(xs)} steps and {len(known)} finite values of {len(ys)} make no line.")
-    low, high = float(known.min()), float(known.max())
+    return lines_chart(title, [DrawnLine("", steps, values)], form=form, x_name=x_name, marks=marks)
+
+
+def lines_chart(
+    title: str, lines: Sequence[DrawnLine], *, form: Format, x_name: str = "step", marks: Sequence[float] = ()
+) -> str:
+    """Draw lines over one axis, each in its colour with its name; a line alone has the band of `line_chart`.
+
+    Beside each line stand its points as text, for the script of `headway.report.hover`.
+
+    Args:
+        title: what is drawn; escaped.
+        lines: at least one.
+        form: a value with its unit.
+        x_name: unit of the steps.
+        marks: as for `line_chart`.
+
+    Raises:
+        ValueError: a line has no finite value, or not as many steps as values.
+    """
+    read = [(one.name, np.asarray(one.steps, float), np.array([math.nan if value is None else value
+             for value in one.values], float)) for one in lines]  # fmt: skip
+    for _, xs, ys in read:
+        if len(xs) != len(ys) or not np.isfinite(ys).any():
+            raise ValueError(f"{len(xs)} steps and {np.isfinite(ys).sum()} finite values of {len(ys)} make no line.")
+    low, high = min(float(_finite(ys).min()) for *_, ys in read), max(float(_finite(ys).max()) for *_, ys in read)
+    first, last = min(float(xs[0]) for _, xs, _ in read), max(float(xs[-1]) for _, xs, _ in read)
     y_of, y_axis = _y_axis(low, high, form)
-    x_of, x_axis = _x_axis(float(xs[0]), float(xs[-1]), x_name)
+    x_of, x_axis = _x_axis(first, last, x_name, leaves_room=len(read) > 1)
     drawn = [y_axis, x_axis]
-    for place in (_fixed(x_of(mark)) for mark in marks if xs[0] <= mark <= xs[-1]):
+    for place in (_fixed(x_of(mark)) for mark in marks if first <= mark <= last):
         ends = f'x1="{place}" x2="{place}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
         drawn.append(f'<line {ends} stroke="var(--c2)" stroke-dasharray="4 3"/>')
-    if len(xs) > 2 * NUM_BUCKETS:
-        drawn.append(_band(xs, ys, x_of, y_of))
-    for piece in _pieces(reduced(xs, ys)):
-        points = " ".join(f"{_fixed(x_of(x))},{_fixed(y_of(y))}" for x, y in piece)
-        if len(piece) == 1:
-            x, y = piece[0]
-            drawn.append(f'<circle cx="{_fixed(x_of(x))}" cy="{_fixed(y_of(y))}" r="2.5" fill="var(--c0)"/>')
-        else:
-            drawn.append(f'<polyline points="{points}" fill="none" stroke="var(--c0)" stroke-width="1.3"/>')
-    said = f"{len(known)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {form(low)} to {form(high)}."
-    return _svg(title, said, drawn, _HEIGHT)
+    if len(read) == 1 and len(read[0][1]) > 2 * NUM_BUCKETS:
+        drawn.append(_band(*read[0][1:], x_of, y_of))
+    told = []
+    for number, (name, xs, ys) in enumerate(read):
+        points, colour = reduced(xs, ys), f"var(--c{_LINE_COLOURS[number]})"
+        dashed = ' stroke-dasharray="7 3"' if number else ""  # where two lines coincide, both are seen
+        drawn.append(_hovered(name, points, (first, last), x_name, form))
+        for piece in _pieces(points):
+            if len(piece) == 1:
+                x, y = piece[0]
+                drawn.append(f'<circle cx="{_fixed(x_of(x))}" cy="{_fixed(y_of(y))}" r="2.5" fill="{colour}"/>')
+            else:
+                joined = " ".join(f"{_fixed(x_of(x))},{_fixed(y_of(y))}" for x, y in piece)
+                drawn.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.3"{dashed}/>')
+        drawn.append("</g>")
+        if name:
+            x = _WIDTH - _RIGHT - sum(34 + 7 * len(one) for one, *_ in read[number:])
+            drawn.append(f'<rect x="{x}" y="{_HEIGHT - 12}" width="14" height="4" fill="{colour}"/>')
+            drawn.append(_text(x + 20, _HEIGHT - 6, name, "start"))
+        known = _finite(ys)
+        whose = f"{name}: " if name else ""
+        least, most = form(float(known.min())), form(float(known.max()))
+        told.append(f"{whose}{len(known)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {least} to {most}.")
+    return _svg(title, " ".join(told), drawn, _HEIGHT)
+
+
+def _hovered(
+    name: str, points: Sequence[tuple[float, float]], ends: tuple[float, float], x_name: str, form: Format
+) -> str:
+    """The opening tag of a line's group, with its points as text: steps as differences, values with their unit."""
+    known = [(x, y) for x, y in points if math.isfinite(y)]
+    is_whole = all(x == round(x) for x, _ in known) and ends[1] < _MOST_WHOLE
+    unit = 1.0 if is_whole else 10.0 ** (math.floor(math.log10(max(map(abs, ends)) or 1.0)) - 5)
+    places = [round(x / unit) for x, _ in known]
+    steps = " ".join(str(after - before) for before, after in pairwise([0, *places]))
+    data = {
+        "name": name, "of": x_name, "unit": f"{unit:g}", "x": steps, "v": "|".join(form(y) for _, y in known),
+        "from": f"{ends[0] / unit:.10g}", "to": f"{ends[1] / unit:.10g}", "left": _LEFT, "right": _WIDTH - _RIGHT,
+    }  # fmt: skip
+    return "<g " + " ".join(f'data-{key}="{_safe(str(value))}"' for key, value in data.items()) + ">"
+
+
+def _finite(values: "np.ndarray") -> "np.ndarray":
+    return np.asarray(values[np.isfinite(values)])
 
 
 def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, stacked: bool = False) -> str:
@@ -96,7 +169,14 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, st
     return _svg(title, said, drawn, 2 * _TOP + len(bars) * (_BAR + _GAP))
 
 
-def histogram(title: str, values: Sequence[float], *, form: Format, num_bins: int = 30) -> str:
+def histogram(
+    title: str,
+    values: Sequence[float],
+    *,
+    form: Format,
+    num_bins: int = 30,
+    shares: Sequence[float] | None = None,
+) -> str:
     """Draw how often values come: bins of equal width from the smallest to the largest.
 
     Args:
@@ -104,16 +184,18 @@ def histogram(title: str, values: Sequence[float], *, form: Format, num_bins: in
         values: finite ones are counted.
         form: a value with its unit.
         num_bins: how many bins.
+        shares: what each value counts for, a fraction; 1 each if None.
 
     Raises:
         ValueError: no value is finite.
     """
-    known = np.asarray(values, float)
-    known = known[np.isfinite(known)]
+    read = np.asarray(values, float)
+    known = read[np.isfinite(read)]
     if not len(known):
         raise ValueError("a histogram needs a finite value.")
-    counts, edges = np.histogram(known, num_bins)
-    y_of, y_axis = _y_axis(0.0, float(counts.max()), lambda count: f"{count:g}")
+    weights = None if shares is None else np.asarray(shares, float)[np.isfinite(read)]
+    counts, edges = np.histogram(known, num_bins, weights=weights)
+    y_of, y_axis = _y_axis(0.0, float(counts.max()), (lambda count: f"{count:g}") if shares is None else format_share)
     x_of, x_axis = _x_axis(float(edges[0]), float(edges[-1]), "", form)
     drawn = [y_axis, x_axis]
     for count, (start, end) in zip(counts, pairwise(edges), strict=True):
@@ -150,15 +232,17 @@ def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *
                  for part in _buckets(len(row), 128)]  # fmt: skip
         shades = [round(_SHADES * (max(cell) - low) / ((high - low) or 1.0)) if cell else None for cell in cells]
         place, width = 0, room / max(1, len(cells))
-        drawn.append(f'<g fill="var(--c0)" transform="translate(0 {y})">')
+        by_shade: dict[int, list[str]] = {}
         for shade, alike in groupby(shades):
             count = len([*alike])
             if shade is not None:
-                drawn.append(
-                    f'<rect x="{_fixed(left + width * place)}" width="{_fixed(width * count)}" height="{_BAR}" '
-                    f'fill-opacity="{_fixed(0.12 + 0.88 * shade / _SHADES)}"/>'
-                )
+                drawn_cell = f"M{_fixed(left + width * place)} {_BAR // 2}h{_fixed(width * count)}"
+                by_shade.setdefault(shade, []).append(drawn_cell)
             place += count
+        drawn.append(f'<g stroke="var(--c0)" stroke-width="{_BAR}" transform="translate(0 {y})">')
+        for shade, parts in sorted(by_shade.items()):
+            opacity = _fixed(0.12 + 0.88 * shade / _SHADES)
+            drawn.append(f'<path d="{"".join(parts)}" stroke-opacity="{opacity}"/>')
         drawn.append("</g>")
     said = f"{len(rows)} rows, from {form(low)} (light) to {form(high)} (full colour)."
     return _svg(title, said, drawn, 2 * _TOP + len(rows) * (_BAR + 2))
@@ -203,7 +287,7 @@ def _buckets(length: int, count: int) -> list[slice]:
 
 def _band(xs: "np.ndarray", ys: "np.ndarray", x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
     upper, lower = [], []
-    for part in _buckets(len(xs), NUM_BUCKETS):
+    for part in _buckets(len(xs), NUM_BUCKETS // 2):  # a band needs fewer than the line's peaks
         finite = ys[part][np.isfinite(ys[part])]
         if len(finite):
             low, high = np.percentile(finite, [5, 95])
@@ -239,7 +323,9 @@ def _y_axis(low: float, high: float, form: Format) -> tuple[Callable[[float], fl
     return y_of, "".join(drawn)
 
 
-def _x_axis(low: float, high: float, name: str, form: Format | None = None) -> tuple[Callable[[float], float], str]:
+def _x_axis(
+    low: float, high: float, name: str, form: Format | None = None, *, leaves_room: bool = False
+) -> tuple[Callable[[float], float], str]:
     room, span = _WIDTH - _LEFT - _RIGHT, high - low if high > low else 1.0
 
     def x_of(value: float) -> float:
@@ -250,7 +336,9 @@ def _x_axis(low: float, high: float, name: str, form: Format | None = None) -> t
     drawn += [
         _text(x_of(tick), bottom + 16, form(tick) if form else f"{tick:,.10g}", "middle") for tick in ticks(low, high)
     ]
-    if name:
+    if name and leaves_room:  # for the names of lines
+        drawn.append(_text(_LEFT, _HEIGHT - 6, name, "start"))
+    elif name:
         drawn.append(_text(_LEFT + room / 2, _HEIGHT - 6, name, "middle"))
     return x_of, "".join(drawn)
 

@@ -1,49 +1,83 @@
-"""One HTML page: no scripts, no request of the network; light and dark, on paper and on a telephone."""
+"""One HTML page: no request of the network, no script but its own; light and dark, on paper and on a telephone."""
 
-from collections.abc import Sequence
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from headway.report.format import printable
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-CHART_STYLE = """
+_COLOURS = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2128; --soft: #57606a; --grid: #d8dee4; --card: #f6f8fa;
   --c0: #1f6feb; --c1: #9cc3f5; --c2: #b35900; --c3: #2f7d4f; --c4: #8250df; --c5: #bf3989; --c6: #57606a;
   --c7: #0a7a7a; }
 @media (prefers-color-scheme: dark) { :root { --paper: #0d1117; --ink: #e6edf3; --soft: #9da7b1; --grid: #30363d;
   --card: #161b22; --c0: #58a6ff; --c1: #275a94; --c2: #e09b4f; --c3: #56c07f; --c4: #b391f5; --c5: #f17fbf;
   --c6: #9da7b1; --c7: #4cc2c2; } }
-* { box-sizing: border-box; }
+"""
+CHART_STYLE = (
+    _COLOURS
+    + """* { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem; padding: 0 1rem;
   color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.4rem; } .verdict { font-size: 1.15rem; }
 figure { margin: 1rem 0; } figcaption { font-weight: 600; } svg { display: block; width: 100%; max-width: 48rem; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); } summary, .note { color: var(--soft); }
+.said { margin: 0; min-height: 1.5em; }
 table { border-collapse: collapse; font-size: 0.9rem; } td, th { padding: 0.15rem 0.7rem 0.15rem 0; text-align: right;
   border-bottom: 1px solid var(--grid); overflow-wrap: break-word; }
 td:first-child, th:first-child { text-align: left; }
 .wide { overflow-x: auto; } pre { background: var(--card); padding: 0.7rem; white-space: pre-wrap; font-size: 0.8rem; }
 @media (max-width: 600px) { svg { min-width: 34rem; } }
-@media print { @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
+@media print { .said { display: none; } @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; } details::details-content { content-visibility: visible; display: block; } }
 """
+)
 
 
-def html_page(title: str, style: str, body: str) -> str:
-    """Render a whole page, whose policy forbids every request and every script.
+def html_page(title: str, style: str, body: str, *, script: str = "") -> str:
+    """Render a whole page, whose policy forbids every request, and every script but the one that is given.
 
     Args:
         title: plain text.
         style: CSS, of the project's own.
         body: HTML in which other people's text is escaped already.
+        script: JavaScript, of the project's own, that runs once the page has been read; allowed by its hash.
     """
+    policy = _POLICY
+    if script:
+        policy += f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        body += f"\n<script>{script}</script>"
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{safe(title)}</title><style>{style}</style>"
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def svg_file(charts: Mapping[str, str]) -> str:
+    """Charts below each other as one SVG file, light or dark as the reader's system is.
+
+    Args:
+        charts: of `headway.report.charts`, by a heading of plain text.
+    """
+    parts, y = [], 0
+    for heading, chart in charts.items():
+        box = re.match(r'<svg role="img" viewBox="0 0 640 (\d+)"', chart)
+        assert box is not None, "a chart begins with its box"
+        height = int(box[1])
+        parts.append(f'<text x="12" y="{y + 20}" font-weight="bold">{safe(heading)}</text>')
+        parts.append(f'<svg y="{y + 28}" width="640" height="{height}"{chart.removeprefix("<svg")}')
+        y += 36 + height
+    style = f"{_COLOURS}text {{ font-family: system-ui, sans-serif; font-size: 12px; fill: var(--ink); }}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {y}" width="640" height="{y}"><style>{style}</style>'
+        f'<rect width="640" height="{y}" fill="var(--paper)"/>{"".join(parts)}</svg>\n'
+    )
 
 
 def safe(text: str) -> str:

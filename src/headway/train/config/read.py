@@ -1,11 +1,14 @@
 """The sections together, read from a YAML file with `--set a.b=c` on top; errors say where and what is allowed."""
 
+import copy
 import difflib
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
 
 from headway.errors import ConfigError
 from headway.train.config.data import DataConfig
@@ -20,8 +23,24 @@ _EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "t
 """Settings that say one thing in two ways: whoever gives one over a file that has the other, means it instead."""
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """The file that a configuration was read from; configurations that say the same are equal wherever they are from.
+
+    Attributes:
+        path: of the file; "" for none.
+        overridden: what it says of each setting that was given another value, as `a.b=JSON`; nothing after the equals
+            sign where the file does not name the setting.
+    """
+
+    path: str = field(default="", compare=False)
+    overridden: tuple[str, ...] = field(default=(), compare=False)
+
+
 class TrainConfig(Section):
     """Everything that a training run can be told."""
+
+    _recipe: Recipe = PrivateAttr(default_factory=Recipe)
 
     model: ModelConfig
     data: DataConfig
@@ -60,6 +79,11 @@ class TrainConfig(Section):
             raise ValueError("parallel.reduce 'step' has no effect with one pack per step; see optim.accumulation")
         return self
 
+    @property
+    def recipe(self) -> Recipe:
+        """The file that it was read from, and what that says of settings that were given another value."""
+        return self._recipe
+
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML and JSON types."""
         return self.model_dump(mode="json", by_alias=True)
@@ -80,7 +104,22 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
             other in a circle.
     """
     raw = _read(path, ())
-    return with_overrides(raw, overrides, source=str(path))
+    said = copy.deepcopy(raw)
+    config = with_overrides(raw, overrides, source=str(path))
+    names = dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
+    changed = [name for name in names if _json_at(said, name) != _json_at(raw, name)]
+    config._recipe = Recipe(str(path), tuple(f"{name}={_json_at(said, name)}" for name in changed))
+    return config
+
+
+def _json_at(raw: Any, name: str) -> str:
+    """The value of a setting as JSON; "" where it is not named."""
+    for key in name.split("."):
+        try:
+            raw = raw[int(key) if isinstance(raw, list) else key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return ""
+    return json.dumps(raw, default=str)
 
 
 def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
