@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.count.integers import NONE, Ints, as_ints
 from headway.errors import WorkloadError
@@ -148,6 +149,22 @@ def joined_runs(segments: Sequence[Ints], runs: Sequence[Ints]) -> Ints:
 def tokens_of(runs: Ints, mode: int) -> int:
     """Add up the tokens of the runs of a mode."""
     return int(runs[runs[:, 0] == mode, 1].sum())
+
+
+def mask(runs: Ints) -> NDArray[np.bool_]:
+    """Draw the mask of one segment.
+
+    Args:
+        runs: of the segment, (mode, tokens), shape (R, 2).
+
+    Returns:
+        Which key (column) each query (row) sees, shape (tokens, tokens).
+    """
+    number, mode = (np.repeat(column, runs[:, 1]) for column in (np.arange(len(runs)), runs[:, 0]))
+    place = np.arange(len(number))
+    own = (number[:, None] == number) & ((mode[:, None] != CAUSAL) | (place[:, None] >= place))
+    earlier: NDArray[np.bool_] = own | ((number[:, None] > number) & (mode != NOISE))
+    return earlier
 
 
 def by_mode(runs: Ints) -> dict[str, int]:
