@@ -11,8 +11,8 @@ from tools.house import circles, duplicated_classes, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
 BASE = ["version", "report", "errors", "cache", "quiet", "hub"]
-CORE = ["count", "devices", "tracing", "conventions", "plan", "packing", "log", "meter", "models", "data"]
-CORE += ["synthetic", "explain"]
+CORE = ["count", "devices", "architectures", "tracing", "conventions", "plan", "packing", "log", "meter", "models"]
+CORE += ["data", "synthetic", "explain"]
 EDGES = ["integrations", "compat", "audit", "importing"]
 ORDER = [*BASE, *CORE, "train", *EDGES, "cli", "headway", "__main__"]  # each imports only what stands before it
 

@@ -66,7 +66,7 @@ def test_a_padded_pack_of_a_dense_model(name):
 
 
 def test_every_convention_is_tested():
-    assert set(QWEN3_8B) == {convention.name for convention in conventions()}
+    assert {*QWEN3_8B, "bagel"} == {convention.name for convention in conventions()}  # Bagel's: test_bagel.py
 
 
 @pytest.mark.parametrize(("seq_len", "gflops"), [(12288, 50.474024352), (8192, 40.810347936)])
@@ -287,6 +287,8 @@ PEAKS = [
     ("trl", "NVIDIA A100-SXM4-80GB", 989.5e12),
     ("lmms-engine", "NVIDIA L40S", 181.05e12),  # found as an L40
     ("lmms-engine", "NVIDIA GeForce RTX 4090", math.inf),
+    ("bagel", "NVIDIA GeForce RTX 3070 Ti", 21.75e12),
+    ("bagel", "NVIDIA B200", math.inf),
     ("verl", "NVIDIA L40S", 362.05e12),
     ("veomni", "NVIDIA H200", 989e12),
     ("nanochat", "NVIDIA H200 NVL", 836e12),

@@ -148,7 +148,8 @@ def test_every_shipped_model_has_its_activations():
         layers = [block for block in shipped_activations(name, "bfloat16").blocks if block]
         config = presets()[name].get("text_config", presets()[name])
         depth = config.get("num_hidden_layers") or config["n_layer"]
-        assert len(layers) == depth + presets()[name].get("vision_config", {}).get("depth", 0)
+        tower = presets()[name].get("vision_config", {})
+        assert len(layers) == depth + tower.get("depth", tower.get("num_hidden_layers", 0))
     with pytest.raises(CostModelError, match="no saved activations of 'nothing'"):
         shipped_activations("nothing", "bfloat16")
 

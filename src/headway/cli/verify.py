@@ -49,7 +49,7 @@ def _run(name: str, layers: int, device: str) -> tuple[list["Line"], set[str], s
 
     from headway.tracing import trace
     from headway.tracing.build import model_class, with_layers
-    from headway.tracing.inputs.model_inputs import Inputs
+    from headway.tracing.inputs.model_inputs import inputs_for
     from headway.tracing.verify import verify as compare
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def _run(name: str, layers: int, device: str) -> tuple[list["Line"], set[str], s
     config = with_layers(resolve_config(name), layers)
     _check_memory(name, trace(config).params.total, device)
     model = model_class(config)._from_config(config, dtype=torch.float32).to(device).train()
-    lines, unseen = compare(model, Inputs(model).workloads()[1])
+    lines, unseen = compare(model, inputs_for(model).workloads()[1])
     return lines, unseen, name
 
 

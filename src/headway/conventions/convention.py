@@ -18,6 +18,11 @@ Number: TypeAlias = int | float  # exact integers, except where a tool itself di
 Parts: TypeAlias = "Mapping[str, Number]"
 
 
+def _divided(square: int, packs: int) -> Number:
+    whole, rest = divmod(square, packs or 1)
+    return square / packs if rest else whole
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step as a tool sees it."""
@@ -39,6 +44,16 @@ class Step:
     def row_slots(self) -> int:
         """Positions in those rows [tokens]."""
         return self.num_rows * self.seq_len
+
+    @property
+    def pack_square_sum(self) -> Number:
+        """Sum of the squared tokens of each pack, the packs taken as equally full [tokens^2]."""
+        return _divided(self.workload.tokens**2, self.workload.num_packs)
+
+    @property
+    def filling_square_sum(self) -> Number:
+        """Sum of the squared padding of each pack, the packs taken as equally full [slots^2]."""
+        return _divided((self.workload.slots - self.workload.tokens) ** 2, self.workload.num_packs)
 
     @property
     def square_sum(self) -> int:

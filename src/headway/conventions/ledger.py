@@ -11,6 +11,7 @@ from headway.count.adapters import is_adapter
 from headway.count.cost_model import CostModel
 from headway.count.rows import Row
 
+_OF_TEXT = ("tokens", "understood", "supervised")  # drivers of what text tokens meet, of two copies the first
 _FEED_FORWARD = frozenset({"language.mlp", "language.experts", "language.router"})
 
 
@@ -64,8 +65,8 @@ def linear_weights(cost_model: CostModel) -> int:
 
 
 def _weights(row: Row) -> int:
-    """Matrix elements that one token meets; 0 for what is not counted by tokens."""
-    return 0 if row.driver != "tokens" or is_adapter(row.module) else row.forward // 2
+    """Matrix elements that one token of text meets; 0 for what is not counted by tokens."""
+    return 0 if row.driver not in _OF_TEXT or is_adapter(row.module) else row.forward // 2
 
 
 def _is_inside(name: str, modules: set[str]) -> bool:

@@ -16,7 +16,7 @@ from headway.count.models import presets
 from headway.errors import UnknownModelError
 
 _SAME = 1e-3  # sizes make the model if they multiply to the ledger's weights within this share
-_MASKS = ("pairs:causal", "pairs:full", "pairs:sliding:", "pairs:chunked:")
+_MASKS = ("pairs:causal", "pairs:full", "pairs:splits", "pairs:sliding:", "pairs:chunked:")
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -2,7 +2,7 @@
 
 import difflib
 
-from headway.conventions import maxtext, megatron, ours, veomni, verl, weights
+from headway.conventions import bagel, maxtext, megatron, ours, veomni, verl, weights
 from headway.conventions.convention import Convention
 from headway.errors import UnknownConventionError
 
@@ -65,6 +65,11 @@ _ALL = (
         "lmms-engine", "2026-08", "lmms-engine",
         "real tokens, full square of each segment, the embedding as a second head; vision free",
         verl.lmms_engine, "real", "segments",
+    ),
+    Convention(
+        "bagel", "2025-10", "bagel",
+        "real tokens, full square of each sample and of padding, the embedding as a second head; vision free",
+        bagel.bagel, "real", "segments",
     ),
     Convention(
         "veomni", "2026-08", "veomni",

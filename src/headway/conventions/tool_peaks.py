@@ -72,6 +72,21 @@ _VEOMNI: _Rules = (
     (("GB300",), 2.5e15),
     (("B300",), 2.25e15),
 )
+# ByteDance-Seed/Bagel, train/pretrain_unified_navit.py, detect_peak_tflops (commit 056b5fd, 27 Oct 2025), on the
+# upper-cased name.
+_BAGEL: _Rules = (
+    (("MI300X",), 1336e12),
+    (("H100",), 989e12),
+    (("H800",), 989e12),
+    (("H200",), 989e12),
+    (("A100",), 312e12),
+    (("A800",), 312e12),
+    (("L40",), 181.05e12),
+    (("L20",), 119.5e12),
+    (("H20",), 148e12),
+    (("910B",), 354e12),
+    (("RTX 3070 TI",), 21.75e12),
+)
 # verl-project/verl, verl/utils/flops_counter.py, _DEVICE_FLOPS in reverse alphabetical order (commit 220e90399, 10 July
 # 2026; MI300X was 1,336 and the other AMD devices unknown before 9481350ec of 6 July 2026).
 _VERL: _Rules = (
@@ -139,6 +154,7 @@ _OLMO_CORE: _Rules = (
 _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
     "torchtitan": (_TORCHTITAN, 312e12),
     "lmms-engine": (_LMMS_ENGINE, inf),
+    "bagel": (_BAGEL, inf),
     "veomni": (_VEOMNI, inf),
     "verl": (_VERL, inf),
     "nanochat": (_NANOCHAT, inf),
@@ -171,7 +187,8 @@ def tool_peak(tool: str, device_name: str) -> ToolPeak:
     if tool not in _TABLES:
         return ToolPeak(None, "prints no MFU; the datasheet peak is used")
     rules, unknown = _TABLES[tool]
-    name = device_name.lower() if tool == "nanochat" else device_name
+    spelt = {"nanochat": device_name.lower(), "bagel": device_name.upper()}
+    name = spelt.get(tool, device_name)
     for substrings, flops_per_s in rules:
         if all(substring in name for substring in substrings):
             return ToolPeak(flops_per_s)

@@ -30,7 +30,8 @@ LISTED_TYPES = {"LMMs-Engine": _LMMS_ENGINE, "VeOmni": VEOMNI, "verl": _VERL}
 def lmms_engine(model: Architecture, step: Step) -> Parts:
     """Bill real tokens and the full square of each segment; the embedding table as if it were a second head.
 
-    Not billed: vision, on any model. The rule knows a list of model types and is 0 on all others; its MFU is rounded to
+    Not billed: vision, on any model. Bagel's packs are one row to it, whose square it takes whole (datasets/collator/
+    bagel_collator.py). The rule knows a list of model types and is 0 on all others; its MFU is rounded to
     two decimals and its clock leaves the wait for data out.
 
     Source: EvolvingLMMs-Lab/lmms-engine, src/lmms_engine/models/utils.py, FlopsCounter, and train/fsdp2/
@@ -38,7 +39,8 @@ def lmms_engine(model: Architecture, step: Step) -> Parts:
     among them).
     """
     listed(model, _LMMS_ENGINE, "LMMs-Engine")
-    attention = 6 * model.layers * model.heads * both_heads(model) * step.square_sum
+    squares = step.pack_square_sum if model.model_type == "bagel" else step.square_sum
+    attention = 6 * model.layers * model.heads * both_heads(model) * squares
     head = 6 * step.workload.tokens * model.vocab * model.hidden
     return {**linear(model, step, model.qk_dim), "head": head, "embedding": head, "attention": attention}
 

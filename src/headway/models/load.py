@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
+from headway.architectures import register_architectures
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.hub import located
 from headway.models.attention import register, use_attention
@@ -66,6 +67,7 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         )
     if path.is_file() and path.suffix != ".json":
         raise UnknownModelError(f"{path} is a file but not a config.json. Give a model folder or its config.json.")
+    register_architectures()
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_NO_CODE)
     except _MALFORMED as error:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headway.count.workload import Workload
+from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.inputs.model_inputs import ExampleInputs, GivenInputs, Inputs
 from headway.tracing.phantom import phantom_floats
 
@@ -28,7 +29,7 @@ _TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated ma
 
 
 def alternate_forwards(
-    model: nn.Module, inputs: Inputs | GivenInputs | ExampleInputs, workload: Workload
+    model: nn.Module, inputs: Inputs | Drawings | GivenInputs | ExampleInputs, workload: Workload
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Iterate over further forward passes: the arguments that lead another way, and all that the pass gets."""
     if not isinstance(inputs, Inputs):
@@ -47,9 +48,11 @@ def alternate_forwards(
 
 
 def without_arguments(
-    inputs: Inputs | GivenInputs | ExampleInputs, workload: Workload, tried: Sequence[str]
+    inputs: Inputs | Drawings | GivenInputs | ExampleInputs, workload: Workload, tried: Sequence[str]
 ) -> list[str]:
     """Name the tensor arguments of a forward that neither the plain pass nor an alternate one was given."""
+    if isinstance(inputs, Drawings):  # which gives all
+        return []
     if not isinstance(inputs, Inputs):
         return ["whatever is not given"]
     given = {*inputs.arguments(workload), *_EVERYWHERE, *tried}

@@ -166,7 +166,8 @@ class _BlockRecorder(SavedRecorder):
         query, *_, value = operands = super().attends(*operands)
         head = max(query.shape[-1], value.shape[-1])
         rows = query.shape[:-1].numel()  # a query of a head each
-        self.attention[self.module] += rows * (head * query.element_size() + torch.float32.itemsize)
+        if torch.is_grad_enabled():
+            self.attention[self.module] += rows * (head * query.element_size() + torch.float32.itemsize)
         return operands
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway.architectures import register_architectures
 from headway.count.models import presets
 from headway.errors import TraceError
 from headway.tracing import attention, unwrap
@@ -88,6 +89,7 @@ def preset_config(name: str) -> Any:
     """Build the transformers configuration of a shipped model."""
     from transformers import AutoConfig
 
+    register_architectures()
     settings = dict(presets()[name])
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
 

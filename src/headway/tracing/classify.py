@@ -89,7 +89,7 @@ def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[s
     for op, fit in zip(operations, fitted, strict=True):
         tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)
         found.setdefault(op.module, set()).add(tower)
-    order = ("language", "vision", "audio")
+    order = ("language", "vision", "audio", "latents")
     encoder = _encoder(operations, fitted)
     if encoder is not None:
         found |= {path: {"audio"} for path in found if inside(path, [encoder])}

@@ -41,6 +41,7 @@ _OWNERS: dict[str, dict[str, tuple[str, ...]]] = {
         "mistral-7b-v0.1": ("Mistral-7B-v0.1", "Mistral-7B-Instruct-v0.1"),
         "mixtral-8x7b": ("Mixtral-8x7B-v0.1", "Mixtral-8x7B-Instruct-v0.1"),
     },
+    "ByteDance-Seed": {"bagel-7b-mot": ("BAGEL-7B-MoT",)},
     "openai": {"gpt-oss-20b": ("gpt-oss-20b",), "gpt-oss-120b": ("gpt-oss-120b",)},
     "openai-community": {"gpt2": ("gpt2",)},
     "deepseek-ai": {"deepseek-v2-lite": ("DeepSeek-V2-Lite",), "deepseek-v3": ("DeepSeek-V3",)},

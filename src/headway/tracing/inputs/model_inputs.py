@@ -17,6 +17,7 @@ from torch import nn
 from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing import build
+from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
 from headway.tracing.inputs.images import Images, has_tower
 from headway.tracing.inputs.registry import FORMS
@@ -200,7 +201,7 @@ class ExampleInputs:
         return on_device(self._example, device) if device is not None else as_phantoms(self._example)
 
 
-def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | ExampleInputs:
+def inputs_for(model: nn.Module, given: Any = None) -> Inputs | Drawings | GivenInputs | ExampleInputs:
     """Choose how a model's inputs are made.
 
     Args:
@@ -209,7 +210,7 @@ def inputs_for(model: nn.Module, given: Any = None) -> Inputs | GivenInputs | Ex
             signature says.
     """
     if given is None:
-        return Inputs(model)
+        return Drawings(model) if Drawings.takes(model) else Inputs(model)
     return GivenInputs(given) if callable(given) else ExampleInputs(given)
 
 
@@ -241,6 +242,8 @@ def floats_of(output: Any) -> torch.Tensor:
     Raises:
         TraceError: there are none.
     """
+    if trained := getattr(output, "trained", ()):  # an output of several losses says which of it they are made of
+        return torch.cat([output[name].flatten() for name in trained])
     pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
     while pending:
         value = pending.pop(0)

@@ -1,0 +1,158 @@
+"""Lay the parts of samples out as a pack: where tokens lie, who sees whom, and the workload that this is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from headway.architectures.bagel.configuration import BagelConfig
+from headway.count import Workload
+from headway.errors import DataError
+
+Kind = Literal["text", "read", "reference", "draw"]
+WRAPPED = 2  # each image stands between a start and an end token
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """One piece of a sample.
+
+    Attributes:
+        kind: `text`; `read`, an image that the tower reads; `reference`, an image whose clean latents are read; or
+            `draw`, an image that is learnt from noise.
+        tokens: of text [tokens].
+        supervised: of these, the last ones, whose next token is learnt [tokens].
+        rows: of an image [patches, or latent patches].
+        columns: of an image [patches, or latent patches].
+    """
+
+    kind: Kind
+    tokens: int = 0
+    supervised: int = 0
+    rows: int = 0
+    columns: int = 0
+
+
+_MODES = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
+
+
+@dataclass
+class _Pack:
+    """What is collected slot by slot."""
+
+    slot: int = 0
+    positions: list[int] = field(default_factory=list)
+    understood: list[int] = field(default_factory=list)  # slots
+    supervised: list[int] = field(default_factory=list)  # rows of understood tokens
+    image_rows: list[int] = field(default_factory=list)
+    image_places: list[int] = field(default_factory=list)
+    latent_slots: list[int] = field(default_factory=list)
+    latent_places: list[int] = field(default_factory=list)
+    latent_grids: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)  # rows of latent patches
+
+    def text(self, tokens: int) -> None:
+        """Take slots for understood tokens."""
+        self.understood += range(self.slot, self.slot + tokens)
+        self.slot += tokens
+
+
+def lay_out(samples: Sequence[Sequence[SamplePart]], config: BagelConfig) -> tuple[dict[str, Any], Workload]:
+    """Lay samples end to end.
+
+    Args:
+        samples: the parts of each segment, in order.
+        config: of the model.
+
+    Returns:
+        Forward's arguments that say where things lie, on the CPU; and the workload, whose splits are the mask.
+
+    Raises:
+        DataError: an image with more rows or columns than the model has positions for, or text of no token.
+
+    Source: data/dataset_base.py of ByteDance-Seed/Bagel: the tokens of an image share one rotary position, and what
+    follows a drawn image continues from the position that it had.
+    """
+    pack, splits = _Pack(), []
+    grids: dict[str, list[tuple[int, int, int]]] = {"read": [], "reference": [], "draw": []}
+    sides = {"read": config.image_side}
+    for parts in samples:
+        position, runs = 0, []
+        for part in parts:
+            start = pack.slot
+            if part.kind == "text":
+                _check_text(part)
+                pack.text(part.tokens)
+                last = len(pack.understood)
+                pack.supervised += range(last - part.supervised, last)
+                pack.positions += range(position, position + part.tokens)
+                position += part.tokens
+            else:
+                _image(pack, part, sides.get(part.kind, config.max_latent_size), grids)
+                pack.positions += [position] * (pack.slot - start)
+                position += part.kind != "draw"
+            runs.append((_MODES[part.kind], pack.slot - start))
+        splits.append(runs)
+    ends = np.cumsum([0, *(h * w for _, h, w in grids["read"])])
+    workload = Workload(
+        splits=splits,
+        images=grids["read"],
+        latents=grids["draw"],
+        references=grids["reference"],
+        supervised=len(pack.supervised),
+    )
+    arguments: dict[str, Any] = {
+        "position_ids": torch.tensor([pack.positions]),
+        "understood_slots": torch.tensor(pack.understood),
+        "supervised_rows": torch.tensor(pack.supervised, dtype=torch.long),
+    }
+    if grids["read"]:
+        arguments |= {
+            "image_rows": torch.tensor(pack.image_rows),
+            "image_places": torch.tensor(pack.image_places),
+            "image_cu_seqlens": torch.tensor(ends, dtype=torch.int32),
+            "image_longest": int(np.diff(ends).max()),
+        }
+    if pack.latent_slots:
+        arguments |= {
+            "latent_slots": torch.tensor(pack.latent_slots),
+            "latent_places": torch.tensor(pack.latent_places),
+            "latent_grids": torch.tensor(pack.latent_grids),
+            "drawn_rows": torch.tensor(pack.drawn, dtype=torch.long),
+        }
+    return arguments, workload
+
+
+def _check_text(part: SamplePart) -> None:
+    if part.tokens < 1 or not 0 <= part.supervised <= part.tokens:
+        raise DataError(
+            f"A part of text has {part.tokens} tokens, {part.supervised} of them supervised: give 1 token or more, and "
+            "no more supervised ones than that."
+        )
+
+
+def _image(pack: _Pack, part: SamplePart, side: int, grids: dict[str, list[tuple[int, int, int]]]) -> None:
+    """Take slots for an image between its two tokens."""
+    if not (1 <= part.rows <= side and 1 <= part.columns <= side):
+        raise DataError(
+            f"An image to {part.kind} has {part.rows} x {part.columns} patches, and the model has positions for 1 to "
+            f"{side} along each side: resize it."
+        )
+    places = [row * side + column for row in range(part.rows) for column in range(part.columns)]
+    pack.text(1)
+    if part.kind == "read":
+        first = len(pack.understood)
+        pack.image_rows += range(first, first + len(places))
+        pack.image_places += places
+        pack.text(len(places))
+    else:
+        first, number = len(pack.latent_slots), len(grids["draw"]) + len(grids["reference"])
+        pack.latent_slots += range(pack.slot, pack.slot + len(places))
+        pack.latent_places += places
+        pack.latent_grids += [number] * len(places)
+        pack.drawn += range(first, first + len(places)) if part.kind == "draw" else ()
+        pack.slot += len(places)
+    pack.text(1)
+    grids[part.kind].append((1, part.rows, part.columns))
