@@ -58,7 +58,9 @@ def compare(model: Architecture, step: Step, step_s: float, peak: Peak, num_rank
     useful = get_convention("useful").bill(model, step)
     if not useful.flops:
         raise UsageError("the step computes nothing: its useful FLOPs are 0, so that no ratio exists.")
-    return [_row(convention, model, step, useful, step_s * num_ranks, peak) for convention in conventions()]
+    return [
+        _row(convention, model, step, useful, step_s * num_ranks, peak) for convention in conventions(model.model_type)
+    ]
 
 
 def _row(

@@ -89,6 +89,7 @@ class Convention:
     scope: Literal["segments", "rows", "none"]
     # "sizes" for a formula of the configuration's sizes, "rows" where the cost model or its parameters decide
     reads: Literal["sizes", "rows"] = "sizes"
+    only: str = ""  # the one model type that its tool trains, "" for more
     towers: bool = False  # whether it is a formula of a vision tower's sizes too
 
     @property

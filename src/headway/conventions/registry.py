@@ -69,7 +69,7 @@ _ALL = (
     Convention(
         "bagel", "2025-10", "bagel",
         "real tokens, full square of each sample and of padding, the embedding as a second head; vision free",
-        bagel.bagel, "real", "segments",
+        bagel.bagel, "real", "segments", only="bagel",
     ),
     Convention(
         "veomni", "2026-08", "veomni",
@@ -110,9 +110,13 @@ _ALL = (
 _BY_NAME = {convention.name: convention for convention in _ALL}
 
 
-def conventions() -> tuple[Convention, ...]:
-    """List all conventions, ours first."""
-    return _ALL
+def conventions(model_type: str | None = None) -> tuple[Convention, ...]:
+    """List the conventions, ours first.
+
+    Args:
+        model_type: leaves out those of tools that train one other type of model; None leaves out none.
+    """
+    return tuple(rule for rule in _ALL if model_type is None or rule.only in ("", model_type))
 
 
 def get_convention(name: str) -> Convention:

@@ -29,7 +29,7 @@ def billed_by_conventions(
     step = Step(workload, max(row_length, *workload.segments.tolist()), recompute)
     try:
         read = architecture(model_config, cost_model.name, cost_model)
-        bills = [(rule, rule.bill(read, step)) for rule in conventions()]
+        bills = [(rule, rule.bill(read, step)) for rule in conventions(read.model_type)]
     except HeadwayError:
         return []
     useful = next(bill.flops for rule, bill in bills if rule.name == "useful")
