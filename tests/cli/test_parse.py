@@ -1,6 +1,6 @@
 import pytest
 
-from headway.cli.parse import Lora, parse_grids, parse_lora, parse_segments
+from headway.cli.parse import Lora, parse_grids, parse_latents, parse_lora, parse_segments, parse_splits
 from headway.errors import UsageError, WorkloadError
 
 
@@ -64,6 +64,21 @@ def test_a_wrong_grid_is_quoted_with_an_example(option, text):
         parse_grids(option, text)
     assert f"{option} {text!r}" in str(caught.value)
     assert "for example" in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "full", "fill:3", "full:0", "full:3,", "full:3;;causal:2", "(full:3)*0", "(full:3", "full:3*2", "FULL:3"],
+)
+def test_a_wrong_split_is_quoted_with_an_example(text):
+    with pytest.raises(WorkloadError, match="--splits.*[Ff]or example|repeats 0 times"):
+        parse_splits(text)
+
+
+@pytest.mark.parametrize("text", ["", "64", "1x64x64", "0x4", "4x4*0", "4 x 4"])
+def test_a_wrong_grid_of_latents_is_quoted_with_an_example(text):
+    with pytest.raises(WorkloadError, match="--latents"):
+        parse_latents("--latents", text)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from headway.cli import options
 from headway.cli.bill import note_row_length
 from headway.cli.output import print_json, warn, warn_of_unknown
 from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
-from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
+from headway.cli.workload import build_workload, describe, prepared, workload_record
 from headway.errors import UsageError
 from headway.report import (
     Column,
@@ -42,6 +42,10 @@ def compare(
     sources: options.SourcesOption = None,
     audio: options.AudioOption = None,
     slots: options.SlotsOption = None,
+    splits: options.SplitsOption = None,
+    latents: options.LatentsOption = None,
+    references: options.ReferencesOption = None,
+    supervised: options.SupervisedOption = None,
     seq_len: options.SeqLenOption = None,
     freeze: options.FreezeOption = None,
     recompute: options.RecomputeOption = "none",
@@ -71,13 +75,24 @@ def compare(
             f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
             "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
         )
-    workload = build_workload(segments, in_patches(model, images), videos, slots, sources, audio)
+    workload = build_workload(
+        segments,
+        images=in_patches(model, images),
+        videos=videos,
+        slots=slots,
+        sources=sources,
+        audio=audio,
+        splits=splits,
+        latents=latents,
+        references=references,
+        supervised=supervised,
+    )
     row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
     peak = named_peak(device)
     cost_model = resolve_cost_model(model)
     if freeze:
         cost_model = cost_model.freeze(freeze)
-    check_vision_tokens(cost_model, workload)
+    cost_model = prepared(cost_model, workload, supervised)
     step = Step(workload, row_length, recompute)
     if seq_len is None:
         note_row_length(workload, row_length)

@@ -12,7 +12,7 @@ from headway.cli.explain_sources import Asked, Pair, explained
 from headway.cli.output import warn, warn_of_unknown
 from headway.cli.parse import parse_lora
 from headway.cli.resolve import in_patches, resolve_cost_model
-from headway.cli.workload import build_workload, check_vision_tokens
+from headway.cli.workload import build_workload, prepared
 from headway.errors import UsageError
 from headway.explain.breakdown import breakdown_record
 from headway.explain.compare import compare
@@ -73,6 +73,10 @@ def explain(
     sources: options.SourcesOption = None,
     audio: options.AudioOption = None,
     slots: options.SlotsOption = None,
+    splits: options.SplitsOption = None,
+    latents: options.LatentsOption = None,
+    references: options.ReferencesOption = None,
+    supervised: options.SupervisedOption = None,
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
@@ -93,10 +97,28 @@ def explain(
         raise UsageError("--json and --md are two outputs; give one of them.")
     given = None
     if model is not None:
-        workload = build_workload(segments, in_patches(model, images), videos, slots, sources, audio)
-        given = _given(model, workload, freeze, lora, recompute)
+        workload = build_workload(
+            segments,
+            images=in_patches(model, images),
+            videos=videos,
+            slots=slots,
+            sources=sources,
+            audio=audio,
+            splits=splits,
+            latents=latents,
+            references=references,
+            supervised=supervised,
+        )
+        given = _given(model, workload, supervised, freeze, lora, recompute)
     else:
-        work = {"--segments": segments, "--images": images, "--videos": videos, "--sources": sources, "--audio": audio}
+        work: dict[str, object] = {
+            "--segments": segments,
+            "--images": images,
+            "--videos": videos,
+            "--sources": sources,
+            "--audio": audio,
+        }
+        work |= {"--splits": splits, "--latents": latents, "--references": references, "--supervised": supervised}
         how = {"--slots": slots, "--freeze": freeze, "--lora": lora, "--recompute": recompute != "none"}
         unused = [option for option, value in {**work, **how}.items() if value]
         if unused:
@@ -129,13 +151,20 @@ def _keep(record: dict[str, Any], path: Path) -> None:
         warn(f"{path} cannot be written: {error.strerror or error}.")
 
 
-def _given(model: str, workload: "Workload", freeze: list[str] | None, lora: str | None, recompute: str) -> GivenWork:
+def _given(
+    model: str,
+    workload: "Workload",
+    supervised: int | None,
+    freeze: list[str] | None,
+    lora: str | None,
+    recompute: str,
+) -> GivenWork:
     """Resolve what was trained, as `headway flops` does."""
     cost_model = resolve_cost_model(model)
     if lora is not None:
         cost_model = cost_model.lora(*parse_lora(lora))
     if freeze:
         cost_model = cost_model.freeze(freeze)
-    check_vision_tokens(cost_model, workload)
+    cost_model = prepared(cost_model, workload, supervised)
     warn_of_unknown(cost_model.unknown)
     return GivenWork(model, cost_model, workload, recompute)

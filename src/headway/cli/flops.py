@@ -11,7 +11,7 @@ from headway.cli.bill import note_row_length, print_bill
 from headway.cli.output import print_json, warn_of_unknown
 from headway.cli.parse import parse_lora
 from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
-from headway.cli.workload import build_workload, check_vision_tokens, describe, workload_record
+from headway.cli.workload import build_workload, describe, prepared, workload_record
 from headway.errors import UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
 
@@ -36,6 +36,10 @@ def flops(
     audio: options.AudioOption = None,
     past: options.PastOption = None,
     slots: options.SlotsOption = None,
+    splits: options.SplitsOption = None,
+    latents: options.LatentsOption = None,
+    references: options.ReferencesOption = None,
+    supervised: options.SupervisedOption = None,
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
@@ -76,13 +80,25 @@ def flops(
             f"--past {past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it needs "
             "--forward-only. Leave it out to count a training step."
         )
-    workload = build_workload(segments, in_patches(model, images), videos, slots, sources, audio, past)
+    workload = build_workload(
+        segments,
+        images=in_patches(model, images),
+        videos=videos,
+        slots=slots,
+        sources=sources,
+        audio=audio,
+        past=past,
+        splits=splits,
+        latents=latents,
+        references=references,
+        supervised=supervised,
+    )
     cost_model = resolve_cost_model(model)
     if lora is not None:
         cost_model = cost_model.lora(*parse_lora(lora))
     if freeze:
         cost_model = cost_model.freeze(freeze)
-    check_vision_tokens(cost_model, workload)
+    cost_model = prepared(cost_model, workload, supervised)
     second = None if reference is None else resolve_cost_model(reference)
 
     warn_of_unknown((*cost_model.unknown, *(second.unknown if second is not None else ())))

@@ -1,13 +1,13 @@
 """`headway mfu`: the arithmetic of step time, tokens/s, MFU, chips, training time and cost."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli import options
 from headway.cli.output import print_json, warn
 from headway.cli.resolve import in_patches, resolve_cost_model
-from headway.cli.workload import build_workload, check_vision_tokens
+from headway.cli.workload import build_workload, prepared
 from headway.errors import UsageError
 from headway.report import format_count, format_duration, format_flops, format_rate, format_share, render_pairs
 
@@ -37,6 +37,10 @@ def mfu(
     flops_per_token: Annotated[
         float | None, typer.Option(metavar="F", help="Instead of MODEL: useful FLOPs per token, all phases [FLOP].")
     ] = None,
+    splits: options.SplitsOption = None,
+    latents: options.LatentsOption = None,
+    references: options.ReferencesOption = None,
+    supervised: options.SupervisedOption = None,
     tokens_per_step: Annotated[
         float | None,
         typer.Option(metavar="N", help="Real tokens of a step, all chips; those of --segments otherwise."),
@@ -78,7 +82,9 @@ def mfu(
         from headway.devices import named_peak
 
         given["peak_flops_per_s"] = named_peak(device).flops_per_s
-    given |= _work(model, segments, [images, videos, sources, audio], seq_len, freeze, flops_per_token, tokens_per_step)
+    towers = {"images": images, "videos": videos, "sources": sources, "audio": audio}
+    drawn = {"splits": splits, "latents": latents, "references": references, "supervised": supervised}
+    given |= _work(model, segments, {**towers, **drawn}, seq_len, freeze, flops_per_token, tokens_per_step)
     plan = solve({key: value for key, value in given.items() if value is not None})
     if as_json:
         record = {"model": model, "given": sorted(plan.given), **plan.values}
@@ -94,25 +100,26 @@ def mfu(
 def _work(
     model: str | None,
     segments: str | None,
-    towers: list[str | None],
+    held: dict[str, Any],
     seq_len: int | None,
     freeze: list[str] | None,
     flops_per_token: float | None,
     tokens_per_step: float | None,
 ) -> dict[str, float]:
     """Count FLOPs per token of a model on samples, and tokens per step where the segments are the step."""
-    if segments is not None and seq_len is not None:
-        raise UsageError("--segments and --seq-len contradict each other: both say how long the samples are.")
+    lengths = "--segments" if segments is not None else "--splits" if held["splits"] is not None else None
+    if lengths is not None and seq_len is not None:
+        raise UsageError(f"{lengths} and --seq-len contradict each other: both say how long the samples are.")
     if model is None:
         idle: list[tuple[str, object]] = [("--segments", segments), ("--seq-len", seq_len), ("--freeze", freeze)]
-        idle += zip(("--images", "--videos", "--sources", "--audio"), towers, strict=True)
+        idle += [(f"--{name}", value) for name, value in held.items()]
         unused = [option for option, value in idle if value]
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without MODEL. Name the model, or leave it out.")
         return {}
     if flops_per_token is not None:
         raise UsageError("--flops-per-token and MODEL contradict each other: both say what a token costs.")
-    if segments is None and seq_len is None:
+    if lengths is None and seq_len is None:
         raise UsageError(
             f"{model} alone does not say what a token costs: attention depends on the samples' lengths. Give "
             "--seq-len, the length of a sample in tokens, or --segments."
@@ -120,11 +127,11 @@ def _work(
     cost_model = resolve_cost_model(model)
     if freeze:
         cost_model = cost_model.freeze(freeze)
-    images, videos, sources, audio = towers
-    workload = build_workload(segments or str(seq_len), in_patches(model, images), videos, None, sources, audio)
-    check_vision_tokens(cost_model, workload)
+    held["images"] = in_patches(model, held["images"])
+    workload = build_workload(segments if seq_len is None else str(seq_len), **held)
+    cost_model = prepared(cost_model, workload, held["supervised"])
     found = {"flops_per_token": cost_model.count(workload).total / workload.tokens}
-    if segments is not None and tokens_per_step is None:
+    if lengths is not None and tokens_per_step is None:
         found["tokens_per_step"] = float(workload.tokens)
     return found
 

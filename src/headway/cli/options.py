@@ -56,6 +56,32 @@ VideosOption = Annotated[
     typer.Option(metavar="TxHxW*N,...", help="Video grids [patches, before merging]; *N repeats a grid N times."),
 ]
 
+SplitsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODE:N,...;...",
+        help="Who sees whom, in place of --segments: runs of tokens that are causal, full or noise, `;` between "
+        "segments, as causal:102,noise:4098;full:4902,causal:302; (...)*N repeats a segment.",
+    ),
+]
+
+LatentsOption = Annotated[
+    str | None,
+    typer.Option(metavar="HxW*N,...", help="Grids of latent patches that are drawn, a token each; *N repeats one."),
+]
+
+ReferencesOption = Annotated[
+    str | None,
+    typer.Option(metavar="HxW*N,...", help="Grids of clean latent patches that are read, as edits do; *N repeats one."),
+]
+
+SupervisedOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=0, help="Labelled tokens, on which alone some models run their head; causal ones if not given."
+    ),
+]
+
 SourcesOption = Annotated[
     str | None,
     typer.Option(

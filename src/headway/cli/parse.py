@@ -1,6 +1,6 @@
 """Turn what a user types for a workload into numbers: `4096*3,512`, `1x32x48*2`, `16:q_proj,v_proj`.
 
-Grammar: items separated by commas; an item is a length or a grid, `*N` repeats it N times.
+Grammar: items separated by commas; an item is a length, a grid or a run of tokens, `*N` repeats it N times.
 """
 
 import re
@@ -19,7 +19,13 @@ _EXAMPLES = {
     "--sources": "--sources 512*3,64",
     "--audio": "--audio 3000*2",
     "--past": "--past 4096*64",
+    "--splits": '--splits "causal:102,noise:4098;full:4902,causal:302"',
+    "--latents": "--latents 64x64*2",
+    "--references": "--references 32x32",
 }
+_SPLIT = re.compile(r"([a-z]+):([0-9]+)")
+_REPEATED = re.compile(r"\((.*)\)\*([0-9]+)")
+_SHEET = re.compile(r"([0-9]+)x([0-9]+)(?:\*([0-9]+))?")
 _GRID = re.compile(r"([0-9]+)x([0-9]+)x([0-9]+)(?:\*([0-9]+))?")
 
 
@@ -93,6 +99,59 @@ def parse_grids(option: str, text: str) -> list[tuple[int, int, int]]:
             )
         grids += [grid] * _repeats(option, text, item, repeat, len(grids))
     return grids
+
+
+def parse_latents(option: str, text: str) -> list[tuple[int, int, int]]:
+    """Read grids of latent patches, as (1, height, width).
+
+    Args:
+        option: the option's name, for the error: "--latents" or "--references".
+        text: what was typed.
+
+    Raises:
+        WorkloadError: the text is not a list of grids, or a side or repetition is 0.
+
+    >>> parse_latents("--latents", "64x64*2")
+    [(1, 64, 64), (1, 64, 64)]
+    """
+    items = _items(option, text)
+    if wrong := next((item for item in items if not _SHEET.fullmatch(item)), None):
+        raise WorkloadError(
+            f"{option} {text!r}: {wrong!r} is not a grid of latent patches. Give HxW separated by commas, HxW*N for N "
+            f"of them, for example {_EXAMPLES[option]}."
+        )
+    return parse_grids(option, ",".join(f"1x{item}" for item in items))
+
+
+def parse_splits(text: str) -> list[list[tuple[str, int]]]:
+    """Read segments as runs of tokens with modes.
+
+    Args:
+        text: runs MODE:N separated by commas, segments by semicolons; `(...)*N` repeats a segment.
+
+    Raises:
+        WorkloadError: the text is something else, a mode is not known, or a run or repetition is 0.
+
+    >>> parse_splits("(causal:2,noise:4)*2; full:3,causal:1")
+    [[('causal', 2), ('noise', 4)], [('causal', 2), ('noise', 4)], [('full', 3), ('causal', 1)]]
+    """
+    from headway.count.splits import MODES
+
+    option, found = "--splits", list[list[tuple[str, int]]]()
+    for item in (segment.strip() for segment in text.split(";")):
+        repeated = _REPEATED.fullmatch(item)
+        runs = []
+        for run in _items(option, repeated[1] if repeated else item):
+            match = _SPLIT.fullmatch(run)
+            if match is None or match[1] not in MODES or not _whole(option, match[2]):
+                raise WorkloadError(
+                    f"{option} {text[:80]!r}: {run!r} is not a run of tokens. Give MODE:N with a mode of "
+                    f"{', '.join(MODES)} and 1 token or more, for example {_EXAMPLES[option]}."
+                )
+            runs.append((match[1], _whole(option, match[2])))
+        repeat = _whole(option, repeated[2]) if repeated else 1
+        found += [runs] * _repeats(option, text, item, repeat, len(found))
+    return found
 
 
 def parse_lora(text: str) -> Lora:

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.parse import parse_grids, parse_segments
+from headway.cli.output import warn
+from headway.cli.parse import parse_grids, parse_latents, parse_segments, parse_splits
 from headway.errors import WorkloadError
 from headway.report import format_count, format_share
 
@@ -12,31 +13,38 @@ if TYPE_CHECKING:
 
 def build_workload(
     segments: str | None,
-    images: str | None,
-    videos: str | None,
-    slots: int | None,
+    *,
+    images: str | None = None,
+    videos: str | None = None,
+    slots: int | None = None,
     sources: str | None = None,
     audio: str | None = None,
     past: str | None = None,
+    splits: str | None = None,
+    latents: str | None = None,
+    references: str | None = None,
+    supervised: int | None = None,
 ) -> "Workload":
     """Build the step's workload from the options.
 
     Raises:
         WorkloadError: an option cannot be read, or the slots cannot hold the tokens.
     """
-    if segments is None:
+    runs = [] if splits is None else parse_splits(splits)
+    if segments is None and splits is None:
         raise WorkloadError(
             "--segments is missing, so there is nothing to count. Give the lengths of the step's segments in tokens, "
             "those of images and videos included, for example --segments 4096*3,512."
         )
     from headway.count import Workload
 
-    lengths = parse_segments(segments)
+    lengths = [sum(n for _, n in segment) for segment in runs] if segments is None else parse_segments(segments)
     tokens = sum(lengths)
     if slots is not None and slots < tokens:
         raise WorkloadError(
-            f"--slots {slots} cannot hold the {tokens} tokens of --segments {segments}: slots are all positions "
-            f"computed, tokens and padding. Give {tokens} or more, or leave --slots out where nothing is padded."
+            f"--slots {slots} cannot hold the {tokens} tokens of --segments {segments or splits}: slots are all "
+            f"positions computed, tokens and padding. Give {tokens} or more, or leave --slots out where nothing is "
+            "padded."
         )
     return Workload(
         segments=lengths,
@@ -46,7 +54,40 @@ def build_workload(
         sources=[] if sources is None else parse_segments(sources, "--sources"),
         audio=[] if audio is None else parse_segments(audio, "--audio"),
         past=[] if past is None else parse_segments(past, "--past"),
+        splits=runs,
+        latents=[] if latents is None else parse_latents("--latents", latents),
+        references=[] if references is None else parse_latents("--references", references),
+        supervised=supervised,
     )
+
+
+def prepared(cost_model: "CostModel", workload: "Workload", supervised: int | None) -> "CostModel":
+    """Check a model against a workload, and put the workload's splits in place of a causal mask.
+
+    Args:
+        cost_model: of the model.
+        workload: what it is to be counted on.
+        supervised: labelled tokens, if they were given.
+
+    Raises:
+        WorkloadError: the workload does not fit the model, or something given would change nothing.
+    """
+    check_vision_tokens(cost_model, workload)
+    drivers = {row.driver for row in cost_model.rows}
+    if supervised is not None and "supervised" not in drivers:
+        raise WorkloadError(
+            f"--supervised {supervised} has no effect: {cost_model.name} runs its head on every token. Leave it out."
+        )
+    if not len(workload.splits):
+        if workload.latent_patches:
+            raise WorkloadError(
+                "--latents and --references need --splits, which say who sees the latent patches: an image that is "
+                'drawn is a noise run, a reference a full one, for example --splits "causal:102,noise:4098".'
+            )
+        return cost_model
+    if "pairs:splits" not in drivers:
+        warn(f"{cost_model.name}'s own mask is causal; its attention is counted under --splits in place of it.")
+    return cost_model.with_splits()
 
 
 def check_vision_tokens(cost_model: "CostModel", workload: "Workload") -> None:
@@ -69,6 +110,8 @@ def check_vision_tokens(cost_model: "CostModel", workload: "Workload") -> None:
 
 def workload_record(workload: "Workload") -> dict[str, Any]:
     """Put a workload's totals into JSON-ready numbers."""
+    from headway.count.splits import by_mode
+
     return {
         "segments": workload.num_segments,
         "tokens": workload.tokens,
@@ -80,6 +123,10 @@ def workload_record(workload: "Workload") -> dict[str, Any]:
         "audio_clips": len(workload.audio),
         "audio_frames": int(workload.audio.sum()),
         "past_tokens": int(workload.past.sum()),
+        "splits": by_mode(workload.splits),
+        "latent_patches": workload.latent_patches,
+        "drawn_patches": workload.drawn,
+        "supervised": workload.supervised,
     }
 
 
@@ -102,6 +149,12 @@ def describe(workload: "Workload") -> str:
         parts += [_plural(len(workload.audio), "audio clip"), f"{format_count(int(workload.audio.sum()))} frames"]
     if len(workload.past):
         parts.append(f"{format_count(int(workload.past.sum()))} cached tokens before them")
+    if len(workload.splits):
+        from headway.count.splits import by_mode
+
+        parts += [f"{format_count(tokens)} {mode}" for mode, tokens in by_mode(workload.splits).items()]
+    if workload.latent_patches:
+        parts.append(f"{format_count(workload.latent_patches)} latent patches")
     return ", ".join(parts)
 
 
