@@ -71,7 +71,7 @@ def test_a_wrong_grid_is_quoted_with_an_example(option, text):
     ["", "full", "fill:3", "full:0", "full:3,", "full:3;;causal:2", "(full:3)*0", "(full:3", "full:3*2", "FULL:3"],
 )
 def test_a_wrong_split_is_quoted_with_an_example(text):
-    with pytest.raises(WorkloadError, match="--splits.*[Ff]or example|repeats 0 times"):
+    with pytest.raises(WorkloadError, match=r"--splits.*[Ff]or example|repeats 0 times"):
         parse_splits(text)
 
 

@@ -28,6 +28,7 @@ from headway.models.masked import SegmentMask, is_plain, masked_segments, plain_
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
 from headway.models.products import product_dtype
 from headway.models.segments import segment_attention
+from headway.models.split_attention import SplitMask, split_attention
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 
@@ -118,7 +119,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | SegmentMask | None,
+    attention_mask: torch.Tensor | SegmentMask | SplitMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -140,7 +141,7 @@ def attend(
         query: shape (B, H, T, D).
         key: shape (B, K, T, D); K divides H.
         value: shape (B, K, T, Dv).
-        attention_mask: what `mask` returned.
+        attention_mask: what `mask` returned; or the splits of a pack.
         scaling: factor on the scores; D**-0.5 by default.
         dropout: probability of dropping an attention weight.
         sliding_window: keys each query may see, itself included [tokens].
@@ -173,6 +174,7 @@ def attend(
     if cu_N is None and causal:
         cu_N, longest = pack_cu_seqlens, pack_max_seqlen
 
+    splits = attention_mask if isinstance(attention_mask, SplitMask) else None
     own = attention_mask if isinstance(attention_mask, SegmentMask) else None
     written = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.numel() else None
     if (own is not None or written is not None) and pack_split is not None:
@@ -183,7 +185,7 @@ def attend(
     if written is not None:
         out = exact_attention(query, key, value, written, scale, softcap, s_aux, dropout)
         return out.transpose(1, 2).contiguous(), None
-    if cu_N is None and (attention_mask is not None if own is None else own.is_packed):
+    if splits is None and cu_N is None and (attention_mask is not None if own is None else own.is_packed):
         raise TrainingError(
             "The position ids restart within a row, so the row is a pack of several segments, but its boundaries were "
             "not given and segments would see each other. Pass pack_cu_seqlens and pack_max_seqlen to the model as "
@@ -198,7 +200,9 @@ def attend(
     if pack_split is not None:
         q_THD, k_TKD, v_TKD = tokens_to_heads(q_THD, k_TKD, v_TKD, pack_split)
         s_aux = None if s_aux is None else own_heads(s_aux, pack_split)
-    if own is not None:
+    if splits is not None:
+        out_THD = split_attention(q_THD, k_TKD, v_TKD, splits, scale, dropout)
+    elif own is not None:
         out_THD = masked_segments(q_THD, k_TKD, v_TKD, cu_N, own, scale, softcap, s_aux, dropout)
     else:
         out_THD = _within_segments(q_THD, k_TKD, v_TKD, cu_N, longest, causal, window, scale, softcap, s_aux, dropout)

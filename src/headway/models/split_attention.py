@@ -1,0 +1,235 @@
+"""Attention under splits: the runs of a segment that see each other causally, in full, or as noise that nobody reads.
+
+Made once per pack, on the CPU; the same object serves every layer. On a CPU, segments of the same runs are one batch,
+and each run is a few fused kernel calls on the keys that it sees; on CUDA it is FlexAttention with a block mask, whose
+changing parts are tensors, so that one compiled kernel serves all packs.
+
+Tensor letters as in `attention`: H query heads, K key/value heads, T slots, M segments of equal runs, L their length, D
+head size; Q blocks of queries.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from headway.count import Workload, splits
+from headway.errors import ConfigError, WorkloadError
+
+_BLOCK = 128  # slots along the side of a block of FlexAttention's mask
+_ROWS = 256  # queries of a causal run per kernel call where it has a prefix: what their written mask may take
+
+Runs = tuple[tuple[int, int], ...]
+"""(mode, tokens) of each run of a segment, modes as in `headway.count.splits`."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SplitMask:
+    """The mask of a pack.
+
+    Attributes:
+        groups: the segments by their runs, each with its slots, shape (M L,); padding is a segment of its own.
+        place_3T: number of the segment and of the run, and the run's mode, of each slot, int32.
+        blocks: which blocks of keys each block of queries sees in part and in full, each as a number, shape (Q,), and
+            indices, shape (Q, Q); int32.
+    """
+
+    groups: tuple[tuple[Runs, torch.Tensor], ...]
+    place_3T: torch.Tensor
+    blocks: tuple[torch.Tensor, ...]
+    _made: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, workload: Workload) -> "SplitMask":
+        """Make the mask of a pack, whose padding comes last and sees itself alone.
+
+        Raises:
+            WorkloadError: the workload has several packs.
+        """
+        if workload.num_packs > 1:
+            raise WorkloadError(f"a mask is one pack's, and the workload has {workload.num_packs}: make one for each.")
+        runs = workload.splits if len(workload.splits) else splits.all_causal(workload.segments)
+        lengths = [*workload.segments.tolist()]
+        if padding := workload.slots - workload.tokens:
+            lengths.append(padding)
+            runs = np.concatenate([runs, [[splits.CAUSAL, padding]]])
+        if not lengths:
+            raise WorkloadError("a mask of no slot: the workload has neither tokens nor padding.")
+        ends, first, start = runs[:, 1].cumsum(), 0, 0
+        slots: dict[Runs, list[torch.Tensor]] = {}
+        for length in lengths:
+            last = int(np.searchsorted(ends, start + length)) + 1
+            own: Runs = tuple((int(mode), int(tokens)) for mode, tokens in runs[first:last])
+            slots.setdefault(own, []).append(torch.arange(start, start + length))
+            first, start = last, start + length
+        segment = np.repeat(np.arange(len(lengths)), lengths)
+        run, mode = (np.repeat(column, runs[:, 1]) for column in (np.arange(len(runs)), runs[:, 0]))
+        groups = tuple((own, torch.cat(places)) for own, places in slots.items())
+        return cls(groups, torch.from_numpy(np.stack([segment, run, mode]).astype(np.int32)), _blocks(lengths, runs))
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SplitMask":
+        """The same mask with its tensors changed: moved, or pinned."""
+        groups = tuple((runs, change(slots)) for runs, slots in self.groups)
+        return replace(
+            self, groups=groups, place_3T=change(self.place_3T), blocks=tuple(map(change, self.blocks)), _made={}
+        )
+
+    def dense(self) -> torch.Tensor:
+        """Whether each query sees each key, shape (1, 1, T, T)."""
+        slot = torch.arange(self.place_3T.shape[1], device=self.place_3T.device)
+        return _rule(self.place_3T)(None, None, slot[:, None], slot)[None, None]
+
+    def block_mask(self) -> Any:
+        """The mask as FlexAttention takes it; made at the first call."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        if "block_mask" not in self._made:
+            slots = self.place_3T.shape[1]
+            part, part_indices, whole, whole_indices = (block[None, None] for block in self.blocks)
+            self._made["block_mask"] = BlockMask.from_kv_blocks(
+                part, part_indices, whole, whole_indices, _BLOCK, _rule(self.place_3T), seq_lengths=(slots, slots)
+            )
+        return self._made["block_mask"]
+
+
+def _rule(place_3T: torch.Tensor) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Say whether a query sees a key, as FlexAttention asks: by batch row, head and their slots."""
+
+    def sees(_row: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        segment_T, run_T, mode_T = place_3T
+        own = (run_T[query] == run_T[key]) & ((mode_T[query] != splits.CAUSAL) | (key <= query))
+        earlier = (run_T[query] > run_T[key]) & (mode_T[key] != splits.NOISE)
+        seen: torch.Tensor = (segment_T[query] == segment_T[key]) & (own | earlier)
+        return seen
+
+    return sees
+
+
+def split_attention(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    mask: SplitMask,
+    scale: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attend under splits.
+
+    Args:
+        q_THD: queries.
+        k_TKD: keys; K divides H.
+        v_TKD: values.
+        mask: of the pack.
+        scale: factor on the scores.
+        dropout: probability of dropping an attention weight; CPU only.
+
+    Returns:
+        Attended values, shape (T, H, Dv).
+
+    Raises:
+        WorkloadError: the mask is of another number of slots.
+        ConfigError: dropout on CUDA.
+    """
+    if len(q_THD) != mask.place_3T.shape[1]:
+        raise WorkloadError(f"the mask is of {mask.place_3T.shape[1]} slots, and attention of {len(q_THD)}.")
+    if q_THD.shape[1] == 0:  # more processes than heads: this one has none to attend with
+        return q_THD.reshape(len(q_THD), 0, v_TKD.shape[2])
+    if q_THD.is_cuda:
+        if dropout > 0.0:
+            raise ConfigError(f"Attention under splits has no dropout on CUDA, and {dropout} is asked for: set 0.")
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        grouped = q.shape[1] != k.shape[1]
+        out: torch.Tensor = _flex()(q, k, v, block_mask=mask.block_mask(), scale=scale, enable_gqa=grouped)
+        return out[0].transpose(0, 1)
+    attended: torch.Tensor = _by_segment(q_THD, k_TKD, v_TKD, mask, scale, dropout)
+    return attended
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; runs are read on the host
+def _by_segment(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, mask: SplitMask, scale: float, dropout: float
+) -> torch.Tensor:
+    parts = []
+    for runs, slots in mask.groups:
+        shape = (-1, sum(tokens for _, tokens in runs))
+        q, k, v = (x.index_select(0, slots).view(*shape, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        parts.append(torch.cat([*_by_run(q, k, v, runs, scale, dropout)], dim=2).transpose(1, 2).flatten(0, 1))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts).index_select(0, torch.cat([slots for _, slots in mask.groups]).argsort())
+
+
+def _by_run(
+    q_MHLD: torch.Tensor, k_MKLD: torch.Tensor, v_MKLD: torch.Tensor, runs: Runs, scale: float, dropout: float
+) -> Iterator[torch.Tensor]:
+    """Attend run by run, and block by block where a causal one has keys before it."""
+    grouped = q_MHLD.shape[1] != k_MKLD.shape[1]
+
+    def attend(rows: slice, before: list[slice], own: slice, **how: Any) -> torch.Tensor:
+        k, v = (torch.cat([x[:, :, part] for part in (*before, own)], dim=2) for x in (k_MKLD, v_MKLD))
+        query = q_MHLD[:, :, rows]
+        return F.scaled_dot_product_attention(query, k, v, dropout_p=dropout, scale=scale, enable_gqa=grouped, **how)
+
+    start, before = 0, list[slice]()  # the visible runs behind
+    for mode, tokens in runs:
+        run = slice(start, start + tokens)
+        if mode != splits.CAUSAL:
+            yield attend(run, before, run)
+        elif not before:
+            yield attend(run, before, run, is_causal=True)
+        else:
+            visible = sum(part.stop - part.start for part in before)
+            for first in range(start, run.stop, _ROWS):
+                rows = slice(first, min(first + _ROWS, run.stop))
+                seen = torch.ones(rows.stop - first, visible + rows.stop - start, dtype=torch.bool)
+                yield attend(rows, before, slice(start, rows.stop), attn_mask=seen.tril(visible + first - start))
+        if mode != splits.NOISE:
+            before.append(run)
+        start = run.stop
+
+
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _blocks(lengths: list[int], runs: NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
+    """Tell the blocks of keys that each block of queries sees in part or in full, from the runs alone."""
+    starts = np.arange(0, sum(lengths), _BLOCK)
+    seen = np.zeros((len(starts), len(starts)), np.int64)  # pairs of each block of queries and block of keys
+
+    def overlap(first: int, end: int) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = np.clip(np.minimum(starts + _BLOCK, end) - np.maximum(starts, first), 0, None)
+        return found
+
+    ends, start, number = np.cumsum(lengths), 0, 0
+    visible = np.zeros(len(starts), np.int64)
+    for mode, tokens in runs.tolist():
+        own, queries = overlap(start, start + tokens), np.arange(start, start + tokens)
+        seen += np.outer(own, visible)
+        if mode == splits.CAUSAL:
+            behind = np.clip(queries[:, None] + 1 - np.maximum(starts, start), 0, own)
+            np.add.at(seen, queries // _BLOCK, behind)
+        else:
+            seen += np.outer(own, own)
+        visible = visible + own * (mode != splits.NOISE)
+        start += tokens
+        if start == ends[number]:
+            visible, number = np.zeros_like(visible), number + 1
+    size = np.minimum(starts + _BLOCK, start) - starts
+    whole = seen == np.outer(size, size)
+    return (*_listed((seen > 0) & ~whole), *_listed(whole))
+
+
+def _listed(chosen: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of chosen blocks in each row, and their indices first."""
+    order = np.argsort(~chosen, axis=1, kind="stable")
+    return torch.from_numpy(chosen.sum(1).astype(np.int32)), torch.from_numpy(order.astype(np.int32))
