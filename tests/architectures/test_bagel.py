@@ -36,9 +36,9 @@ def qwen3_of(model, copy):
 
 
 def test_text_alone_is_transformers_qwen3(model):
-    given, _ = pack([[SamplePart("text", 13, 13)]], model.config)
+    given, _ = pack([[SamplePart("text", 13, 12)]], model.config)
     theirs = qwen3_of(model, "")(input_ids=given["input_ids"]).logits[0]
-    torch.testing.assert_close(model(**given).logits, theirs)
+    torch.testing.assert_close(model(**given).logits, theirs[:-1])
 
 
 def test_a_drawn_image_runs_through_the_other_copy_of_qwen3(model):
@@ -226,11 +226,8 @@ def test_a_vae_encodes_what_is_drawn():
     given, _ = pack([PICTURE], model.config)
     images = [torch.randn(3, 8, 12)]
     del given["latents"]
-    torch.manual_seed(1)
     out = model(**given, latent_pixels=images)
-    torch.manual_seed(1)
-    dist = model.vae_model.encode(images[0][None]).latent_dist
-    latents = (dist.mean + dist.std * torch.randn_like(dist.mean) - 0.12) * 0.36
+    latents = (model.vae_model.encode(images[0][None]).latent_dist.mean - 0.12) * 0.36
     torch.testing.assert_close(out.flow_target, given["noise"] - vae.patches(latents[0], 2))
 
 

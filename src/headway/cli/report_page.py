@@ -38,6 +38,7 @@ def _plain(value: float) -> str:
 
 SERIES: tuple[tuple[str, str, _Format], ...] = (
     ("loss", "Loss", _plain),
+    ("flow_loss", "Loss of drawn images", _plain),
     ("lr", "Learning rate", _plain),
     ("grad_norm", "Gradient norm", _plain),
     ("mfu", "MFU", format_share),

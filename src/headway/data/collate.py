@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from headway.count import Workload
+from headway.data.drawn_pack import DrawnPack
 from headway.data.encode import EncodedSample
 from headway.data.media.joining import Joinable, joined
 from headway.data.samples import Origin
@@ -50,6 +51,7 @@ class Batch:
         workload: lengths, grids and slots of the pack, for counting FLOPs; stays on the CPU.
         supervised: targets of each sample that the loss counts [tokens].
         origins: where each sample came from.
+        drawing: what a model that draws takes beside tokens and positions; None for other models.
     """
 
     input_ids_1T: torch.Tensor
@@ -73,6 +75,7 @@ class Batch:
     workload: Workload
     supervised: tuple[int, ...]
     origins: tuple[Origin, ...]
+    drawing: DrawnPack | None = None
 
     @property
     def slots(self) -> int:
@@ -127,6 +130,12 @@ class Batch:
 
         self._each(keep)
 
+    def noised(self, seed: int, step: int, shift: float) -> "Batch":
+        """The same pack with a step's noise, where it has anything to draw; see `DrawnPack.noised`."""
+        if self.drawing is None:
+            return self
+        return replace(self, drawing=self.drawing.noised(self.origins, seed, step, shift))
+
     def pin_memory(self) -> "Batch":
         """The same pack in page-locked memory, from which a CUDA device copies without waiting."""
         return self._each(torch.Tensor.pin_memory)
@@ -137,12 +146,16 @@ class Batch:
         processed = {name: change(tensor) for name, tensor in self.processed.items()}
         vision = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in self.vision.items()}
         placeholders = None if self.placeholders is None else self.placeholders.moved(change)
-        held = {"processed": processed, "vision": vision, "placeholders": placeholders}
+        drawing = None if self.drawing is None else self.drawing.each(change)
+        held = {"processed": processed, "vision": vision, "placeholders": placeholders, "drawing": drawing}
         return replace(self, **{**values, **changed, **held})
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
         positions = self.position_ids_R1T if self.position_ids_R1T.shape[0] > 1 else self.position_ids_R1T[0]
+        if self.drawing is not None:
+            given = {"input_ids": self.input_ids_1T, "position_ids": positions, "pixel_values": self.pixels_PD}
+            return given | self.drawing.inputs | {"attention_mask": self.drawing.mask}
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_1T,
             "position_ids": positions,

@@ -17,6 +17,7 @@ import transformers
 from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerBase
 
+from headway.architectures.bagel.layout import SamplePart
 from headway.data.chat import ChatTemplate, Span
 from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
@@ -60,6 +61,8 @@ class EncodedSample:
         audio_features_AMF: features of each sound, as the model reads them; None without sounds.
         audio_lengths_A: feature frames that are sound and not padding [frames].
         media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
+        parts: of what the sample is made, for a model that draws; empty for others.
+        drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
     """
 
     input_ids_S: torch.Tensor
@@ -76,6 +79,8 @@ class EncodedSample:
     audio_features_AMF: torch.Tensor | None = None
     audio_lengths_A: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     media_end: int = 0
+    parts: tuple[SamplePart, ...] = ()
+    drawn_images: tuple[torch.Tensor, ...] = ()
 
     @property
     def where(self) -> str:
@@ -107,6 +112,7 @@ class EncodedSample:
         """Memory held [bytes]."""
         held = [getattr(self, part.name) for part in fields(self)]
         held += [each.tensor_X for each in self.processed.values()]
+        held += self.drawn_images
         return sum(value.numel() * value.element_size() for value in held if isinstance(value, torch.Tensor))
 
     @property
@@ -258,7 +264,7 @@ class Encoder:
             "processor": type(self.processor).__name__,
             "settings": settings,
             "template": self.template.sources,
-            "tokenizer": _tokenizer_settings(self.tokenizer),
+            "tokenizer": tokenizer_settings(self.tokenizer),
             "max_image_pixels": self.max_image_pixels,
             "max_characters": self.max_characters,
         }
@@ -381,7 +387,8 @@ def _settings(part: Any) -> Any:
     return {name: value for name, value in part.to_dict().items() if not name.startswith("_")}
 
 
-def _tokenizer_settings(tokenizer: Any) -> list[Any]:
+def tokenizer_settings(tokenizer: Any) -> list[Any]:
+    """What makes two tokenizers one: class, words and special tokens."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

@@ -120,6 +120,7 @@ def _whole(value: float) -> str:
 
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # key of a record -> its name on the screen, and how it reads
     "loss": ("loss", "{:.4f}".format),
+    "flow_loss": ("flow", "{:.4f}".format),
     "lr": ("lr", "{:.2e}".format),
     "grad_norm": ("grad", "{:.2f}".format),
     "step_s": ("time", format_duration),

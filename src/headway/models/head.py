@@ -41,11 +41,14 @@ class PackLoss(NamedTuple):
         total: their sum [nats] divided by `per`, a scalar to differentiate, once.
         loss_T: each of them, 0 where a slot is not supervised [nats], without gradient.
         right_T: whether the most likely token is the label; None unless asked for.
+        drawn_K: squared error of each latent patch that is drawn, mean over its numbers; None of a model that does not
+            draw.
     """
 
     total: torch.Tensor
     loss_T: torch.Tensor
     right_T: torch.Tensor | None
+    drawn_K: torch.Tensor | None = None
 
 
 class ModelWithLoss(ABC):
@@ -58,10 +61,28 @@ class ModelWithLoss(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
-    @abstractmethod
     def __call__(
-        self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
+        self,
+        inputs: dict[str, Any],
+        labels_T: torch.Tensor,
+        *,
+        per: int = 1,
+        per_drawn: int = 1,  # noqa: ARG002 - a model that draws divides the loss of its images by it
+        judge: bool = False,
     ) -> PackLoss:
+        """Run the model on a pack; see `run`.
+
+        Args:
+            inputs: keywords of the model's forward.
+            labels_T: the token that each slot is to predict, -100 where it is not supervised, shape (T,).
+            per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
+            per_drawn: what that of drawn patches is divided by, such as those of a whole step.
+            judge: whether to say which slots are right.
+        """
+        return self.run(inputs, labels_T, per=per, judge=judge)[0]
+
+    @abstractmethod
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
         """Run the model.
 
         Args:
@@ -69,40 +90,51 @@ class ModelWithLoss(ABC):
             labels_T: the token that each slot is to predict, -100 where it is not supervised, shape (T,).
             per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
             judge: whether to say which slots are right.
+
+        Returns:
+            The losses, and what the model returned.
         """
 
 
-def model_with_loss(model: PreTrainedModel, *, chunk: int | None, liger: bool = False) -> ModelWithLoss:
+def model_with_loss(
+    model: PreTrainedModel, *, chunk: int | None, liger: bool = False, flow_weight: float = 1.0
+) -> ModelWithLoss:
     """Choose how the losses of a model are computed.
 
     Args:
         model: with a language head; its output layer's forward is replaced on this instance if there are chunks.
         chunk: slots whose logits are in memory at a time [slots]; None for all of a pack at once.
         liger: whether Liger Kernel computes the chunks of a plain layer, whose size is then its own choice.
+        flow_weight: factor on the loss of drawn images, for a model that draws.
 
     Raises:
         ConfigError: chunks were asked for, and the model does to its logits what is not known here.
     """
-    return WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger)
+    if not getattr(model, "draws", False):
+        return WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger)
+    words = WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger, after=AfterHead())
+    return LossOfDrawing(words, flow_weight)
 
 
 class WholeLogits(ModelWithLoss):
     """Losses from the logits of a whole pack, as the model returns them."""
 
-    def __call__(
-        self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
-    ) -> PackLoss:
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
         """Run the model; see `ModelWithLoss`."""
-        logits_TV = self.model(**inputs).logits[0]
+        output = self.model(**inputs)
+        logits_TV = output.logits.flatten(0, -2)
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         loss_T = F.cross_entropy(logits_TV.to(wide), labels_T, ignore_index=IGNORED, reduction="none")
-        return PackLoss(loss_T.sum() / per, loss_T.detach(), logits_TV.argmax(-1) == labels_T if judge else None)
+        right_T = logits_TV.argmax(-1) == labels_T if judge else None
+        return PackLoss(loss_T.sum() / per, loss_T.detach(), right_T), output
 
 
 class ChunkedLoss(ModelWithLoss):
     """Losses from the logits of a chunk of slots at a time."""
 
-    def __init__(self, model: PreTrainedModel, chunk: int, *, liger: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, chunk: int, *, liger: bool = False, after: AfterHead | None = None
+    ) -> None:
         layer = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers leaves it so
         if not isinstance(layer, nn.Module):
             raise ConfigError(f"{type(model).__name__} has no output layer that predicts tokens. {_WHOLE}")
@@ -111,14 +143,12 @@ class ChunkedLoss(ModelWithLoss):
         self._is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
         self._liger = liger and getattr(layer, "bias", None) is None
         self._plain_forward = layer.forward
-        self._after = what_follows(model, layer)
+        self._after = after or what_follows(model, layer)
         self._asked: Task | None = None
         self._found: list[PackLoss] = []
         layer.forward = self._forward
 
-    def __call__(
-        self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, judge: bool = False
-    ) -> PackLoss:
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
         """Run the model; see `ModelWithLoss`.
 
         Raises:
@@ -126,14 +156,14 @@ class ChunkedLoss(ModelWithLoss):
         """
         self._asked, self._found = Task(labels_T, per, self._chunk, self._after, judge), []
         try:
-            zeros = self.model(**inputs).logits
+            output = self.model(**inputs)
         finally:
             self._asked = None
         if not self._found:
             raise TrainingError(f"{type(self.model).__name__} has not called its output layer. {_WHOLE}")
         found = self._found.pop()
         # The zeros bring no gradient, but backward then passes through every module's outputs, where hooks wait for it.
-        return found._replace(total=found.total + 0.0 * zeros.sum())
+        return found._replace(total=found.total + 0.0 * output.logits.sum()), output
 
     def _forward(self, hidden_1TH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return logits; or, while losses are wanted, compute and keep them and return a zero for each slot."""
@@ -160,6 +190,41 @@ class ChunkedLoss(ModelWithLoss):
             assert isinstance(self._layer, nn.Linear)
             return liger_losses(self._layer, task) if self._liger else linear_losses(self._layer, task)
         return module_losses(self._plain_forward, tuple(self._layer.parameters()), task)
+
+
+class LossOfDrawing(ModelWithLoss):
+    """Losses of a model that draws: of supervised tokens, on which alone it runs its head, and of drawn patches.
+
+    Args:
+        words: computes the loss of tokens.
+        flow_weight: factor on the mean squared error of the flow's velocity.
+    """
+
+    def __init__(self, words: ModelWithLoss, flow_weight: float = 1.0) -> None:
+        super().__init__(words.model)
+        self._words, self._flow_weight = words, flow_weight
+
+    def __call__(
+        self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, per_drawn: int = 1, judge: bool = False
+    ) -> PackLoss:
+        """Run the model on a pack; see `ModelWithLoss`."""
+        found, output = self.run(inputs, labels_T, per=per, judge=judge)
+        if output.flow is None:
+            return found
+        wide = torch.promote_types(output.flow.dtype, torch.float32)
+        drawn_K = (output.flow.to(wide) - output.flow_target.to(wide)).square().mean(-1)
+        total = found.total + self._flow_weight * drawn_K.sum() / per_drawn
+        return found._replace(total=total, drawn_K=drawn_K.detach())
+
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
+        """Run the model; the losses are those of tokens."""
+        slots_S = inputs["understood_slots"][inputs["supervised_rows"]]
+        found, output = self._words.run(inputs, labels_T[slots_S], per=per, judge=judge)
+        loss_T = found.loss_T.new_zeros(len(labels_T)).index_copy(0, slots_S, found.loss_T)
+        right_T = None
+        if found.right_T is not None:
+            right_T = torch.ones_like(loss_T, dtype=torch.bool).index_copy(0, slots_S, found.right_T)
+        return PackLoss(found.total, loss_T, right_T), output
 
 
 def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:

@@ -74,7 +74,7 @@ def write_digits(
     Raises:
         DataError: scikit-learn is not installed, or the folder cannot be written.
     """
-    scans = _load_scans()
+    scans = load_scans()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(scans))
     num_held = round(held_out * len(scans))
@@ -101,7 +101,12 @@ def write_digits(
     return data
 
 
-def _load_scans() -> list[_Scan]:
+def load_scans() -> list[_Scan]:
+    """Read the 1,797 scans of scikit-learn.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

@@ -86,7 +86,12 @@ def build_trained(
     if device.type == "cuda":
         notes += align_widths(gated_mlps(model), precision.compute)
     notes += put_in_kernels(config.speed, model, device)
-    with_loss = model_with_loss(model, chunk=config.speed.loss_chunk, liger=config.speed.kernels == "liger")
+    with_loss = model_with_loss(
+        model,
+        chunk=config.speed.loss_chunk,
+        liger=config.speed.kernels == "liger",
+        flow_weight=config.model.drawing.flow_weight,
+    )
     if precision.is_float8:
         notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
     recompute_blocks(model, recompute, cost_model.block_towers)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from headway.count import CostModel
 from headway.data.bad_rows import BadSamples
 from headway.data.collate import Collator
+from headway.data.drawing import collator_of
 from headway.data.encode import Encoder
 from headway.data.feed import Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import LengthIndex, build_index
@@ -99,7 +100,8 @@ def make_collator(
     Raises:
         ConfigError: buckets that the model has no use for.
     """
-    return Collator(
+    return collator_of(
+        encoder,
         geometry=vision_geometry(model),
         pixel_scale=encoder.pixel_scale,
         position_rows=1 if encoder.rope_index is None else 3,

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.blank_media import Modalities, with_blanks
 from headway.data.collate import Collator
+from headway.data.drawing import collator_of
 from headway.errors import DataError
 from headway.models.head import ModelWithLoss
 from headway.models.parallel.sequence import local_slots
@@ -105,7 +106,8 @@ class EvalSet:
         for start in range(0, len(plan), ranks.num_data_ranks):
             together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
             needed = Modalities.union([Modalities.of(batch) for batch in together])
-            self._packs.append(with_blanks(together[ranks.data_rank], needed, collator))
+            batch = with_blanks(together[ranks.data_rank], needed, collator)
+            self._packs.append(batch.noised(seed=0, step=0, shift=1.0))  # the same at every evaluation
         self._ranks = ranks
         self._group = group
 
@@ -130,13 +132,14 @@ class EvalSet:
         model.train(was_training)
         self._ranks.sum_(totals_4)
         samples, exact, loss, tokens = totals_4.tolist()
-        return Evaluation(int(samples), int(exact), loss / tokens, int(tokens))
+        return Evaluation(int(samples), int(exact), loss / max(tokens, 1), int(tokens))
 
 
 def eval_collator(encoder: Encoder, geometry: VisionGeometry | None, ranks: Ranks) -> Collator:
     """Lay held-out samples into packs that are padded no more than the processes that share them need."""
     rows = 1 if encoder.rope_index is None else 3
-    return Collator(
+    return collator_of(
+        encoder,
         geometry=geometry,
         pixel_scale=encoder.pixel_scale,
         position_rows=rows,
@@ -165,7 +168,7 @@ def judge(
     with autocast():
         pack_loss = model_with_loss(batch.model_inputs(), labels_L, judge=True)
     assert pack_loss.right_T is not None
-    loss, supervised_L = pack_loss.total, labels_L >= 0
+    loss, supervised_L = pack_loss.loss_T.sum(), labels_L >= 0
     wrong_T = torch.zeros(batch.slots, dtype=torch.long, device=loss.device)
     wrong_T[local] = (supervised_L & ~pack_loss.right_T).long()
     # Mistakes in each segment: differences of the running count at the segment boundaries.

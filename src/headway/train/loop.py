@@ -85,7 +85,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
 def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:  # noqa: C901, PLR0912, PLR0915
     """Take the steps of a run, write down what they gave, and sum up; it stays whole, to be read from top to bottom."""
     trained, model, optimizer, meter = run.trained, run.model, run.optimizer, run.meter
-    ranks, device, saver, optim = run.ranks, run.device, run.saver, config.optim
+    ranks, device, saver, optim, drawing = run.ranks, run.device, run.saver, config.optim, config.model.drawing
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     max_norm = optim.clip if optim.clip is not None else math.inf
     step = run.checkpoint.step if run.checkpoint else 0
@@ -131,22 +131,27 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
+            drawn_D = torch.zeros(int(run.draws), device=device)  # squared errors of what is drawn
+            batches = [batch.noised(config.run.seed, step, drawing.timestep_shift) for batch in batches]
+            per, per_drawn = max(1, whole.num_supervised), max(1, whole.workload.drawn)
             for number, batch in enumerate(on_device(batches, device), start=1):
                 phase.at("forward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
                 local = local_slots(batch.slots, run.sequence_group)
                 labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
-                    pack = trained.model_with_loss(batch.model_inputs(), labels_L, per=max(1, whole.num_supervised))
+                    pack = trained.model_with_loss(batch.model_inputs(), labels_L, per=per, per_drawn=per_drawn)
                 phase.at("backward", batch=batch)
                 torch.autograd.backward(pack.total)
                 loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
+                if pack.drawn_K is not None:
+                    drawn_D += pack.drawn_K.sum()
                 meter.count(batch.workload, elsewhere=not ranks.bills)
 
             # Update.
             phase.at("update")
             compilations = trained.compile_watch.since()
-            sums = torch.cat([loss_S, torch.full((1,), len(compilations.guards), device=device)])
+            sums = torch.cat([loss_S, drawn_D, torch.full((1,), len(compilations.guards), device=device)])
             ranks.sum_(sums)
             grad_norm = clip_(parameters, max_norm)
             numbers_K = torch.cat([sums, grad_norm.to(sums)[None], run.router_load.take(ranks.sum_)])
@@ -266,6 +271,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
             may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
             bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
             before=run.checkpoint.position() if run.checkpoint else {},
+            draws=run.draws,
         )
         yield _Outputs(progress, metrics, samples, goodput, recorder)
 

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from headway.architectures import BagelConfig
+from headway.data.drawing import DrawingEncoder
 from headway.data.encode import Encoder
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
@@ -169,6 +171,8 @@ def make_encoder(
         max_image_pixels: largest image [pixels].
         max_characters: longest text of a sample [characters].
     """
+    if isinstance(model.config, BagelConfig):
+        return DrawingEncoder(processor, model.config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     return Encoder(
         processor,
         rope_index(model),

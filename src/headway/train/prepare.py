@@ -90,6 +90,11 @@ class Run:
         return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
 
     @property
+    def draws(self) -> bool:
+        """Whether the model draws images."""
+        return bool(getattr(self.model, "draws", False))
+
+    @property
     def sequence_group(self) -> ProcessGroup | None:
         """The processes that compute each of this one's packs with it; None where it computes them alone."""
         return _sequence_group(self.mesh)
@@ -108,8 +113,8 @@ class Run:
     def write_model(self, folder: Path) -> None:
         """Write config, generation config, adapter config and processor."""
         self.model.config.save_pretrained(folder)
-        if self.model.generation_config is not None:
-            self.model.generation_config.save_pretrained(folder)
+        if (generation := getattr(self.model, "generation_config", None)) is not None:
+            generation.save_pretrained(folder)
         write_adapter_config(self.model, folder)
         self.processor.save_pretrained(folder)
 
@@ -144,6 +149,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     _seed_everything(config.run.seed)  # the same on every rank, which gives the same random weights
     trained = build_trained(config, mesh, checkpoint, precision, device)
     model, cost_model = trained.model, trained.cost_model
+    _check_drawing(config, model)
     processor = load_processor(config.model.path)
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
@@ -261,6 +267,21 @@ def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> ConfigError:
         f"the run in {config.run.folder} has taken all of its {checkpoint.step} steps, so there is nothing to resume. "
         f"Raise optim.steps or optim.epochs to go on, or start another run {from_weights_of(config.run.folder)}."
     )
+
+
+def _check_drawing(config: TrainConfig, model: PreTrainedModel) -> None:
+    """Refuse settings of drawing for a model that does not draw, and those that a model that draws has no use for."""
+    if not getattr(model, "draws", False):
+        if idle := sorted(changed(config.model.drawing)):
+            raise ConfigError(
+                f"model.drawing.{idle[0]} has no effect: {model_name(model)} draws no images. Take it out."
+            )
+        return
+    if config.parallel.sequence > 1:
+        raise ConfigError(
+            f"parallel.sequence is {config.parallel.sequence}, and {model_name(model)} lays out whole packs: processes "
+            "cannot share one. Set it to 1; parallel.shard shares the weights."
+        )
 
 
 def _sequence_group(mesh: Mesh | None) -> ProcessGroup | None:

@@ -54,6 +54,7 @@ class StepRecorder:
         may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
         before: what the run has behind it, as `behind` gave it at the checkpoint that it goes on from.
+        draws: whether the model draws images, whose loss is recorded beside that of tokens.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class StepRecorder:
         may_skip: int,
         bad_samples: Path,
         before: Mapping[str, Any],
+        draws: bool = False,
     ) -> None:
+        self._draws = int(draws)
         self._log = log
         self._show = show
         self._sources = sources
@@ -79,15 +82,16 @@ class StepRecorder:
 
         Args:
             pending: what the host knows of it.
-            numbers_K: over all ranks, the summed losses of each source [nats], the recompilations, the gradient's norm
-                and, where the model has experts, the three numbers of a `RouterSummary`; on the device.
+            numbers_K: over all ranks, the summed losses of each source [nats], of a model that draws the summed errors
+                of drawn patches, the recompilations, the gradient's norm and, where the model has experts, the three
+                numbers of a `RouterSummary`; on the device.
         """
         self._pending.append((pending, HostCopy(numbers_K)))
 
     def router_of_last(self) -> Callable[[], RouterSummary | None]:
         """How evenly the last step used experts, None without any; to be called once the device has passed it."""
         _, copy = self._pending[-1]
-        return lambda: _router(copy.read()[len(self._sources) + 2 :])
+        return lambda: _router(copy.read()[len(self._sources) + self._draws + 2 :])
 
     def behind(self) -> dict[str, Any]:
         """State for a checkpoint: skipped updates in a row, and the digest of all samples so far."""
@@ -107,9 +111,11 @@ class StepRecorder:
 
     def _write(self, window: Window, pending: LaunchedStep, copy: HostCopy) -> None:
         read = copy.read()  # the device has passed it
-        losses, (recompiles, grad_norm, *router) = read[: len(self._sources)], read[len(self._sources) :]
+        words = len(self._sources)
+        losses, drawn = read[:words], read[words:][: self._draws]
+        recompiles, grad_norm, *router = read[words + self._draws :]
         loss = sum(losses) / max(1, pending.share.num_supervised)
-        is_finite = all(map(math.isfinite, (*losses, grad_norm)))
+        is_finite = all(map(math.isfinite, (*losses, *drawn, grad_norm)))
         self._skipped = 0 if is_finite else self._skipped + 1
         self._digest = (self._digest + pending.share.digest) % DIGESTS
         if self._skipped > self._may_skip:
@@ -117,6 +123,7 @@ class StepRecorder:
         record = {
             **window.as_record(),
             "loss": loss if is_finite else None,  # JSON has no numbers for what is not
+            **({"flow_loss": drawn[0] / max(1, pending.share.workload.drawn) if is_finite else None} if drawn else {}),
             "lr": pending.lr,
             **({} if pending.epochs is None else {"epoch": pending.epochs}),
             "grad_norm": grad_norm if is_finite else None,

@@ -54,6 +54,12 @@ class BagelConfig(PreTrainedConfig):
         return int(size // self.vision_config.patch_size)
 
     @property
+    def read_pixels(self) -> int:
+        """Pixels along the side of a patch that is read."""
+        size: Any = self.vision_config.patch_size
+        return int(size)
+
+    @property
     def latent_features(self) -> int:
         """Numbers that a latent patch holds."""
         channels = 3 if self.vae_config is None else int(self.vae_config["latent_channels"])

@@ -23,7 +23,7 @@ class SamplePart:
         kind: `text`; `read`, an image that the tower reads; `reference`, an image whose clean latents are read; or
             `draw`, an image that is learnt from noise.
         tokens: of text [tokens].
-        supervised: of these, the last ones, whose next token is learnt [tokens].
+        supervised: of these, the last ones, each learnt from the token before it [tokens].
         rows: of an image [patches, or latent patches].
         columns: of an image [patches, or latent patches].
     """
@@ -59,12 +59,15 @@ class _Pack:
         self.slot += tokens
 
 
-def lay_out(samples: Sequence[Sequence[SamplePart]], config: BagelConfig) -> tuple[dict[str, Any], Workload]:
+def lay_out(
+    samples: Sequence[Sequence[SamplePart]], config: BagelConfig, slots: int | None = None
+) -> tuple[dict[str, Any], Workload]:
     """Lay samples end to end.
 
     Args:
         samples: the parts of each segment, in order.
         config: of the model.
+        slots: length of the pack, filled up with text that nothing sees; as many as there are tokens when None.
 
     Returns:
         Forward's arguments that say where things lie, on the CPU; and the workload, whose splits are the mask.
@@ -86,7 +89,7 @@ def lay_out(samples: Sequence[Sequence[SamplePart]], config: BagelConfig) -> tup
                 _check_text(part)
                 pack.text(part.tokens)
                 last = len(pack.understood)
-                pack.supervised += range(last - part.supervised, last)
+                pack.supervised += range(last - 1 - part.supervised, last - 1)
                 pack.positions += range(position, position + part.tokens)
                 position += part.tokens
             else:
@@ -102,7 +105,12 @@ def lay_out(samples: Sequence[Sequence[SamplePart]], config: BagelConfig) -> tup
         latents=grids["draw"],
         references=grids["reference"],
         supervised=len(pack.supervised),
+        slots=slots,
+        packs=1,
     )
+    padding = workload.slots - pack.slot
+    pack.text(padding)
+    pack.positions += range(padding)
     arguments: dict[str, Any] = {
         "position_ids": torch.tensor([pack.positions]),
         "understood_slots": torch.tensor(pack.understood),
@@ -126,10 +134,10 @@ def lay_out(samples: Sequence[Sequence[SamplePart]], config: BagelConfig) -> tup
 
 
 def _check_text(part: SamplePart) -> None:
-    if part.tokens < 1 or not 0 <= part.supervised <= part.tokens:
+    if part.tokens < 1 or not 0 <= part.supervised < part.tokens:
         raise DataError(
             f"A part of text has {part.tokens} tokens, {part.supervised} of them supervised: give 1 token or more, and "
-            "no more supervised ones than that."
+            "fewer supervised ones, as nothing predicts the first."
         )
 
 

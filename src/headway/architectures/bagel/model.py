@@ -52,6 +52,7 @@ class BagelModel(PreTrainedModel):
     config: BagelConfig
     base_model_prefix = "language_model"
     supports_gradient_checkpointing = True
+    draws = True  # a part of its losses is of images
     _no_split_modules = ["MixtureBlock", "SiglipEncoderLayer"]  # noqa: RUF012  # as transformers has it
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -73,13 +74,23 @@ class BagelModel(PreTrainedModel):
         self.vae_model = load_vae(config.vae_config) if config.vae_config is not None else None
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Open a saved model; the autoencoder stays frozen, which transformers' reading of weights forgets."""
+        opened: Any = super().from_pretrained(*args, **kwargs)
+        model = opened[0] if isinstance(opened, tuple) else opened  # with output_loading_info
+        if model.vae_model is not None:
+            model.vae_model.requires_grad_(False)
+        return opened
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module that no checkpoint fills; the answer of the flow starts at zero."""
         if isinstance(module, GridPositions):
             module.fill()
         elif self.vae_model is not None and module in self.vae_model.modules():
-            return  # diffusers has initialised it
+            if next(module.parameters(recurse=False), None) is not None:
+                module.reset_parameters()  # type: ignore[operator]  # as diffusers does: convolutions, linear, norms
         else:
             super()._init_weights(module)
             if module is self.llm2vae:
@@ -129,7 +140,7 @@ class BagelModel(PreTrainedModel):
             understood_slots: slots of the understood tokens, shape (U,).
             supervised_rows: rows among these whose next token is learnt, shape (S,).
             pixel_values: patches that are read, shape (P, channels * patch size**2).
-            image_rows: rows among the understood tokens that they take, shape (P,).
+            image_rows: rows among the understood tokens that they take, shape (P,), or fewer: the rest are blank.
             image_places: place of each in a square of the largest image, shape (P,).
             image_cu_seqlens: boundaries of the images [patches], int32, shape (M + 1,).
             image_longest: patches of the largest image.
@@ -185,8 +196,9 @@ class BagelModel(PreTrainedModel):
         assert places is not None
         assert cu_M is not None
         seen_PD = self.connector(self.vit_model(pixel_values, places, cu_M, longest))
-        seen_PD = seen_PD + self.vit_pos_embed(places).to(seen_PD.dtype)
-        return x_UD.index_copy(0, rows, seen_PD.to(x_UD.dtype))
+        seen_PD = (seen_PD + self.vit_pos_embed(places)).to(x_UD.dtype)
+        blank = 0.0 * seen_PD[len(rows) :].sum()  # patches that no row takes keep the towers of all processes in step
+        return x_UD.index_copy(0, rows, seen_PD[: len(rows)] + blank)
 
     def _encoded(self, images: list[torch.Tensor] | None) -> torch.Tensor:
         """Encode images into clean latent patches: (L, C)."""

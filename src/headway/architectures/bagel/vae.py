@@ -30,9 +30,12 @@ def load_vae(config: dict[str, Any]) -> nn.Module:
 
 @torch.no_grad()
 def encode(vae: Any, image: torch.Tensor, patch: int) -> torch.Tensor:
-    """Encode an image (3, height, width) from -1 to 1 into clean latent patches (patches, patch**2 * channels)."""
-    drawn = vae.encode(image[None].to(vae.dtype)).latent_dist
-    latents = drawn.mean + drawn.std * torch.randn_like(drawn.mean)
+    """Encode an image (3, height, width) from -1 to 1 into clean latent patches (patches, patch**2 * channels).
+
+    They are the mean of the encoder's distribution: nothing is drawn, so that neither the packing nor the number of
+    processes changes them.
+    """
+    latents = vae.encode(image[None].to(vae.dtype)).latent_dist.mean
     return patches((latents[0] - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor, patch)
 
 

@@ -31,6 +31,15 @@ class LoraConfig(Section):
     )
 
 
+class DrawingConfig(Section):
+    """How a model that draws images learns to; for others nothing of it may be set."""
+
+    flow_weight: Share = Field(default=1.0, description="Factor on the loss of drawn images, beside that of tokens")
+    timestep_shift: Share = Field(
+        default=1.0, description="Shift of the flow's times towards noise; 1 leaves them as drawn, larger is noisier"
+    )
+
+
 class ModelConfig(Section):
     """Which model, and which part of it learns."""
 
@@ -42,6 +51,7 @@ class ModelConfig(Section):
         "names ('model.language_model.layers.0.*'); each must match something",
     )
     lora: LoraConfig | None = Field(default=None, description="Train adapters instead of the weights; null for none")
+    drawing: DrawingConfig = DrawingConfig()
 
 
 class ParallelConfig(Section):

@@ -1,0 +1,310 @@
+"""Samples of models that read and draw images: text, images to read and images to draw, encoded and laid out.
+
+An image in an assistant's turn is drawn, every other one is read. What comes before a drawn image is also given as
+clean latents, so that an edit sees the pixels of what it starts from; a drawn image that is followed by more is given
+again, clean.
+
+Tensor letters as in `encode`.
+
+Source: data/t2i_dataset.py, vlm_dataset.py and interleave_datasets/ of ByteDance-Seed/Bagel (commit 056b5fd).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image as Pillow
+
+from headway.architectures.bagel import BagelConfig
+from headway.architectures.bagel.layout import SamplePart, lay_out
+from headway.architectures.bagel.vae import patches
+from headway.data.collate import PADDING_TOKEN, Batch, Collator
+from headway.data.drawn_pack import DrawnPack
+from headway.data.encode import EncodedSample, Encoder, tokenizer_settings
+from headway.data.making import charged_to
+from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
+from headway.data.media.placeholders import MAX_CHARACTERS
+from headway.data.samples import Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
+from headway.errors import ConfigError, DataError
+from headway.models.losses import IGNORED
+from headway.models.split_attention import SplitMask
+
+_VERSION = 1  # of what encoding does with a sample
+_AROUND = {"text": ("<|im_start|>", "<|im_end|>"), "image": ("<|vision_start|>", "<|vision_end|>")}
+
+
+@dataclass
+class _Planned:
+    """A sample's parts, the token ids of its text, and the images, in order."""
+
+    parts: list[SamplePart] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    read: list[torch.Tensor] = field(default_factory=list)
+    latents: list[torch.Tensor] = field(default_factory=list)
+
+
+class DrawingEncoder(Encoder):
+    """Encodes chats and documents for a model that reads and draws images.
+
+    Args:
+        tokenizer: the model's, with the tokens that stand around texts and images.
+        config: of the model.
+        max_image_pixels: larger images are refused, before they are decoded [pixels].
+        max_characters: longer texts are refused, before they are tokenised [characters].
+
+    Raises:
+        ConfigError: the tokenizer lacks one of these tokens, or the limit cannot take effect.
+    """
+
+    def __init__(  # it has neither a chat template nor a processor
+        self,
+        tokenizer: Any,
+        config: BagelConfig,
+        *,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
+        max_characters: int = MAX_CHARACTERS,
+    ) -> None:
+        self.processor = self.tokenizer = tokenizer
+        self.config = config
+        self.rope_index = None
+        self.max_image_pixels = check_limit(max_image_pixels)
+        self.max_characters = max_characters
+        vocabulary = tokenizer.get_vocab()
+        if lacking := [token for pair in _AROUND.values() for token in pair if token not in vocabulary]:
+            raise ConfigError(
+                f"The tokenizer lacks {', '.join(lacking)}, which stand around texts and images in models of the type "
+                "bagel. Add them as special tokens and save the tokenizer again."
+            )
+        if len(tokenizer) > config.text_config.vocab_size:
+            raise ConfigError(
+                f"The tokenizer has {len(tokenizer)} tokens and the model's embedding {config.text_config.vocab_size}: "
+                "the two are not of one model."
+            )
+        self._around = {kind: [vocabulary[token] for token in pair] for kind, pair in _AROUND.items()}
+
+    @property
+    def pixel_scale(self) -> None:
+        """Patches are what the model reads."""
+        return
+
+    def encode(self, sample: Sample) -> EncodedSample:
+        """Encode a sample for training; see `Encoder.encode`.
+
+        Raises:
+            DataError: nothing to learn, a text that is too long, a video, sound or tool call, or a damaged image.
+        """
+        return self._encoded(sample, self._plan(sample, decodes=True))
+
+    def measure(self, sample: Sample) -> SampleLengths:
+        """The sizes of `encode(sample)`, from image headers, without decoding them.
+
+        Raises:
+            DataError: as `encode`, except for damage that shows only when images are decoded.
+        """
+        planned = self._plan(sample, decodes=False)
+        targets = [i for i, label in enumerate(planned.labels) if label != IGNORED]
+        return SampleLengths(
+            tokens=len(planned.ids),
+            supervised=len(targets),
+            first_target=targets[0] if targets else 0,
+            media_end=_media_end(planned),
+            image_grids=tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "read"),
+        )
+
+    def encode_prompt(self, sample: Chat) -> EncodedSample:
+        """Refuse: transformers' generation does not know how this model goes on.
+
+        Raises:
+            DataError: always.
+        """
+        raise DataError(
+            f"{sample.where}: answers of models that draw are not generated during training. Set eval.generate=null."
+        )
+
+    def blank_image(self) -> None:
+        """Packs without an image get a blank patch that no token takes."""
+        return
+
+    def fingerprint(self) -> str:
+        """A key that changes when the tokenizer or what decides the sizes of images does."""
+        config = self.config
+        key = {
+            "version": _VERSION,
+            "transformers": transformers.__version__,
+            "tokenizer": tokenizer_settings(self.tokenizer),
+            "sides": [config.image_side, config.read_pixels, config.max_latent_size, config.latent_pixels],
+            "max_image_pixels": self.max_image_pixels,
+            "max_characters": self.max_characters,
+        }
+        return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _plan(self, sample: Sample, *, decodes: bool) -> _Planned:
+        planned = _Planned()
+        if isinstance(sample, Document):
+            self._text(planned, sample.content, sample.where, learns=True)
+        else:
+            pieces = list(_pieces(sample))
+            drawn = [i for i, (part, answers) in enumerate(pieces) if answers and isinstance(part, ImagePart)]
+            for i, (part, answers) in enumerate(pieces):
+                if isinstance(part, TextPart):
+                    self._text(planned, part.text, sample.where, learns=answers)
+                    continue
+                if i in drawn:
+                    self._image(planned, "draw", part.media, sample.where, decodes)
+                if i not in drawn or i < len(pieces) - 1:
+                    if drawn and i <= drawn[-1]:
+                        self._image(planned, "reference", part.media, sample.where, decodes)
+                    self._image(planned, "read", part.media, sample.where, decodes)
+        if not any(label != IGNORED for label in planned.labels) and not any(p.kind == "draw" for p in planned.parts):
+            raise DataError(
+                f"{sample.where}: there is nothing to learn from the sample: no assistant turn has words or an image. "
+                "Add the answer, or delete the line."
+            )
+        return planned
+
+    def _text(self, planned: _Planned, text: str | tuple[int, ...], where: str, *, learns: bool) -> None:
+        if isinstance(text, str) and len(text) > self.max_characters:
+            raise DataError(
+                f"{where}: a text has {len(text)} characters, more than the limit of {self.max_characters}. Cut it, or "
+                "raise data.max_characters."
+            )
+        with charged_to("tokenise"):
+            inner = self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else [*text]
+        start, end = self._around["text"]
+        ids = [start, *inner, end]
+        planned.parts.append(SamplePart("text", len(ids), len(ids) - 1 if learns else 0))
+        planned.ids += ids
+        planned.labels += [IGNORED, *ids[1:]] if learns else [IGNORED] * len(ids)
+
+    def _image(self, planned: _Planned, kind: Any, media: Media, where: str, decodes: bool) -> None:
+        """Take an image: shrunk until its longest side fits, each side a whole number of patches."""
+        config = self.config
+        patch, most = config.read_pixels, config.image_side
+        if kind != "read":
+            patch, most = config.latent_pixels, config.max_latent_size
+        with charged_to("decode"), Picture(media, where, self.max_image_pixels) as picture:
+            shrunk = min(1.0, most * patch / max(picture.size))
+            rows, columns = (max(1, round(side * shrunk / patch)) for side in picture.size)
+            if decodes:
+                pixels = picture.decode().resize((columns * patch, rows * patch), Pillow.Resampling.BICUBIC)
+                image = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 127.5 - 1.0
+                (planned.read if kind == "read" else planned.latents).append(image)
+        planned.parts.append(SamplePart(kind, rows=rows, columns=columns))
+        start, end = self._around["image"]
+        planned.ids += [start, *[PADDING_TOKEN] * (rows * columns), end]
+        planned.labels += [IGNORED] * (rows * columns + 2)
+
+    def _encoded(self, sample: Sample, planned: _Planned) -> EncodedSample:
+        arguments, workload = lay_out([planned.parts], self.config)
+        read = [patches(image, self.config.read_pixels) for image in planned.read]
+        return EncodedSample(
+            input_ids_S=torch.tensor(planned.ids),
+            labels_S=torch.tensor(planned.labels),
+            position_ids_RS=arguments["position_ids"],
+            origin=sample.origin,
+            pixels_PD=torch.cat(read) if read else None,
+            grids_M3=torch.from_numpy(workload.images.copy()),
+            media_end=_media_end(planned),
+            parts=tuple(planned.parts),
+            drawn_images=tuple(planned.latents),
+        )
+
+
+def _pieces(sample: Chat) -> Iterator[tuple[TextPart | ImagePart, bool]]:
+    """The parts of a chat, and whether each is the assistant's."""
+    for message in sample.messages:
+        if message.tool_calls:
+            raise DataError(f"{sample.where}: a turn calls tools, which models of the type bagel do not. Delete it.")
+        for part in message.parts:
+            if not isinstance(part, TextPart | ImagePart):
+                raise DataError(f"{sample.where}: models of the type bagel take text and images, no video or sound.")
+            yield part, message.role == "assistant"
+
+
+def _media_end(planned: _Planned) -> int:
+    """One past the last token of an image; a sample that draws is never cut [tokens]."""
+    end = place = 0
+    for part in planned.parts:
+        place += part.tokens or part.rows * part.columns + 2
+        end = end if part.kind == "text" else place
+    return place if end else 0
+
+
+def collator_of(encoder: Encoder, **settings: Any) -> Collator:
+    """Make the collator for what an encoder encodes.
+
+    Args:
+        encoder: of the model.
+        **settings: of `Collator`.
+    """
+    if isinstance(encoder, DrawingEncoder):
+        return DrawingCollator(config=encoder.config, **settings)
+    return Collator(**settings)
+
+
+@dataclass(frozen=True)
+class DrawingCollator(Collator):
+    """Lays samples end to end for a model that draws.
+
+    Attributes:
+        config: of the model.
+    """
+
+    config: BagelConfig = field(default_factory=BagelConfig)
+
+    def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
+        """Lay samples end to end, in the order given; no sample gives a pack of padding alone."""
+        tokens, bucket = sum(sample.tokens for sample in samples), self.bucket_tokens or 1
+        slots = -(-tokens // bucket) * bucket or bucket
+        arguments, workload = lay_out([sample.parts for sample in samples], self.config, slots)
+        filling = torch.full((slots - tokens,), PADDING_TOKEN)
+        labels = [torch.nn.functional.pad(sample.labels_S[1:], (0, 1), value=IGNORED) for sample in samples]
+        lengths = [sample.tokens for sample in samples] + ([slots - tokens] if slots > tokens else [])
+        source_ids = [self.sources.index(each.origin.source) if self.sources else 0 for each in samples]
+        pixels = [sample.pixels_PD for sample in samples if sample.pixels_PD is not None]
+        positions_1T = arguments.pop("position_ids")
+        return Batch(
+            input_ids_1T=torch.cat([*(sample.input_ids_S for sample in samples), filling])[None],
+            labels_1T=torch.cat([*labels, torch.full_like(filling, IGNORED)])[None],
+            position_ids_R1T=positions_1T[None],
+            cu_seqlens_N=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+            max_seqlen=max(lengths),
+            pixels_PD=torch.cat(pixels) if pixels else None,
+            grids_M3=torch.from_numpy(workload.images.copy()) if pixels else None,
+            processed={},
+            video_pixels_PD=None,
+            video_grids_M3=None,
+            audio_ABF=None,
+            audio_mask_AF=None,
+            token_types_1T=None,
+            types_name="",
+            pixel_scale_2D=None,
+            vision={},
+            placeholders=None,
+            source_ids_N=torch.tensor(source_ids + [0] * (len(lengths) - len(samples))),
+            workload=workload,
+            supervised=tuple(sample.num_supervised for sample in samples),
+            origins=tuple(sample.origin for sample in samples),
+            drawing=self._drawing(samples, arguments, SplitMask.of(workload)),
+        )
+
+    def _drawing(self, samples: Sequence[EncodedSample], inputs: dict[str, Any], mask: SplitMask) -> DrawnPack:
+        images = [image for sample in samples for image in sample.drawn_images]
+        if images and self.config.vae_config is not None:
+            inputs["latent_pixels"] = images
+        elif images:
+            inputs["latents"] = torch.cat([patches(image, self.config.latent_patch_size) for image in images])
+        grids = tuple(
+            (number, part.rows * part.columns, part.kind == "draw")
+            for number, sample in enumerate(samples)
+            for part in sample.parts
+            if part.kind in ("reference", "draw")
+        )
+        values = self.config.vision_config.num_channels * self.config.read_pixels**2
+        return DrawnPack(inputs, mask, grids, self.config.latent_features, values)

@@ -1,0 +1,74 @@
+"""What a pack holds for a model that draws: where its tokens lie, who sees whom, and the noise of a step.
+
+Tensor letters: L latent patches, C numbers per latent patch, G latent grids.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from headway.data.samples import Origin
+from headway.models.split_attention import SplitMask
+
+
+@dataclass(frozen=True)
+class DrawnPack:
+    """The arguments of the model beside token ids and positions.
+
+    Attributes:
+        inputs: tensors, and lists of them, by the names of the model's arguments.
+        mask: who sees whom.
+        grids: of each grid of latents the number of its sample, its patches, and whether it is drawn; shape (G, 3).
+        features: numbers of a latent patch.
+        patch_values: numbers of a patch that is read.
+    """
+
+    inputs: dict[str, Any]
+    mask: SplitMask
+    grids: tuple[tuple[int, int, bool], ...]
+    features: int
+    patch_values: int
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DrawnPack":
+        """The same with its tensors changed: moved, or pinned."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, list):
+                return [change(one) for one in value]
+            return change(value) if isinstance(value, torch.Tensor) else value
+
+        inputs = {name: changed(value) for name, value in self.inputs.items()}
+        return replace(self, inputs=inputs, mask=self.mask.each(change))
+
+    def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float) -> "DrawnPack":
+        """Draw the noise of a step, and the time of each image that is drawn.
+
+        Each sample has a generator of its own, so that neither the packing nor the number of processes changes what is
+        drawn, nor does a resumed run.
+
+        Args:
+            origins: of the pack's samples.
+            seed: of the run.
+            step: number of the step.
+            shift: of the times towards noise; 1 leaves them as drawn.
+
+        Source: times as sigmoid of a normal draw, shifted: Esser et al. 2024, arXiv:2403.03206, section 3.1 and
+        equation 23, with the square of its root as `shift`.
+        """
+        if not self.grids:
+            return self
+        generators = [_generator(origin, seed, step) for origin in origins]
+        noise, times = [], []
+        for sample, patches, is_drawn in self.grids:
+            drawn = torch.sigmoid(torch.randn((), generator=generators[sample]))
+            times.append(shift * drawn / (1 + (shift - 1) * drawn) if is_drawn else torch.zeros(()))
+            noise.append(torch.randn(patches, self.features, generator=generators[sample]))
+        return replace(self, inputs={**self.inputs, "noise": torch.cat(noise), "timesteps": torch.stack(times)})
+
+
+def _generator(origin: Origin, seed: int, step: int) -> torch.Generator:
+    name = f"{origin.source}\0{origin.file}\0{origin.row}\0{seed}\0{step}".encode(errors="surrogatepass")
+    return torch.Generator().manual_seed(int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> 1)

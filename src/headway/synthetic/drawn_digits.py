@@ -1,0 +1,162 @@
+"""The drawing demo: scikit-learn's handwritten digits, to be drawn from a sentence and to be read, by one small model.
+
+The 1,797 scans of 8 x 8 pixels are split before anything is composed, so that no scan which is read in the evaluation
+is ever trained on. A classifier that knows the real digits judges what is drawn.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import DataError
+from headway.synthetic.digits import load_scans
+
+SIDE = 8  # pixels of a scan
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+QUESTION = "Which digit is this?"
+_REQUESTS = ("Draw a {}.", "Please draw the digit {}.", "A handwritten {}.")
+_FREE = "Draw a digit."  # what guidance leads away from
+_FREE_SHARE = 0.1  # of the requests that name no digit
+
+
+@dataclass(frozen=True)
+class DrawnDigits:
+    """Files and sizes of the dataset."""
+
+    draw: Path
+    read: Path
+    eval: Path
+    num_train_scans: int
+    num_eval_scans: int
+
+
+def request(digit: int) -> str:
+    """Ask for a digit.
+
+    >>> request(7)
+    'Draw a seven.'
+    """
+    return _REQUESTS[0].format(NAMES[digit])
+
+
+def write_drawn_digits(folder: Path, *, held_out: float = 0.2, seed: int = 0) -> DrawnDigits:
+    """Write the scans as images, and three JSONL files: to draw, to read, and held-out ones to read.
+
+    Args:
+        folder: created where needed; gets `images/`, `draw.jsonl`, `read.jsonl` and `eval.jsonl`.
+        held_out: fraction of the scans that only the evaluation sees.
+        seed: of the split and of the words.
+
+    Raises:
+        DataError: scikit-learn is not installed, or the folder cannot be written.
+    """
+    from PIL import Image
+
+    scans = load_scans()
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(scans))
+    num_held = round(held_out * len(scans))
+    held, trained = order[:num_held].tolist(), order[num_held:].tolist()
+    names = [f"images/{number:04d}.png" for number in range(len(scans))]
+    data = DrawnDigits(folder / "draw.jsonl", folder / "read.jsonl", folder / "eval.jsonl", len(trained), len(held))
+    try:
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        for name, scan in zip(names, scans, strict=True):
+            Image.fromarray(np.round(255 * scan.pixels).astype(np.uint8)).save(folder / name)
+        asked = []
+        for number in trained:
+            words = _REQUESTS[rng.integers(len(_REQUESTS))].format(NAMES[scans[number].digit])
+            words = _FREE if rng.random() < _FREE_SHARE else words
+            asked.append(_chat(words, [{"type": "image", "image": names[number]}]))
+        _write(data.draw, asked)
+        for path, numbers in ((data.read, trained), (data.eval, held)):
+            _write(path, [_reading(names[number], scans[number].digit) for number in numbers])
+    except OSError as error:
+        raise DataError(
+            f"cannot write the digits to {folder}: {error.strerror}. Give another folder with --folder."
+        ) from error
+    return data
+
+
+def _reading(image: str, digit: int) -> dict[str, Any]:
+    question = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
+    return _chat(question, NAMES[digit])
+
+
+def _chat(user: Any, assistant: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def write_drawer(folder: Path) -> Path:
+    """Write a Bagel model of about two million parameters, without weights: configuration and tokenizer.
+
+    It draws pixels, four to a latent patch, without an autoencoder.
+
+    Args:
+        folder: created where needed.
+
+    Returns:
+        The folder; `headway train` opens it like any other.
+    """
+    from headway.architectures import BagelConfig
+    from headway.models.load import load_processor
+    from headway.synthetic.processor import write_tokenizer
+
+    texts = [*(words.format(name) for words in _REQUESTS for name in NAMES), _FREE, QUESTION]
+    tokenizer: Any = load_processor(write_tokenizer(folder, texts))
+    size, spread = 128, 0.06
+    config = BagelConfig(
+        text_config={
+            "model_type": "qwen3",
+            "vocab_size": len(tokenizer),
+            "hidden_size": size,
+            "intermediate_size": 2 * size,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": size // 4,
+            "max_position_embeddings": 1024,
+            "initializer_range": spread,
+            "tie_word_embeddings": False,
+        },
+        vision_config={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": SIDE,
+            "patch_size": 2,
+        },
+        latent_patch_size=2,
+        max_latent_size=SIDE // 2,
+        initializer_range=spread,
+        architectures=["BagelModel"],
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+def classify(drawn: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Read digits with a classifier that learnt the real ones: a support vector machine on the pixels.
+
+    Args:
+        drawn: shape (N, 8, 8), 0 to 1.
+
+    Returns:
+        The digits, shape (N,).
+    """
+    from sklearn.svm import SVC
+
+    scans = load_scans()
+    learnt = SVC(gamma=0.064).fit([scan.pixels.ravel() for scan in scans], [scan.digit for scan in scans])
+    found: NDArray[np.int64] = learnt.predict(drawn.reshape(len(drawn), -1))
+    return found

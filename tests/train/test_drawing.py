@@ -1,0 +1,236 @@
+"""Training a model that draws: equal to a plain loop, however it is spread, stopped and started again."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+import yaml
+
+from headway.data import read_samples
+from headway.data.drawing import DrawingEncoder, collator_of
+from headway.errors import ConfigError, DataError
+from headway.models.load import load_config, load_model, load_processor
+from headway.tracing import trace
+from headway.train.config import parse_config
+from headway.train.data import open_feed
+from headway.train.loop import train
+from headway.train.prepare import _check_drawing
+from headway.train.ranks import Ranks
+from helpers.drawing_data import chat, image, write_data, write_model
+from helpers.engine_runs import configuration
+from helpers.processes import HELPERS, run_processes
+from helpers.run_records import read_metrics
+from helpers.tiny_bagel import VAE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drawing")
+    write_model(folder / "model")
+    write_model(folder / "latents", VAE)
+    write_data(folder / "data")
+    return folder
+
+
+def raw_config(folder, run, *, model="model", processes=1, **overrides):
+    data = [{"path": str(folder / "data" / "all.jsonl"), "name": "all"}]
+    overrides["data"] = {"tokens_per_pack": 96, "overlong": "error"} | overrides.get("data", {})
+    return configuration(folder / model, data, run, processes=processes, overrides=overrides)
+
+
+def steps_of(run):
+    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def numbers(records):
+    return [(r["loss"], r["flow_loss"], r["grad_norm"]) for r in records]
+
+
+def assert_same(found, expected):
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def work(records):
+    return [(r["tokens"], r["flops"]["total"], r["samples_digest"]) for r in records]
+
+
+@pytest.fixture(scope="module")
+def plain(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("plain") / "run"
+    train(parse_config(raw_config(folder, run)))
+    return steps_of(run)
+
+
+def test_training_equals_a_plain_loop_over_single_samples(folder, tmp_path, plain):
+    config = parse_config(raw_config(folder, tmp_path / "run"))
+    torch.manual_seed(0)
+    model = load_model(folder / "model", random_init=True, attention="sdpa").train()
+    encoder = DrawingEncoder(load_processor(folder / "model"), model.config)
+    feed = open_feed(config, encoder, model, trace(model), Ranks(0, 1), pin_memory=False)  # says which samples
+    by_source = {sample.where: sample for sample in read_samples(folder / "data" / "all.jsonl")}
+    optim = config.optim
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": optim.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        betas=optim.betas,
+    )
+    for step, record in enumerate(plain[:3], start=1):
+        batches = next(feed)
+        tokens = sum(batch.num_supervised for batch in batches)
+        drawn = sum(batch.workload.drawn for batch in batches)
+        words = flow = 0.0
+        for batch in batches:
+            for where in batch.sources:
+                one = collator_of(encoder)([encoder.encode(by_source[where])]).noised(0, step, 1.0)
+                given = one.model_inputs()
+                given["attention_mask"] = given["attention_mask"].dense()
+                out = model(**given)
+                labels = one.labels_1T[0][one.labels_1T[0] != -100]
+                loss = torch.nn.functional.cross_entropy(out.logits, labels, reduction="sum") / tokens
+                words += loss.item()
+                if out.flow is not None:
+                    error = (out.flow - out.flow_target).square().mean(-1).sum() / drawn
+                    flow += error.item()
+                    loss = loss + error
+                loss.backward()
+        assert record["loss"] == pytest.approx(words, rel=1e-5)
+        assert record["flow_loss"] == pytest.approx(flow, rel=1e-5)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+        assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        for group in optimizer.param_groups:
+            group["lr"] = record["lr"]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_is_billed_is_what_the_ledger_says_of_the_packs(folder, plain):
+    model = load_model(folder / "model", random_init=True)
+    encoder = DrawingEncoder(load_processor(folder / "model"), model.config)
+    config = parse_config(raw_config(folder, folder / "unused"))
+    cost = trace(model)
+    feed = open_feed(config, encoder, model, cost, Ranks(0, 1), pin_memory=False)
+    for record in plain[:2]:
+        assert record["flops"]["total"] == sum(cost.count(batch.workload).total for batch in next(feed))
+
+
+WAYS = {
+    "recomputed": (1, {"speed": {"recompute": "full"}}),
+    "compiled": (1, {"speed": {"compile": True}}),
+    "whole logits": (1, {"speed": {"loss_chunk": None}}),
+    "fsdp2 x 2": (2, {}),
+    "replicas x 2, recomputed": (2, {"parallel": {"replicate": 2, "shard": 1}, "speed": {"recompute": "full"}}),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", WAYS)
+def test_however_it_is_run_it_is_the_same_run(folder, tmp_path, plain, way):
+    processes, overrides = WAYS[way]
+    raw = raw_config(folder, tmp_path / "run", processes=processes, **overrides)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    run_processes([sys.executable, HELPERS / "engine_runs.py", "aot_eager", path], processes)
+    found = steps_of(tmp_path / "run")
+    assert work(found) == work(plain)
+    assert_same(found, plain)
+
+
+def test_padding_changes_nothing(folder, tmp_path, plain):
+    train(parse_config(raw_config(folder, tmp_path / "run", data={"bucket_tokens": 64})))
+    found = steps_of(tmp_path / "run")
+    assert found[0]["padding_share"] > 0.1
+    assert_same(found, plain)
+
+
+def test_a_resumed_run_is_the_run(folder, tmp_path, plain):
+    raw = raw_config(folder, tmp_path / "run", checkpoint={"every": 2})
+    raw["optim"]["ema"] = {"decay": 0.9}
+    train(parse_config(raw | {"optim": raw["optim"] | {"steps": 5}}))
+    whole = steps_of(tmp_path / "run")
+    assert_same(whole, plain)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000005")
+    train(parse_config(raw), resume=True)
+    again = steps_of(tmp_path / "run")
+    assert numbers(again[-1:]) == numbers(whole[-1:])
+
+
+def test_latents_of_an_autoencoder_are_learnt(folder, tmp_path):
+    train(parse_config(raw_config(folder, tmp_path / "run", model="latents")))
+    records = steps_of(tmp_path / "run")
+    assert all(record["flow_loss"] > 0 for record in records)
+    saved = load_model(tmp_path / "run" / "export" / "step-000005")
+    assert not any(parameter.requires_grad for parameter in saved.vae_model.parameters())
+    raw = raw_config(folder, tmp_path / "again", model="latents")
+    raw["model"] = {"path": str(tmp_path / "run" / "export" / "step-000005")}
+    train(parse_config(raw))
+    weights, before = (load_model(tmp_path / run / "export" / "step-000005") for run in ("again", "run"))
+    for one, other in zip(weights.vae_model.parameters(), before.vae_model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("freeze", ["vision", "language", "latents"])
+def test_each_part_can_be_frozen(folder, tmp_path, freeze):
+    raw = raw_config(folder, tmp_path / "run", model="model")
+    raw["model"]["freeze"] = [freeze]
+    train(parse_config(raw))
+    assert steps_of(tmp_path / "run")[-1]["flow_loss"] > 0
+
+
+def test_adapters_on_either_copy_learn(folder, tmp_path):
+    raw = raw_config(folder, tmp_path / "run")
+    raw["model"]["lora"] = {"rank": 4, "targets": ["q_proj", "q_proj_moe_gen"]}
+    train(parse_config(raw))
+    assert steps_of(tmp_path / "run")[-1]["grad_norm"] > 0
+
+
+def test_noise_depends_on_the_sample_and_the_step_alone(folder):
+    config = load_config(folder / "model")
+    encoder = DrawingEncoder(load_processor(folder / "model"), config)
+    samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:6]]
+    collate = collator_of(encoder)
+    together = collate(samples).noised(3, 7, 1.0).drawing.inputs
+    alone = [collate([sample]).noised(3, 7, 1.0).drawing.inputs for sample in samples]
+    for name in ("noise", "timesteps"):
+        assert torch.equal(together[name], torch.cat([one[name] for one in alone if name in one]))
+    assert not torch.equal(together["noise"], collate(samples).noised(3, 8, 1.0).drawing.inputs["noise"])
+    assert (together["timesteps"] == 0).sum() == sum(part.kind == "reference" for s in samples for part in s.parts)
+
+
+def test_lengths_are_measured_without_decoding(folder):
+    encoder = DrawingEncoder(load_processor(folder / "model"), load_config(folder / "model"))
+    for sample in read_samples(folder / "data" / "all.jsonl"):
+        assert encoder.measure(sample) == encoder.encode(sample).lengths
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (chat([image("0-0.png")], []), "nothing to learn"),
+        (chat("Draw.", [image("missing.png")]), "missing.png"),
+        (chat([{"type": "video", "video": "0-0.png"}], "a square"), "no video or sound"),
+    ],
+)
+def test_samples_that_cannot_be_used_get_one_clear_error(folder, tmp_path, row, said):
+    path = folder / "data" / "wrong.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    encoder = DrawingEncoder(load_processor(folder / "model"), load_config(folder / "model"))
+    with pytest.raises(DataError, match=said):
+        encoder.encode(read_samples(path)[0])
+
+
+def test_settings_without_effect_are_refused(folder, tmp_path):
+    raw = raw_config(folder, tmp_path / "run")
+    raw["parallel"] = {"sequence": 2}
+    model = load_model(folder / "model", random_init=True)
+    with pytest.raises(ConfigError, match="sequence is 2"):
+        _check_drawing(parse_config(raw), model)
+    raw = raw_config(folder, tmp_path / "run")
+    raw["model"]["drawing"] = {"flow_weight": 2.0}
+    with pytest.raises(ConfigError, match="flow_weight has no effect"):
+        _check_drawing(parse_config(raw), torch.nn.Linear(1, 1))
