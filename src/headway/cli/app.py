@@ -20,6 +20,7 @@ from headway.cli import (
     config,
     demo,
     devices,
+    draw,
     evaluate,
     explain,
     export,
@@ -27,6 +28,7 @@ from headway.cli import (
     generate,
     goodput,
     import_config,
+    import_model,
     index,
     init,
     look,
@@ -78,9 +80,11 @@ app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("tune", short_help="Search the settings that train fastest within the memory.")(tune.tune)
 app.command("chat", short_help="Talk to a model that was trained.")(chat.chat)
 app.command("generate", short_help="Answer one prompt or a file of them.")(generate.generate)
+app.command("draw", short_help="Draw pictures with a model that draws.")(draw.draw)
 app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)
 app.command("config", short_help="Print every setting of `headway train`.")(config.config)
 app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
+app.command("import-model", short_help="Make a model folder of a checkpoint of BAGEL's.")(import_model.import_model)
 app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
 

@@ -1,5 +1,6 @@
 """Sections of a report beside those of the mean step: sources, ranks, restarts, memory, evaluations, answers."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ EXPLANATION = "explain.json"
 _SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
+_LARGEST_PICTURE = 100_000  # of what was drawn [bytes]
 _MOST_ANSWERS, _LONGEST = 12, 400  # of the last evaluation [characters]
 
 
@@ -31,7 +33,7 @@ def folder_sections(path: Path, records: Sequence[Mapping[str, Any]]) -> list[Re
     if folder is not None:
         parts = [*_times(folder, records), *parts]
         parts += [*_conventions(folder), *_restarts(folder), *_memory(folder)]
-        parts += [*_evaluations(folder), *_answers(folder)]
+        parts += [*_evaluations(folder), *_answers(folder), *_drawn(folder)]
     return parts
 
 
@@ -195,6 +197,20 @@ def _answers(folder: Path) -> list[ReportSection]:
     ]
     title = f"Answers after step {last[-1].get('step')}" if last else ""
     return _section(title, ["asked", "wanted", "answered", "exact"], rows)
+
+
+def _drawn(folder: Path) -> list[ReportSection]:
+    """What the drawing demo had its model draw, and who read it as what was asked for."""
+    judged, picture = _object(folder / "drawn.json"), folder / "drawn.png"
+    digits = _mapping(judged.get("digits"))
+    if not digits or not picture.is_file() or picture.stat().st_size > _LARGEST_PICTURE:
+        return []
+    data = base64.b64encode(picture.read_bytes()).decode()
+    alt = "What the model drew, a row for each digit"
+    columns = ("asked", "classifier", "itself")
+    rows = [[name, *(str(_mapping(of).get(column, "")) for column in columns)] for name, of in digits.items()]
+    headings = ("digit", "drawn", "read so by a classifier", "read so by the model")
+    return [ReportSection("Drawn", headings, rows, chart=f'<img alt="{alt}" src="data:image/png;base64,{data}">')]
 
 
 def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[ReportSection]:

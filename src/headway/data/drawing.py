@@ -35,7 +35,8 @@ from headway.models.losses import IGNORED
 from headway.models.split_attention import SplitMask
 
 _VERSION = 1  # of what encoding does with a sample
-_AROUND = {"text": ("<|im_start|>", "<|im_end|>"), "image": ("<|vision_start|>", "<|vision_end|>")}
+AROUND = {"text": ("<|im_start|>", "<|im_end|>"), "image": ("<|vision_start|>", "<|vision_end|>")}
+"""Tokens before and after each text and each image."""
 
 
 @dataclass
@@ -76,7 +77,7 @@ class DrawingEncoder(Encoder):
         self.max_image_pixels = check_limit(max_image_pixels)
         self.max_characters = max_characters
         vocabulary = tokenizer.get_vocab()
-        if lacking := [token for pair in _AROUND.values() for token in pair if token not in vocabulary]:
+        if lacking := [token for pair in AROUND.values() for token in pair if token not in vocabulary]:
             raise ConfigError(
                 f"The tokenizer lacks {', '.join(lacking)}, which stand around texts and images in models of the type "
                 "bagel. Add them as special tokens and save the tokenizer again."
@@ -86,12 +87,24 @@ class DrawingEncoder(Encoder):
                 f"The tokenizer has {len(tokenizer)} tokens and the model's embedding {config.text_config.vocab_size}: "
                 "the two are not of one model."
             )
-        self._around = {kind: [vocabulary[token] for token in pair] for kind, pair in _AROUND.items()}
+        self._around = {kind: [vocabulary[token] for token in pair] for kind, pair in AROUND.items()}
 
     @property
     def pixel_scale(self) -> None:
         """Patches are what the model reads."""
         return
+
+    @property
+    def around_images(self) -> tuple[int, int]:
+        """Ids of the tokens before and after an image."""
+        start, end = self._around["image"]
+        return start, end
+
+    def text_ids(self, text: str | Sequence[int]) -> list[int]:
+        """Token ids of a text, or of one that was tokenised before, between the two tokens around it."""
+        start, end = self._around["text"]
+        inner = self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else text
+        return [start, *inner, end]
 
     def encode(self, sample: Sample) -> EncodedSample:
         """Encode a sample for training; see `Encoder.encode`.
@@ -175,9 +188,7 @@ class DrawingEncoder(Encoder):
                 "raise data.max_characters."
             )
         with charged_to("tokenise"):
-            inner = self.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else [*text]
-        start, end = self._around["text"]
-        ids = [start, *inner, end]
+            ids = self.text_ids(text)
         planned.parts.append(SamplePart("text", len(ids), len(ids) - 1 if learns else 0))
         planned.ids += ids
         planned.labels += [IGNORED, *ids[1:]] if learns else [IGNORED] * len(ids)
@@ -196,7 +207,7 @@ class DrawingEncoder(Encoder):
                 image = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 127.5 - 1.0
                 (planned.read if kind == "read" else planned.latents).append(image)
         planned.parts.append(SamplePart(kind, rows=rows, columns=columns))
-        start, end = self._around["image"]
+        start, end = self.around_images
         planned.ids += [start, *[PADDING_TOKEN] * (rows * columns), end]
         planned.labels += [IGNORED] * (rows * columns + 2)
 

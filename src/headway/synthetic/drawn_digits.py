@@ -20,7 +20,8 @@ SIDE = 8  # pixels of a scan
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 QUESTION = "Which digit is this?"
 _REQUESTS = ("Draw a {}.", "Please draw the digit {}.", "A handwritten {}.")
-_FREE = "Draw a digit."  # what guidance leads away from
+FREE = "Draw a digit."
+"""A request that names no digit, which guidance leads away from."""
 _FREE_SHARE = 0.1  # of the requests that name no digit
 
 
@@ -71,7 +72,7 @@ def write_drawn_digits(folder: Path, *, held_out: float = 0.2, seed: int = 0) ->
         asked = []
         for number in trained:
             words = _REQUESTS[rng.integers(len(_REQUESTS))].format(NAMES[scans[number].digit])
-            words = _FREE if rng.random() < _FREE_SHARE else words
+            words = FREE if rng.random() < _FREE_SHARE else words
             asked.append(_chat(words, [{"type": "image", "image": names[number]}]))
         _write(data.draw, asked)
         for path, numbers in ((data.read, trained), (data.eval, held)):
@@ -111,7 +112,7 @@ def write_drawer(folder: Path) -> Path:
     from headway.models.load import load_processor
     from headway.synthetic.processor import write_tokenizer
 
-    texts = [*(words.format(name) for words in _REQUESTS for name in NAMES), _FREE, QUESTION]
+    texts = [*(words.format(name) for words in _REQUESTS for name in NAMES), FREE, QUESTION]
     tokenizer: Any = load_processor(write_tokenizer(folder, texts))
     size, spread = 128, 0.06
     config = BagelConfig(

@@ -200,6 +200,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
         skipped=losses.skipped,
         first_loss=losses.first,
         last_loss=losses.last,
+        last_flow_loss=losses.last_flow,
         utilisation=utilisation,
         conventions=billed_by_conventions(
             model.config.to_dict(),

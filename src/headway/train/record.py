@@ -19,7 +19,7 @@ import platform
 import subprocess
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -72,6 +72,7 @@ class LossTally:
     skipped: int = 0
     first: float | None = None
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+    _flow: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take down a record, if it is one of a step."""
@@ -84,6 +85,8 @@ class LossTally:
             return
         self.first = loss if self.first is None else self.first
         self._recent.append(loss)
+        if (flow := record.get("flow_loss")) is not None:
+            self._flow.append(flow)
 
     @property
     def last(self) -> float | None:
@@ -95,8 +98,16 @@ class LossTally:
         >>> tally.last
         2.0
         """
+        return self._mean_of_last(self._recent)
+
+    @property
+    def last_flow(self) -> float | None:
+        """The same of drawn images; None of a model that does not draw."""
+        return self._mean_of_last(self._flow)
+
+    def _mean_of_last(self, losses: Iterable[float]) -> float | None:
         count = min(100, max(1, (self.steps - self.skipped) // 10))
-        last = list(self._recent)[-count:]
+        last = list(losses)[-count:]
         return sum(last) / len(last) if last else None
 
 

@@ -29,6 +29,7 @@ class RunSummary:
         first_loss: of the run's first step whose update was not left out; None without one [nats per supervised token].
         skipped: updates that were left out because their numbers were not finite [steps].
         last_loss: mean of the last tenth of these steps, at most 100 of them [nats per supervised token].
+        last_flow_loss: the same of drawn images, mean squared error of the flow's velocity; None where none are drawn.
         utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
         conventions: the last step's packs of this process as other tools bill them, by `billed_by_conventions`.
         report: samples and packs read, those before a resume included.
@@ -51,6 +52,7 @@ class RunSummary:
     evaluation: Evaluation | None
     stopped_by: int
     total_s: float
+    last_flow_loss: float | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -73,6 +75,7 @@ class RunSummary:
             "skipped_updates": self.skipped,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
+            **({} if self.last_flow_loss is None else {"last_flow_loss": self.last_flow_loss}),
             "evaluation": self.evaluation.as_record() if self.evaluation else None,
             "vision_share": self.utilisation.flops.share("vision"),
             "conventions": [*self.conventions],
@@ -89,6 +92,8 @@ class RunSummary:
         loss = "none: every update was left out"
         if self.first_loss is not None:
             loss = f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"
+            if self.last_flow_loss is not None:
+                loss += f"; of drawn images {self.last_flow_loss:.4f}"
         exact = "not evaluated"
         if self.evaluation:
             exact = (

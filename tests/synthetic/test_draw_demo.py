@@ -1,0 +1,94 @@
+"""`headway demo draw` and `headway draw`, as a user starts them."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from headway.synthetic.digits import load_scans
+from headway.synthetic.drawn_digits import classify
+from headway.train.config import load_config
+from helpers.processes import ROOT, run_processes
+
+RECIPE = ROOT / "recipes" / "draw.yaml"
+
+
+def headway(*arguments, cwd):
+    (done,) = run_processes([sys.executable, "-m", "headway", *arguments], 1, cwd=cwd, check=False)
+    return done
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """A demo of a few steps, which draws nothing that anyone could read."""
+    folder = tmp_path_factory.mktemp("draw")
+    few = ["--set", "eval.max_samples=20", "--set", "optim.warmup_steps=1"]
+    return folder, headway("demo", "draw", "--steps", "4", "--json", *few, cwd=folder)
+
+
+def test_the_recipe_in_the_repository_is_the_one_in_the_package():
+    assert RECIPE.read_text() == (ROOT / "src/headway/synthetic/draw.yaml").read_text()
+    load_config(RECIPE)
+
+
+@pytest.mark.own_peak
+def test_the_demo_trains_draws_and_judges_itself(shown):
+    folder, done = shown
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["complete"]
+    assert result["last_flow_loss"] > 0
+    assert 0 < result["mfu"] < 1
+    judged = result["drawings"]
+    assert judged == json.loads((folder / "runs/draw/run/drawn.json").read_text())
+    assert judged["drawn"] == 200
+    assert sum(of["classifier"] for of in judged["digits"].values()) == round(200 * judged["read_by_classifier"])
+    assert sum(of["itself"] for of in judged["digits"].values()) == round(200 * judged["read_by_itself"])
+    with Image.open(folder / "runs/draw/run/drawn.png") as grid:
+        assert grid.size == (20 * 32, 10 * 32)
+
+
+@pytest.mark.own_peak
+def test_the_report_shows_what_was_drawn(shown):
+    folder, _ = shown
+    done = headway("report", "runs/draw/run", "-o", "report.html", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    page = (folder / "report.html").read_text()
+    assert 'src="data:image/png;base64,' in page
+    assert "read so by a classifier" in page
+    assert "Loss of drawn images" in page
+
+
+@pytest.mark.own_peak
+def test_pictures_are_drawn_of_sentences(shown):
+    folder, _ = shown
+    asked = ["draw", "runs/draw/run", "Draw a seven.", "Draw a three.", "--size", "8x6", "--steps", "2"]
+    done = headway(*asked, "-o", "two.png", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "2 pictures of 8 x 6 pixels in two.png" in done.stdout
+    with Image.open(folder / "two.png") as picture:
+        assert picture.size == (12, 8)
+        first = np.asarray(picture)
+    headway(*asked, "-o", "again.png", cwd=folder)
+    with Image.open(folder / "again.png") as picture:
+        assert np.array_equal(np.asarray(picture), first)
+
+
+@pytest.mark.own_peak
+@pytest.mark.parametrize(
+    ("size", "said"), [("9x8", "multiple of 2 pixels, at most 8"), ("8", "is not HxW"), ("0x8", "cannot be drawn")]
+)
+def test_sizes_that_cannot_be_drawn_are_refused(shown, size, said):
+    folder, _ = shown
+    done = headway("draw", "runs/draw/run", "Draw a seven.", "--size", size, cwd=folder)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+
+
+def test_the_classifier_reads_real_digits():
+    scans = load_scans()
+    pixels = np.stack([scan.pixels for scan in scans])
+    assert (classify(pixels) == [scan.digit for scan in scans]).mean() > 0.99
+    assert (classify(pixels[:, ::-1]) == [scan.digit for scan in scans]).mean() < 0.6  # upside down
