@@ -33,7 +33,7 @@ PAGES = {
 
 
 def test_every_recipe_is_tested():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*PAGES, "digits"}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*PAGES, "digits", "draw", "bagel-7b-mot-10240"}
 
 
 def dry_run(headway, name, *options):
@@ -62,6 +62,19 @@ def test_a_dry_run_says_what_the_page_set_up(name, headway):
     assert flops["total"] == pytest.approx(packs["step_flops"], rel=1e-6)
     assert flops["total"] == sum(flops["components"].values())
     assert 0 < flops["recompute"] < flops["forward"]  # all of these recompute their blocks, and never the head
+
+
+def test_the_recipe_of_a_model_that_draws_says_its_memory_by_part(headway):
+    result = headway("train", RECIPES / "bagel-7b-mot-10240.yaml", "--dry-run", "--json")
+    plan = json.loads(result.out)
+    assert result.code == 0, result.err
+    assert (plan["model"], plan["devices"], plan["fits"]) == ("bagel-7b-mot", 32, True)
+    assert plan["params"]["total"] == load_cost_model("bagel-7b-mot").params.total
+    memory = plan["memory"]
+    assert memory["peak"] > memory["weights"] + memory["optimizer"] + memory["gradients"]
+    refused = headway("train", RECIPES / "bagel-7b-mot-10240.yaml", "--scale-down")
+    assert refused.code == 2
+    assert "headway demo draw" in refused.err
 
 
 def test_the_flops_of_a_text_step_are_six_for_each_parameter_and_twelve_for_each_pair(headway):

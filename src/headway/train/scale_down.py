@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
+from headway.architectures import BagelConfig
 from headway.count.models import shipped_name
+from headway.errors import ConfigError
 from headway.models.load import load_config
 from headway.packing.lengths import MIXES
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
@@ -148,6 +150,11 @@ def write_small(small: Small) -> None:
 def _model_config(name: str) -> PreTrainedConfig:
     shipped = None if Path(name).exists() else shipped_name(name)
     config: PreTrainedConfig = preset_config(shipped) if shipped is not None else load_config(name)
+    if isinstance(config, BagelConfig):
+        raise ConfigError(
+            f"{name} draws images, and recipes of such models are not scaled down. `headway demo draw` trains a small "
+            "one on a CPU; --dry-run says what this one needs."
+        )
     return config
 
 
