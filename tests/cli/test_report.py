@@ -467,6 +467,21 @@ AT_STEP = """(() => {
 PRESS = "document.querySelectorAll('svg:has(g[data-v])')[%d].dispatchEvent(new KeyboardEvent('keydown', {key: %r}))"
 
 
+CUT = """[...document.querySelectorAll('svg')].flatMap(svg => {
+  const box = svg.viewBox.baseVal, cut = t => t.x < box.x - 1 || t.x + t.width > box.x + box.width + 1;
+  return [...svg.querySelectorAll('text')].filter(t => cut(t.getBBox())).map(t => t.textContent)})"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("steps", [20, 150, 1500])
+def test_no_text_of_a_chart_is_cut(tmp_path, steps):
+    (tmp_path / "page.html").write_text(report_page(read_run(write_run(tmp_path / "run", steps))))
+    with Browser(tmp_path / "profile") as browser:
+        browser.show((tmp_path / "page.html").as_uri())
+        assert browser.value("document.querySelectorAll('svg text').length") > 20
+        assert browser.value(CUT) == []
+
+
 @pytest.mark.browser
 def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_path):
     run, other = write_run(tmp_path / "run", 20), write_run(tmp_path / "other", 15)

@@ -120,3 +120,11 @@ def test_nothing_to_draw_is_an_error():
         histogram("times", [float("nan")], form=plain)
     with pytest.raises(ValueError, match="finite value"):
         heat_strip("ranks", [("a", [None])], form=plain)
+
+
+@pytest.mark.parametrize("last", [9, 150, 1500, 15_000, 150_000, 1_500_000, 1234])
+def test_no_tick_is_cut_at_the_edge(last):
+    chart = line_chart("loss", [1, last // 2, last], [1.0, 0.5, 0.25], form=plain)
+    ticks = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">([\d,]+)</text>', chart)
+    assert ticks
+    assert all(float(x) + 3.75 * len(said) <= 641 for x, said in ticks)

@@ -16,6 +16,7 @@ from headway.report.format import format_share, printable
 
 _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 12, 40  # room for ticks and units
+_CHARACTER = 7.5  # width of a digit at most
 _BAR, _GAP = 22, 8
 NUM_BUCKETS = 240  # of a long series: each keeps its smallest and its largest value
 _SHADES = 20  # of a heat strip; cells side by side of one shade are drawn as one
@@ -333,9 +334,9 @@ def _x_axis(
 
     bottom = _HEIGHT - _BOTTOM
     drawn = [f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" stroke="var(--ink)"/>']
-    drawn += [
-        _text(x_of(tick), bottom + 16, form(tick) if form else f"{tick:,.10g}", "middle") for tick in ticks(low, high)
-    ]
+    for tick in ticks(low, high):
+        said = form(tick) if form else f"{tick:,.10g}"
+        drawn.append(_text(min(x_of(tick), _WIDTH - _CHARACTER / 2 * len(said)), bottom + 16, said, "middle"))
     if name and leaves_room:  # for the names of lines
         drawn.append(_text(_LEFT, _HEIGHT - 6, name, "start"))
     elif name:
