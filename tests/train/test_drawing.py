@@ -141,6 +141,25 @@ def test_however_it_is_run_it_is_the_same_run(folder, tmp_path, plain, way):
     assert_same(found, plain)
 
 
+@pytest.mark.dist
+def test_processes_whose_packs_hold_nothing_to_read_keep_in_step(folder, tmp_path):
+    # packs of a sample or two, mostly of pictures to draw: on some steps one process reads an image and another none
+    found = []
+    for processes in (1, 2):
+        run = tmp_path / str(processes)
+        mix = [
+            {"path": str(folder / "data" / f"{name}.jsonl"), "weight": w} for name, w in (("all", 1), ("pictures", 3))
+        ]
+        raw = raw_config(folder, run, processes=processes, data={"tokens_per_pack": 50, "train": mix})
+        path = run.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(raw))
+        run_processes([sys.executable, HELPERS / "engine_runs.py", "aot_eager", path], processes)
+        found.append(steps_of(run))
+    assert any(0 < record["images"] < record["packs"] for record in found[0])  # so some packs have none
+    assert work(found[0]) == work(found[1])
+    assert_same(found[1], found[0])
+
+
 def test_padding_changes_nothing(folder, tmp_path, plain):
     train(parse_config(raw_config(folder, tmp_path / "run", data={"bucket_tokens": 64})))
     found = steps_of(tmp_path / "run")
