@@ -311,7 +311,12 @@ def test_a_causal_model_is_counted_under_splits_and_says_so(headway):
     [
         (["llama-3.1-8b", "--splits", "full:8", "--segments", 9], "8 tokens where the segment has 9"),
         (["llama-3.1-8b", "--segments", 9, "--supervised", 3], "--supervised 3 has no effect"),
-        (["llama-3.1-8b", "--splits", "full:8", "--latents", "2x2"], "draws no images"),
+        (["llama-3.1-8b", "--splits", "noise:8", "--latents", "2x2"], "draws no images"),
+        (
+            ["bagel-7b-mot", "--splits", "causal:5,noise:3", "--latents", "2x2"],
+            "noise runs hold 3 tokens, and 4 latent",
+        ),
+        (["bagel-7b-mot", "--splits", "causal:5,noise:9", "--references", "2x2"], "full runs hold 0 tokens, and 4"),
         (["gemma-3-4b", "--splits", "full:8,causal:3"], "cannot be counted under splits"),
         (["bagel-7b-mot", "--segments", 30, "--latents", "2x2"], "need --splits"),
         (["bagel-7b-mot", "--splits", "causal:8", "--supervised", 9], "0 to the 8 tokens"),

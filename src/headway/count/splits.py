@@ -128,13 +128,19 @@ def all_causal(segments: Ints) -> Ints:
     return np.stack([np.full_like(segments, CAUSAL), segments], axis=1)
 
 
-def check_kinds(tokens: int, latent_patches: int, supervised: int | None) -> None:
-    """Refuse more tokens of a kind than there are tokens."""
-    if latent_patches > tokens:
+def check_kinds(tokens: int, runs: Ints, drawn: int, read: int, supervised: int | None) -> None:
+    """Refuse more tokens of a kind than there are tokens, or than the runs have that hold such."""
+    if drawn + read > tokens:
         raise WorkloadError(
-            f"{tokens:,} tokens cannot hold {latent_patches:,} latent patches: each patch is a token, so segments are "
+            f"{tokens:,} tokens cannot hold {drawn + read:,} latent patches: each patch is a token, so segments are "
             "counted with the images that are drawn."
         )
+    for patches, mode, what in ((drawn, NOISE, "drawn"), (read, FULL, "referred to")):
+        if runs.size and patches > (room := tokens_of(runs, mode)):
+            raise WorkloadError(
+                f"The {MODES[mode]} runs hold {room:,} tokens, and {patches:,} latent patches are {what}: each patch is "
+                f"a token of a {MODES[mode]} run."
+            )
     if supervised is not None and not 0 <= supervised <= tokens:
         raise WorkloadError(f"supervised must be 0 to the {tokens:,} tokens of the workload, got {supervised}.")
 

@@ -107,7 +107,7 @@ class Workload:
         if packs is not None and packs < min(tokens, 1):
             raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
         drawn, read = grids_of(latents, "latents"), grids_of(references, "references")
-        runs.check_kinds(tokens, int(drawn.prod(axis=1).sum() + read.prod(axis=1).sum()), supervised)
+        runs.check_kinds(tokens, split, int(drawn.prod(axis=1).sum()), int(read.prod(axis=1).sum()), supervised)
         self._set(
             tokens,
             tokens if slots is None else slots,
