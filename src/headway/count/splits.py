@@ -138,8 +138,8 @@ def check_kinds(tokens: int, runs: Ints, drawn: int, read: int, supervised: int 
     for patches, mode, what in ((drawn, NOISE, "drawn"), (read, FULL, "referred to")):
         if runs.size and patches > (room := tokens_of(runs, mode)):
             raise WorkloadError(
-                f"The {MODES[mode]} runs hold {room:,} tokens, and {patches:,} latent patches are {what}: each patch is "
-                f"a token of a {MODES[mode]} run."
+                f"The {MODES[mode]} runs hold {room:,} tokens, and {patches:,} latent patches are {what}: each patch "
+                f"is a token of a {MODES[mode]} run."
             )
     if supervised is not None and not 0 <= supervised <= tokens:
         raise WorkloadError(f"supervised must be 0 to the {tokens:,} tokens of the workload, got {supervised}.")
