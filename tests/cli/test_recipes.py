@@ -72,9 +72,6 @@ def test_the_recipe_of_a_model_that_draws_says_its_memory_by_part(headway):
     assert plan["params"]["total"] == load_cost_model("bagel-7b-mot").params.total
     memory = plan["memory"]
     assert memory["peak"] > memory["weights"] + memory["optimizer"] + memory["gradients"]
-    refused = headway("train", RECIPES / "bagel-7b-mot-10240.yaml", "--scale-down")
-    assert refused.code == 2
-    assert "headway demo draw" in refused.err
 
 
 def test_the_flops_of_a_text_step_are_six_for_each_parameter_and_twelve_for_each_pair(headway):
@@ -247,6 +244,20 @@ def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path
     with torch.no_grad():
         said = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     assert said.shape[1] > ids.shape[1]
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_the_recipe_of_a_model_that_draws_trains_when_scaled_down(tmp_path):
+    from headway.models.load import load_model
+
+    summary = scaled_down("bagel-7b-mot-10240", tmp_path / "run")
+    assert summary["complete"]
+    assert summary["last_loss"] < summary["first_loss"]
+    assert summary["last_flow_loss"] > 0
+    assert summary["vision_share"] > 0
+    exported = sorted((tmp_path / "run/small/run/export").iterdir())[-1]
+    assert load_model(exported).config.vae_config["latent_channels"] == 16
 
 
 @pytest.mark.slow

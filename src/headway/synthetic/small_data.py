@@ -35,7 +35,16 @@ def vocabulary_texts() -> list[str]:
 
 
 def write_small_data(
-    folder: Path, mix: Mix, *, scale: float, num_samples: int, longest: int, patch_size: int, merge_size: int, seed: int
+    folder: Path,
+    mix: Mix,
+    *,
+    scale: float,
+    num_samples: int,
+    longest: int,
+    patch_size: int,
+    merge_size: int,
+    seed: int,
+    draws: bool = False,
 ) -> Path:
     """Write made-up samples of a mix.
 
@@ -48,6 +57,7 @@ def write_small_data(
         patch_size: side of a vision patch [pixels]; 1 where there is no vision.
         merge_size: patches per side that one token stands for [patches].
         seed: of everything random.
+        draws: whether every other sample with an image asks for it instead of showing it.
 
     Returns:
         The file of samples.
@@ -75,6 +85,11 @@ def write_small_data(
                 content.append({"type": "text", "text": _sentence(count // 2, rng)})
                 answer = _sentence(count - count // 2, rng)
                 messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+                if draws and row % 2 and len(content) > 1:
+                    messages = [
+                        {"role": "user", "content": content[-1:]},
+                        {"role": "assistant", "content": content[:1]},
+                    ]
                 file.write(json.dumps({"messages": messages}) + "\n")
     except OSError as error:
         raise DataError(

@@ -12,12 +12,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from headway.architectures import BagelConfig
 from headway.errors import ConfigError
 from headway.models.load import load_processor
 from headway.synthetic.processor import write_processor, write_tokenizer
 from headway.tracing.build import with_layers
 
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+_NORM_GROUPS = 8  # of a small autoencoder's norms
 _WIDTH_STEP = 16  # widths are multiples of it, as kernels like them
 
 _PROCESSORS = {
@@ -75,7 +77,7 @@ def write_small_model(
         ConfigError: a model whose configuration does not name its widths, heads and depth as transformers' do.
     """
     vision = getattr(config, "vision_config", None)
-    if vision is None:
+    if vision is None or isinstance(config, BagelConfig):
         write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
         write_processor(
@@ -135,6 +137,8 @@ def small_config(config: PreTrainedConfig, vocabulary: int, shape: Shape = SMALL
     old_vision = getattr(config, "vision_config", None)
     if old_vision is not None:
         _shrink_vision(small.vision_config, old_vision, text.hidden_size, shape)
+    if getattr(small, "vae_config", None):
+        small.vae_config = _small_vae(small.vae_config)
     shrunk: PreTrainedConfig = small
     return shrunk
 
@@ -177,6 +181,11 @@ def _small_rope(rope: dict[str, Any], old_dim: int, head_dim: int, unsaid: list[
 
 
 def _shrink_vision(small: Any, old: Any, width_of_text: int, shape: Shape) -> None:
+    if hasattr(old, "num_attention_heads"):  # SigLIP's
+        small.num_attention_heads = min(shape.vision_heads, old.num_attention_heads)
+        small.hidden_size = small.num_attention_heads * shape.head_dim
+        small.intermediate_size = _width(old.intermediate_size * small.hidden_size / old.hidden_size)
+        return
     heads = min(shape.vision_heads, old.num_heads)
     if hasattr(old, "embed_dim"):  # Qwen2-VL's: hidden_size is the text's, and an MLP is a multiple of the width
         small.num_heads, small.embed_dim, small.hidden_size = heads, heads * shape.head_dim, width_of_text
@@ -190,6 +199,12 @@ def _shrink_vision(small: Any, old: Any, width_of_text: int, shape: Shape) -> No
         small.deepstack_visual_indexes = _places(min(len(deep), small.depth), small.depth)
     if full := getattr(old, "fullatt_block_indexes", None):  # the others see windows
         small.fullatt_block_indexes = _places(max(1, len(full) * small.depth // old.depth), small.depth)
+
+
+def _small_vae(config: dict[str, Any]) -> dict[str, Any]:
+    """An autoencoder of the same levels, of a sixteenth of the width, whose latents are as many."""
+    widths = [max(_NORM_GROUPS, width // 16) for width in config["block_out_channels"]]
+    return {**config, "block_out_channels": widths, "norm_num_groups": _NORM_GROUPS}
 
 
 def _places(count: int, depth: int) -> list[int]:

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 
 from headway.architectures import BagelConfig
 from headway.count.models import shipped_name
-from headway.errors import ConfigError
 from headway.models.load import load_config
 from headway.packing.lengths import MIXES
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
@@ -73,7 +72,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     """
     source = _model_config(config.model.path)
     vision = getattr(source, "vision_config", None)
-    pixels = (1, 1) if vision is None else (vision.patch_size, vision.spatial_merge_size)
+    pixels = (1, 1) if vision is None else (vision.patch_size, getattr(vision, "spatial_merge_size", 1))
     tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, config.data.tokens_per_pack // _SHARE))
     tokens = min(tokens, config.data.tokens_per_pack)
     scale = tokens / config.data.tokens_per_pack
@@ -142,6 +141,7 @@ def write_small(small: Small) -> None:
             longest=data.tokens_per_pack,
             patch_size=patch_size,
             merge_size=merge_size,
+            draws=isinstance(small.source, BagelConfig),
             seed=small.config.run.seed,
         )
     ranks.wait()
@@ -150,11 +150,6 @@ def write_small(small: Small) -> None:
 def _model_config(name: str) -> PreTrainedConfig:
     shipped = None if Path(name).exists() else shipped_name(name)
     config: PreTrainedConfig = preset_config(shipped) if shipped is not None else load_config(name)
-    if isinstance(config, BagelConfig):
-        raise ConfigError(
-            f"{name} draws images, and recipes of such models are not scaled down. `headway demo draw` trains a small "
-            "one on a CPU; --dry-run says what this one needs."
-        )
     return config
 
 
