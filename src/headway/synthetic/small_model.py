@@ -181,7 +181,7 @@ def _small_rope(rope: dict[str, Any], old_dim: int, head_dim: int, unsaid: list[
 
 
 def _shrink_vision(small: Any, old: Any, width_of_text: int, shape: Shape) -> None:
-    if hasattr(old, "num_attention_heads"):  # SigLIP's
+    if not hasattr(old, "num_heads"):  # SigLIP's
         small.num_attention_heads = min(shape.vision_heads, old.num_attention_heads)
         small.hidden_size = small.num_attention_heads * shape.head_dim
         small.intermediate_size = _width(old.intermediate_size * small.hidden_size / old.hidden_size)
