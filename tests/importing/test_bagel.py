@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.data import read_samples
-from headway.data.drawing import DrawingEncoder, collator_of
+from headway.data.drawing import DrawingEncoder
+from headway.data.encoders import collator_of
 from headway.errors import CheckpointError, ConfigError
 from headway.importing.bagel import import_bagel
 from headway.models.load import load_model, load_processor

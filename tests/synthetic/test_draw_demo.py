@@ -87,6 +87,21 @@ def test_sizes_that_cannot_be_drawn_are_refused(shown, size, said):
     assert said in " ".join(done.stderr.split())
 
 
+@pytest.mark.own_peak
+def test_other_commands_take_such_data_and_models_or_say_why_not(shown):
+    folder, _ = shown
+    data, model = "runs/draw/data/draw.jsonl", "runs/draw/model"
+    looked = headway("look", data, "--model", model, cwd=folder)
+    assert looked.returncode == 0, looked.stderr
+    assert "<|vision_start|>|<|endoftext|> x 16|<|vision_end|>" in looked.stdout
+    indexed = headway("index", data, "--model", model, cwd=folder)
+    assert indexed.returncode == 0, indexed.stderr
+    assert "supervised  0" in indexed.stdout
+    asked = headway("generate", "runs/draw/run", "--prompt", "Draw a seven.", cwd=folder)
+    assert asked.returncode == 2
+    assert "`headway draw` draws with it" in " ".join(asked.stderr.split())
+
+
 def test_the_classifier_reads_real_digits():
     scans = load_scans()
     pixels = np.stack([scan.pixels for scan in scans])

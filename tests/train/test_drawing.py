@@ -9,7 +9,8 @@ import torch
 import yaml
 
 from headway.data import read_samples
-from headway.data.drawing import DrawingEncoder, collator_of
+from headway.data.drawing import DrawingEncoder
+from headway.data.encoders import collator_of
 from headway.errors import ConfigError, DataError
 from headway.models.load import load_config, load_model, load_processor
 from headway.tracing import trace

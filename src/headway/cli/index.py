@@ -134,7 +134,7 @@ def build_indices(
             return indices
 
     with needs_extra("indexing"):
-        from headway.data.encode import open_encoder
+        from headway.data.encoders import open_encoder
         from headway.data.index import build_index
         from headway.data.media.placeholders import MAX_CHARACTERS
 

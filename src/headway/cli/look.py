@@ -151,7 +151,7 @@ def _of_data(
 ) -> "Looked":
     from headway.cli.pack import one_of
     from headway.data import Budget
-    from headway.data.encode import open_encoder
+    from headway.data.encoders import open_encoder
     from headway.data.look import Looked
     from headway.data.media.placeholders import MAX_CHARACTERS
     from headway.data.sources import open_source

@@ -28,7 +28,7 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
     sources = [open_source(path, name=name) for path, name in zip(data, own_names(data), strict=True)]
     indices = build_indices(sources, config.model.path, config.data.max_characters)
     with needs_extra("encoding samples"):
-        from headway.data.encode import open_encoder
+        from headway.data.encoders import open_encoder
         from headway.hub import located
         from headway.train.measured_data import MeasuredData, joined, making_s
 

@@ -247,18 +247,6 @@ def _media_end(planned: _Planned) -> int:
     return place if end else 0
 
 
-def collator_of(encoder: Encoder, **settings: Any) -> Collator:
-    """Make the collator for what an encoder encodes.
-
-    Args:
-        encoder: of the model.
-        **settings: of `Collator`.
-    """
-    if isinstance(encoder, DrawingEncoder):
-        return DrawingCollator(config=encoder.config, **settings)
-    return Collator(**settings)
-
-
 @dataclass(frozen=True)
 class DrawingCollator(Collator):
     """Lays samples end to end for a model that draws.

@@ -24,13 +24,12 @@ from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
 from headway.data.media.joining import Joinable
 from headway.data.media.opened import MediaReader, OpenedMedia
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
-from headway.data.media.processed import SMALLEST_TRIED, reads_processed_images
+from headway.data.media.processed import SMALLEST_TRIED
 from headway.data.samples import Chat, Document, Grid, Origin, Sample, SampleLengths
 from headway.errors import DataError
-from headway.models.load import Processor, RopeIndex, load_config, load_processor
+from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
-from headway.models.vision import patch_size_of
 from headway.packing.budget import Size
 
 _VERSION = 2  # of what encoding does with a sample; raised when the same settings come to mean other tokens
@@ -356,27 +355,6 @@ class Encoder:
             known["second_per_grid_ts"] = media.seconds_per_patch
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **known)
         return positions[:, 0].cpu()
-
-
-def open_encoder(
-    model: str, *, max_image_pixels: int = MAX_IMAGE_PIXELS, max_characters: int = MAX_CHARACTERS
-) -> Encoder:
-    """Open the encoder that measures samples for a model, without the model's weights.
-
-    Its positions are plain indices: lengths do not depend on them.
-
-    Args:
-        model: a model folder, or a name on the Hugging Face Hub.
-        max_image_pixels: larger images are refused [pixels].
-        max_characters: longer texts are refused [characters].
-
-    Raises:
-        UnknownModelError: nothing of that name.
-        CheckpointError: its tokenizer or processor cannot be read.
-    """
-    processor = load_processor(model)
-    patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
-    return Encoder(processor, max_image_pixels=max_image_pixels, max_characters=max_characters, patch_size=patch_size)
 
 
 def _grids(grids: Sequence[Grid]) -> torch.Tensor:

@@ -143,6 +143,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: the folder holds no tokenizer, its files cannot be read, or need code of its own.
     """
+    register_architectures()
     name = located(name_or_path)
     if Path(name).is_file():
         name = str(Path(name).parent)

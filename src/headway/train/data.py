@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from headway.count import CostModel
 from headway.data.bad_rows import BadSamples
 from headway.data.collate import Collator
-from headway.data.drawing import collator_of
 from headway.data.encode import Encoder
+from headway.data.encoders import collator_of
 from headway.data.feed import Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import LengthIndex, build_index
 from headway.data.sources import Source, open_source

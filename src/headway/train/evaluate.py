@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.blank_media import Modalities, with_blanks
 from headway.data.collate import Collator
-from headway.data.drawing import collator_of
+from headway.data.encoders import collator_of
 from headway.errors import DataError
 from headway.models.head import ModelWithLoss
 from headway.models.parallel.sequence import local_slots

@@ -1,0 +1,58 @@
+"""Which encoder and which collator a model takes."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from headway.architectures import BagelConfig
+from headway.data.collate import Collator
+from headway.data.drawing import DrawingCollator, DrawingEncoder
+from headway.data.encode import Encoder
+from headway.data.media.images import MAX_IMAGE_PIXELS
+from headway.data.media.placeholders import MAX_CHARACTERS
+from headway.data.media.processed import reads_processed_images
+from headway.hub import located
+from headway.models.load import load_config, load_processor
+from headway.models.vision import patch_size_of
+
+
+def open_encoder(
+    model: str, *, max_image_pixels: int = MAX_IMAGE_PIXELS, max_characters: int = MAX_CHARACTERS
+) -> Encoder:
+    """Open the encoder that measures samples for a model, without the model's weights.
+
+    Its positions are plain indices: lengths do not depend on them.
+
+    Args:
+        model: a model folder, or a name on the Hugging Face Hub.
+        max_image_pixels: larger images are refused [pixels].
+        max_characters: longer texts are refused [characters].
+
+    Raises:
+        UnknownModelError: nothing of that name.
+        CheckpointError: its tokenizer or processor cannot be read.
+    """
+    processor = load_processor(model)
+    if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config := _config(model), BagelConfig):
+        return DrawingEncoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
+    patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
+    return Encoder(processor, max_image_pixels=max_image_pixels, max_characters=max_characters, patch_size=patch_size)
+
+
+def _config(model: str) -> PreTrainedConfig | None:
+    """A model's configuration; None of a folder that holds a tokenizer alone."""
+    path = Path(located(model))
+    return None if path.is_dir() and not (path / "config.json").is_file() else load_config(model)
+
+
+def collator_of(encoder: Encoder, **settings: Any) -> Collator:
+    """Make the collator for what an encoder encodes.
+
+    Args:
+        encoder: of the model.
+        **settings: of `Collator`.
+    """
+    if isinstance(encoder, DrawingEncoder):
+        return DrawingCollator(config=encoder.config, **settings)
+    return Collator(**settings)
