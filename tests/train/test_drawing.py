@@ -222,6 +222,16 @@ def test_noise_depends_on_the_sample_and_the_step_alone(folder):
     assert (together["timesteps"] == 0).sum() == sum(part.kind == "reference" for s in samples for part in s.parts)
 
 
+def test_data_that_are_moved_have_the_same_noise(folder, tmp_path):
+    encoder = DrawingEncoder(load_processor(folder / "model"), load_config(folder / "model"))
+    shutil.copytree(folder / "data", tmp_path / "elsewhere")
+    noise = []
+    for path in (folder / "data", tmp_path / "elsewhere"):
+        sample = encoder.encode(read_samples(path / "all.jsonl")[0])
+        noise.append(collator_of(encoder)([sample]).noised(0, 1, 1.0).drawing.inputs["noise"])
+    assert torch.equal(*noise)
+
+
 def test_lengths_are_measured_without_decoding(folder):
     encoder = DrawingEncoder(load_processor(folder / "model"), load_config(folder / "model"))
     for sample in read_samples(folder / "data" / "all.jsonl"):

@@ -70,5 +70,6 @@ class DrawnPack:
 
 
 def _generator(origin: Origin, seed: int, step: int) -> torch.Generator:
-    name = f"{origin.source}\0{origin.file}\0{origin.row}\0{seed}\0{step}".encode(errors="surrogatepass")
+    file = origin.file.rpartition("/")[2]  # not its folder: data that are moved have the same noise
+    name = f"{origin.source}\0{file}\0{origin.row}\0{seed}\0{step}".encode(errors="surrogatepass")
     return torch.Generator().manual_seed(int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> 1)
