@@ -11,7 +11,7 @@ from headway.architectures import BagelConfig, register_architectures
 from headway.architectures.bagel import vae
 from headway.architectures.bagel.layout import SamplePart, lay_out
 from headway.count import Workload, splits
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, TrainingError
 from headway.models.load import load_model
 from headway.tracing import trace
 from headway.tracing.inputs.drawings import Drawings
@@ -250,6 +250,27 @@ def test_other_blocks_and_rotary_towers_are_refused():
         BagelConfig(text_config={"model_type": "llama"}, vision_config=TOWER)
     with pytest.raises(ConfigError, match="rope"):
         BagelConfig(text_config=TEXT, vision_config={**TOWER, "rope": True})
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (("timesteps",), "14 latent patches were given without timesteps"),
+        (("latent_grids", "latent_places"), "without latent_places, latent_grids"),
+        (("latents",), "neither latents nor latent_pixels"),
+    ],
+)
+def test_latents_without_what_they_need_get_one_clear_error(model, missing, said):
+    given, _ = pack([EDIT, PICTURE[1:]], model.config)
+    with pytest.raises(TrainingError, match=said):
+        model(**{name: value for name, value in given.items() if name not in missing})
+
+
+def test_pixels_to_draw_need_an_autoencoder(model):
+    given, _ = pack([PICTURE], model.config)
+    del given["latents"]
+    with pytest.raises(TrainingError, match="latent_pixels and no autoencoder"):
+        model(**given, latent_pixels=[torch.zeros(3, 4, 6)])
 
 
 def test_a_missing_diffusers_is_named(monkeypatch):

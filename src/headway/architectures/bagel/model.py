@@ -17,6 +17,7 @@ from headway.architectures.bagel.blocks import MixtureModel, TokenOrder
 from headway.architectures.bagel.configuration import BagelConfig
 from headway.architectures.bagel.towers import Connector, GridPositions, TimestepEmbedder, VisionTower, for_backend
 from headway.architectures.bagel.vae import encode, load_vae
+from headway.errors import TrainingError
 
 
 @dataclass
@@ -153,14 +154,21 @@ class BagelModel(PreTrainedModel):
             noise: shape (L, C); drawn here when None.
             drawn_rows: the latent patches that are drawn, shape (K,).
             **kwargs: handed to attention.
+
+        Raises:
+            TrainingError: latent patches without their places, times, or what they are of.
         """
         x_UD = self._understood(input_ids[0, understood_slots], pixel_values, image_rows, image_places,
                                 image_cu_seqlens, image_longest)  # fmt: skip
         slots_T, target = understood_slots, None
         if latent_slots is not None and latent_slots.numel():
-            assert latent_places is not None
-            assert latent_grids is not None
-            assert timesteps is not None
+            if latent_places is None or latent_grids is None or timesteps is None:
+                missing = {"latent_places": latent_places, "latent_grids": latent_grids, "timesteps": timesteps}
+                names = ", ".join(name for name, value in missing.items() if value is None)
+                raise TrainingError(
+                    f"{len(latent_slots)} latent patches were given without {names}: each has a place and a grid, and "
+                    "each grid a time of the flow, 0 where it is clean."
+                )
             clean = self._encoded(latent_pixels) if latents is None else latents
             noise = torch.randn_like(clean) if noise is None else noise
             time_L1 = timesteps.to(clean.dtype)[latent_grids, None]
@@ -202,5 +210,10 @@ class BagelModel(PreTrainedModel):
 
     def _encoded(self, images: list[torch.Tensor] | None) -> torch.Tensor:
         """Encode images into clean latent patches: (L, C)."""
-        assert images is not None
+        if images is None or self.vae_model is None:
+            given = "neither latents nor latent_pixels" if images is None else "latent_pixels and no autoencoder"
+            raise TrainingError(
+                f"There are latent patches, and {given}. Give latents, clean and scaled, or latent_pixels to a model "
+                "whose configuration has a vae_config."
+            )
         return torch.cat([encode(self.vae_model, image, self.config.latent_patch_size) for image in images])
