@@ -60,8 +60,9 @@ OLDEST_CORE := \
 	$(addprefix tests/tracing/test_,activations.py blocks.py compiled.py experts.py modules.py setups.py stand_ins.py trace.py) \
 	$(addprefix tests/meter/test_,batches.py goodput.py memory_traffic.py meter.py) tests/log/test_jsonl.py \
 	$(addprefix tests/models/test_,attention.py blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
-		products.py recompute.py router.py segments.py varlen.py) tests/models/parallel/test_experts.py \
-	$(addprefix tests/train/test_,checkpoint.py config.py device.py loop.py recompute.py record.py speed.py) \
+		products.py recompute.py router.py segments.py split_attention.py varlen.py) tests/models/parallel/test_experts.py \
+	tests/architectures/test_bagel.py tests/importing/test_bagel.py \
+	$(addprefix tests/train/test_,checkpoint.py config.py device.py drawing.py loop.py recompute.py record.py speed.py) \
 	tests/explain/findings $(addprefix tests/explain/test_,attribute.py compare.py gemms.py given.py logs.py operands.py owners.py \
 		ranks.py records.py text.py timeline.py trace.py traffic.py waterfall.py) tests/packing tests/plan \
 	$(addprefix tests/cli/test_,app.py config.py devices.py explain.py explain_sources.py flops.py index.py \
