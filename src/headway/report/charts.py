@@ -176,7 +176,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, st
     """
     if not bars or not all(math.isfinite(value) and value >= 0 for _, value in bars):
         raise ValueError(f"bars need finite values from 0 on: {[*bars]}.")
-    left, room = 210, _WIDTH - 210 - 90
+    left, room = 228, _WIDTH - 228 - 90  # the waterfall's longest name is whole
     whole = (sum if stacked else max)(value for _, value in bars) or 1.0
     drawn, before = [], 0.0
     for place, (name, value) in enumerate(bars):
