@@ -33,8 +33,8 @@ td:first-child, th:first-child, .words { text-align: left; } code { font-size: 0
 .wide { overflow-x: auto; } pre { background: var(--card); padding: 0.7rem; white-space: pre-wrap; font-size: 0.8rem; }
 @media (max-width: 600px) { svg { min-width: 34rem; } }
 @media print { .said { display: none; } @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
-  figure, tr { break-inside: avoid; }
-  h2 { break-after: avoid; } details::details-content { content-visibility: visible; display: block; } }
+  figure > .wide, tr { break-inside: avoid; }
+  h2, figcaption, summary { break-after: avoid; } details::details-content { content-visibility: visible; display: block; } }
 """
 )
 
