@@ -34,7 +34,8 @@ td:first-child, th:first-child, .words { text-align: left; } code { font-size: 0
 @media (max-width: 600px) { svg { min-width: 34rem; } }
 @media print { .said { display: none; } @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
   figure > .wide, tr { break-inside: avoid; }
-  h2, figcaption, summary { break-after: avoid; } details::details-content { content-visibility: visible; display: block; } }
+  h2, figcaption, summary { break-after: avoid; }
+  details::details-content { content-visibility: visible; display: block; } }
 """
 )
 
