@@ -13,6 +13,7 @@ from headway.count import Workload
 from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
+from headway.report.page import html_table, sentence
 from helpers.browser import Browser
 from helpers.one_linear import COST_MODEL, Clock
 
@@ -145,7 +146,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     (run / "resumes.jsonl").write_text('{"kind": "resumed", "step": 5}\n')
     seen = read_run(run)
     assert [record["step"] for record in seen.records] == [1, 2, 3, 4, 5, 6]
-    assert "resumed 1 times, after step 5" in report_page(seen)
+    assert "resumed once, after step 5" in report_page(seen)
 
 
 def test_a_file_of_a_meter_and_missing_numbers_leave_sections_out(tmp_path):
@@ -352,6 +353,33 @@ def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rat
     assert "no difference is shown" not in text
 
 
+def test_peaks_that_differ_between_two_runs_are_said(tmp_path):
+    a, b = write_run(tmp_path / "a", 20), write_run(tmp_path / "b", 20, peak_flops_per_s=1.5e5)
+    said = "The peaks of a device differ, 100.0 kFLOP/s and 150.0 kFLOP/s"
+    assert said in compared_markdown(read_run(a), read_run(b))
+    assert "The peaks of a device differ" not in compared_markdown(read_run(a), read_run(a))
+
+
+def test_columns_of_sentences_stand_on_the_left_and_numbers_on_the_right():
+    rows = [["palm", "12.8 GFLOP", "6 x parameters per slot"], ["useful", "", "real tokens"]]
+    text = html_table(["convention", "FLOPs", "counts"], rows)
+    assert '<th scope="col" class="words">counts</th>' in text
+    assert '<td class="words">6 x parameters per slot</td>' in text
+    assert "<td>12.8 GFLOP</td>" in text
+    assert text.count('class="words"') == 3
+
+
+def test_commands_in_notes_are_code_and_hostile_ones_stay_text():
+    assert sentence("see `headway goodput`.") == "See <code>headway goodput</code>."
+    assert "<img" not in sentence("`<img src=x>`")
+
+
+def test_the_steps_of_a_meter_begin_with_those_of_its_first_window(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(f'{{"step": {n}, "num_steps": 4, "step_s": 0.5, "wall_s": 2}}\n' for n in (4, 8)))
+    assert "1 to 8, 2 records" in report_page(read_run(path))
+
+
 def test_hostile_text_of_two_runs_stays_text(tmp_path):
     a, b = write_run(tmp_path / "a", 12), write_run(tmp_path / "b", 12, source=HOSTILE, convention=HOSTILE)
     (b / "config.yaml").write_text(f"data: {{name: {json.dumps(HOSTILE)}}}\n")
@@ -426,13 +454,33 @@ def test_time_by_component_stands_beside_flops_where_a_profile_tells_it(tmp_path
     assert "| run.profile.start=N |" in report_markdown(read_run(run))
 
 
+def test_an_explanation_that_is_older_than_the_run_says_of_which_steps_it_is(tmp_path):
+    run = write_run(tmp_path / "run", 9)
+    by = {"key": "component", "rows": [{"name": "language.mlp", "ns": 300, "flops": 6000}]}
+
+    def explained(*steps):
+        (run / "explain.json").write_text(json.dumps({"steps": [{"step": step, "by": by} for step in steps]}))
+        return report_markdown(read_run(run))
+
+    assert "Of steps 3 to 4, which a profile explains, of a run with records up to step 9. FLOPs" in explained(3, 4)
+    assert "Of step 3, which" in explained(3)
+    assert "up to step 9. That is not these records: `headway explain" in explained(11, 12)
+    for name in ("steps-000003-000004-rank-0.json.gz", "steps-000007-000008-rank-0.json.gz"):
+        (run / "profile").mkdir(exist_ok=True)
+        (run / "profile" / name).touch()
+    assert "A later profile begins with step 7: `headway explain" in explained(3, 4)
+    assert "A later profile" not in explained(7, 8)
+
+
 def test_settings_that_differ_from_the_recipe_and_from_the_defaults(tmp_path):
     run = write_run(tmp_path / "run", 6)
     (run / "config.yaml").write_text(
-        "optim: {steps: 7, lr: 0.5, betas: [0.9, 0.95], clip: 1.0}\ndata:\n  train: [{path: x.jsonl, epochs: 2.0}]\n"
+        "optim: {steps: 7, lr: 0.5, betas: [0.9, 0.95], clip: 1.0, eps: 1.0e-08}\n"
+        "data:\n  train: [{path: x.jsonl, epochs: 2.0}]\n"
     )
     text = report_markdown(read_run(run))
     assert "| optim.steps | 7 |" in text
+    assert "optim.eps" not in text
     assert "the recipe's file" not in text  # an older run did not write it down
     recipe = {
         "path": "r.yaml",
@@ -475,7 +523,9 @@ CUT = """[...document.querySelectorAll('svg')].flatMap(svg => {
 @pytest.mark.browser
 @pytest.mark.parametrize("steps", [20, 150, 1500])
 def test_no_text_of_a_chart_is_cut(tmp_path, steps):
-    (tmp_path / "page.html").write_text(report_page(read_run(write_run(tmp_path / "run", steps))))
+    text = report_page(read_run(write_run(tmp_path / "run", steps, away_s=0.1)))
+    assert ">logging, eval, checkpoint, compile</text>" in text  # the longest name of the waterfall
+    (tmp_path / "page.html").write_text(text)
     with Browser(tmp_path / "profile") as browser:
         browser.show((tmp_path / "page.html").as_uri())
         assert browser.value("document.querySelectorAll('svg text').length") > 20

@@ -100,4 +100,16 @@ def test_what_got_better_and_worse_is_said_in_words():
     assert "| idle.data | 40.00 | 15.00 | -25.00 | -25.0 % |\n" in text
     assert "| the step | 100.00 | 80.00 | -20.00 | -20.0 % |\n" in text
     assert "* A step of B takes 20.00 ms less than one of A (-20.0 %). MFU 30.0 % -> 37.5 %.\n" in text
-    assert "* Better: idle.data (-25.00 ms).\n* Worse: unseparated: no profile (+5.00 ms)." in text
+    assert "* Better: idle.data (-25.00 ms).\n* Kernels and waiting that only a profile tells apart: +5.00 ms." in text
+
+
+def test_what_is_known_is_named_before_what_only_a_profile_tells():
+    a = job((100 * MS, {"useful": 30 * MS, "padding": 0}))
+    b = job((130 * MS, {"useful": 30 * MS, "padding": 10 * MS}))
+    text = comparison_text(compare(("before", a), ("after", b)), markdown=True)
+    assert (
+        "* Worse: padding (+10.00 ms).\n* Kernels and waiting that only a profile tells apart: +20.00 ms; what padding"
+        in text
+    )
+    text = comparison_text(compare(("after", b), ("before", a)), markdown=True)
+    assert "* Better: padding (-10.00 ms).\n* Kernels and waiting that only a profile tells apart: -20.00 ms." in text

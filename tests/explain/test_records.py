@@ -156,7 +156,7 @@ def test_a_torn_last_line_a_resume_and_a_missing_end_are_said(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {}\n")
     notes = " ".join(explain_records(tmp_path / "metrics.jsonl").notes)
     assert "the last line was not written to its end" in notes
-    assert "resumed 1 times, after step 1" in notes
+    assert "resumed once, after step 1" in notes
     assert "has not ended, or was killed: these are its records up to step 2" in notes
 
 

@@ -81,7 +81,7 @@ def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
     train(parse_config(raw), resume=True)
     resumed = report_page(read_run(folder))
     assert "Unfinished run" not in resumed
-    assert f"resumed 1 times, after step {step}" in resumed
+    assert f"resumed once, after step {step}" in resumed
     assert f"1 to {step + 3}, {step + 3} records" in resumed
 
 

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import yaml
 
 from headway.cli.train import train as command
 from headway.errors import ConfigError, DataError, UsageError
-from headway.train.config import parse_config
+from headway.train.config import load_config, parse_config
 from headway.train.config.smoke import smoke_of
 from headway.train.loop import train
 from helpers.run_records import read_metrics
@@ -36,6 +37,20 @@ def test_a_smoke_run_takes_its_steps_with_warm_up_and_cadences_within_them(long)
     assert smoke_of(parse_config(long), 1).run.profile.last == 1
     assert config.data == parse_config(long).data
     assert smoke_of(parse_config(long | {"eval": {}}), 3).eval.max_samples is None
+
+
+def test_what_a_smoke_run_changes_of_its_recipe_is_told(long, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(long))
+    recipe = smoke_of(load_config(path, ("optim.lr=0.5", "run.seed=3")), 4).recipe
+    assert recipe.path == str(path)
+    said = dict(one.split("=", 1) for one in recipe.overridden)
+    folder = long["run"]["folder"]
+    expected = {"optim.lr": "0.002", "run.seed": "", "optim.steps": "null", "optim.epochs": "500"}
+    expected |= {"optim.warmup_steps": "50", "eval.every": "400", "run.folder": f'"{folder}"', "run.log_every": "50"}
+    assert {name: said[name] for name in expected} == expected
+    assert "optim.ema.decay" not in said
+    assert smoke_of(parse_config(long), 4).recipe.path == ""
 
 
 @pytest.mark.slow

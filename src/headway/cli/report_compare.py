@@ -16,10 +16,11 @@ from headway.report import format_flops, format_rate
 from headway.report.charts import DrawnLine, lines_chart
 from headway.report.hover import SCRIPT
 from headway.report.numbers import number
-from headway.report.page import CHART_STYLE, html_page, safe
+from headway.report.page import CHART_STYLE, html_page, safe, sentence
 
 _COMPARED = ("step_s", "mfu", "data_wait_share", "padding_share")  # over steps; losses stand over what they cost
 _QUANTILES = (5, 50, 95)
+_SAME_PEAK = 0.005  # a measured one is never twice the same
 _FEW = 5  # steps
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the shorter run
@@ -34,7 +35,7 @@ def compared_page(a: ReportedRun, b: ReportedRun) -> str:
     parts += [f'<p class="verdict">{safe(line)}</p>' for line in _verdict(a, b, compared)]
     parts += [section.as_html() for section in _sections(a, b, compared)]
     parts.append("<h2>What to know of these numbers</h2>")
-    parts += [f'<p class="note">{safe(note)}</p>' for note in compared.notes]
+    parts += [f'<p class="note">{sentence(note)}</p>' for note in compared.notes]
     parts.append(for_programs(_machine(a, b, compared)))
     return html_page(f"{a.name} and {b.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
 
@@ -50,14 +51,24 @@ def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
 def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
     """What `headway explain` says of the two, with how sure the difference of the steps is."""
     first, *others = differences(compared)
+    peaks = _peaks_differ(a, b)
     a_s, b_s = _steps_s(a), _steps_s(b)
     if min(len(a_s), len(b_s)) < _FEW:
-        return [f"{first} (How sure that is cannot be told of fewer than {_FEW} steps.)", *others]
+        return [f"{first} (How sure that is cannot be told of fewer than {_FEW} steps.)", *others, *peaks]
     low, high = _interval(a_s, b_s)
     sure = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} % of A's step, from how the steps of each run vary"
     if low <= 0 <= high:
-        return [f"{first} ({sure}: no difference is shown.)"]
-    return [f"{first} ({sure}.)", *others]
+        return [f"{first} ({sure}: no difference is shown.)", *peaks]
+    return [f"{first} ({sure}.)", *others, *peaks]
+
+
+def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
+    """That a share of one peak is compared with that of another, where it is."""
+    peaks = [number(run.records[-1].get("peak_flops_per_s")) for run in (a, b)]
+    if None in peaks or math.isclose(*(peak or 0.0 for peak in peaks), rel_tol=_SAME_PEAK):
+        return []
+    said = " and ".join(format_rate(peak or 0.0) for peak in peaks)
+    return [f"The peaks of a device differ, {said}: MFU and times at peak differ with them for the same work."]
 
 
 def _steps_s(run: ReportedRun) -> "np.ndarray":

@@ -1,6 +1,7 @@
 """Sections of a report beside those of the mean step: sources, ranks, restarts, memory, evaluations, answers."""
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from headway.report.numbers import number, numbers
 
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
+_PROFILE = re.compile(r"steps-(\d+)-\d+-rank-")
 _SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
@@ -97,7 +99,8 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
 def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
     """Share of FLOPs beside share of time of each component, in the steps that a profile explains."""
     steps = _object(folder / EXPLANATION).get("steps")
-    by_step = [_mapping(_mapping(one).get("by")) for one in steps] if isinstance(steps, list) else []
+    profiled = [_mapping(one) for one in steps] if isinstance(steps, list) else []
+    by_step = [_mapping(one.get("by")) for one in profiled]
     tables = [by.get("rows") for by in by_step if by.get("key") == "component"]
     found = [row for rows in tables if isinstance(rows, list) for row in rows]
     flops, ns = dict[str, float](), dict[str, float]()
@@ -125,8 +128,27 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSec
         if max(both) >= _SEEN
     ]
     chart = bar_chart(title, bars, form=format_share) if bars else ""
-    says = "Of the steps that a profile explains; FLOPs with what was run again, time in which kernels of it ran."
+    says = _which_steps(folder, profiled, records)
+    says += " FLOPs with what was run again, time in which kernels of it ran."
     return [ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, chart)]
+
+
+def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> str:
+    """Which steps explain.json is of, and whether the run has gone on to another profile since."""
+    steps = [int(step) for one in profiled if (step := number(one.get("step"))) is not None]
+    last = max((int(step) for one in records if (step := number(one.get("step"))) is not None), default=0)
+    if not steps:
+        return "Of steps that a profile explains."
+    which = f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}"
+    said = f"Of {which}, which a profile explains, of a run with records up to step {last}."
+    again = "`headway explain RUN --by component` makes explain.json anew."
+    newest = max((int(found[1]) for path in folder.glob("profile/steps-*")
+                  if (found := _PROFILE.match(path.name)) is not None), default=0)  # fmt: skip
+    if max(steps) > last:
+        return f"{said} That is not these records: {again}"
+    if newest > max(steps):
+        return f"{said} A later profile begins with step {newest}: {again}"
+    return said
 
 
 def _conventions(folder: Path) -> list[ReportSection]:

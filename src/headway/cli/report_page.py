@@ -24,7 +24,7 @@ from headway.report import Column, format_count, format_duration, format_flops, 
 from headway.report.charts import bar_chart, histogram, line_chart
 from headway.report.hover import SCRIPT
 from headway.report.numbers import number
-from headway.report.page import CHART_STYLE, html_page, html_table, safe
+from headway.report.page import CHART_STYLE, html_page, html_table, safe, sentence, with_code
 from headway.report.secrets import without_secrets
 
 SCHEMA_VERSION = 1
@@ -133,12 +133,11 @@ def report_page(seen: ReportedRun) -> str:
         parts.append("<h2>What to do first</h2>")
     for one in seen.explanation.findings:
         cost = f"{format_share(one.share)} of a step at most"
-        parts.append(
-            f"<p><strong>{safe(one.seen)}</strong> Likely: {safe(one.cause)} Try: {safe(one.next)} ({safe(cost)})</p>"
-        )
+        why = f"Likely: {with_code(one.cause)} Try: {with_code(one.next)} ({safe(cost)})"
+        parts.append(f"<p><strong>{sentence(one.seen)}</strong> {why}</p>")
     parts += [section.as_html() for section in _over_the_run(seen)]
     parts.append("<h2>What to know of these numbers</h2>")
-    parts += [f'<p class="note">{safe(note)}</p>' for note in seen.notes]
+    parts += [f'<p class="note">{sentence(note)}</p>' for note in seen.notes]
     for name, text in seen.beside.items():
         parts.append(f"<h2>{safe(name)}</h2><details><summary>Show</summary><pre>{safe(text)}</pre></details>")
     parts.append(for_programs(machine(seen)))
@@ -189,7 +188,8 @@ def verdict(seen: ReportedRun) -> str:
 def facts(seen: ReportedRun) -> list[tuple[str, str]]:
     """Names and values of the first screen."""
     last = seen.records[-1]
-    rows = [("steps", f"{seen.explanation.steps[0].step} to {last['step']}, {len(seen.records)} records")]
+    first = seen.explanation.steps[0].step - int(number(seen.records[0].get("num_steps")) or 1) + 1
+    rows = [("steps", f"{first} to {last['step']}, {len(seen.records)} records")]
     if mfu := _known(seen, "mfu"):
         low, middle, high = (format_share(float(one)) for one in np.percentile(mfu, [5, 50, 95]))
         rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
@@ -216,7 +216,7 @@ def _waterfall(seen: ReportedRun) -> ReportSection:
     bars = [(name, max(ns, 0) / 1e9) for name, ns in mean.lines.values()]
     rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
-    title = f"Where the time of a step went (mean of {mean.num_steps})"
+    title = f"Where the time of a step went (mean of {mean.num_steps} records)"
     chart = bar_chart(title, bars, form=format_duration, stacked=True)
     return ReportSection(title, ["part", "time [ms]", "share"], rows, chart=chart)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from headway.explain.text import markdown_table
 from headway.report import Column
-from headway.report.page import chart_figure, html_table, safe
+from headway.report.page import chart_figure, html_table, safe, with_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ReportSection:
 
     def as_html(self) -> str:
         """Render it for a page; the table of a chart opens below it."""
-        says = f"<p>{safe(self.says)}</p>" if self.says else ""
+        says = f"<p>{with_code(self.says)}</p>" if self.says else ""
         if self.chart:
             return chart_figure(self.title, self.chart, self.headings, self.rows) + says
         return f"<h2>{safe(self.title)}</h2>{says}{html_table(self.headings, self.rows)}"

@@ -66,7 +66,7 @@ def _differs(value: Any, default: str) -> bool:
     if value == HIDDEN:  # nobody can tell
         return False
     try:
-        return bool(value != yaml.safe_load(default))
+        return bool(value != yaml.safe_load(default)) and _json(value) != default  # YAML reads 1e-08 as text
     except yaml.YAMLError:
         return _json(value) != default
 

@@ -254,7 +254,7 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], reads:
             "the device's ceiling was not recorded, so it is taken as the peak (`headway ceiling` measures it)."
         )
     if any(line.key == "padding" and line.ns for one in waterfalls for line in one.lines):
-        notes.append("padding is what language layers but attention spent on it, which records tell.")
+        notes.append("padding is what the language layers other than attention spent on it: records tell no more.")
     num_ranks = max(read.world_size for read in reads)
     if num_ranks > 1:
         notes.append(
@@ -271,7 +271,8 @@ def _notes_of_run(folder: Path, reads: list[_Read]) -> list[str]:
     resumes = [as_object(line) or {} for line in _lines(folder / "resumes.jsonl")]
     steps = [str(one["step"]) for one in resumes if one.get("kind") == "resumed" and "step" in one]
     if steps:
-        notes.append(f"the run was resumed {len(steps)} times, after step {', '.join(steps[:5])}.")
+        times = "once" if len(steps) == 1 else f"{len(steps):,} times"
+        notes.append(f"the run was resumed {times}, after step {', '.join(steps[:5])}.")
     if (folder / "config.yaml").exists() and not (folder / "summary.json").exists():
         notes.append(f"{UNFINISHED}: these are its records up to step {reads[-1].step}.")
     return notes

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from headway.explain.compare import Comparison, LineDifference
 from headway.explain.text import markdown_table, plain_table, sentences
+from headway.explain.unprofiled import UNSEPARATED
 from headway.report import Column, format_ms, format_share
 
 _SAME = 0.005  # of a step: smaller differences are not named in the sentence
@@ -39,7 +40,7 @@ def table_of(compared: Comparison) -> tuple[list[list[str]], list[str]]:
 
 
 def differences(compared: Comparison) -> list[str]:
-    """Say how the steps differ, and by which lines most."""
+    """Say how the steps differ, by which lines most, and last how much of it only a profile tells apart."""
     share = compared.ns / compared.a.duration_ns
     if abs(share) < _SAME:
         first = "A step of B takes as long as one of A, within 0.5 %."
@@ -49,13 +50,24 @@ def differences(compared: Comparison) -> list[str]:
     if compared.a.mfu is not None and compared.b.mfu is not None:
         first += f" MFU {format_share(compared.a.mfu)} -> {format_share(compared.b.mfu)}."
     least_ns = _SAME * compared.a.duration_ns
-    better = sorted((line for line in compared.lines if line.ns < -least_ns), key=lambda line: line.ns)
-    worse = sorted((line for line in compared.lines if line.ns > least_ns), key=lambda line: -line.ns)
+    known = [line for line in compared.lines if line.key != UNSEPARATED]
+    better = sorted((line for line in known if line.ns < -least_ns), key=lambda line: line.ns)
+    worse = sorted((line for line in known if line.ns > least_ns), key=lambda line: -line.ns)
+    unknown = [line for line in compared.lines if line.key == UNSEPARATED and abs(line.ns) > least_ns]
     return [
         first,
         *([f"Better: {_named(better)}."] if better else []),
         *([f"Worse: {_named(worse)}."] if worse else []),
+        *(_unseparated(line, worse) for line in unknown),
     ]
+
+
+def _unseparated(line: LineDifference, worse: Sequence[LineDifference]) -> str:
+    """What nobody can tell apart, and that padding has a part in it: its line is its work at the peak alone."""
+    said = f"Kernels and waiting that only a profile tells apart: {_signed(line.ns)} ms"
+    if line.ns > 0 and any(one.key == "padding" for one in worse):
+        said += "; what padding took beyond its time at peak is part of it"
+    return f"{said}."
 
 
 def _named(lines: Sequence[LineDifference]) -> str:
@@ -71,4 +83,4 @@ def _signed(ns: int) -> str:
 
 
 def _share(share: float) -> str:
-    return f"{100 * share:+.1f} %"
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # never -0.0

@@ -55,7 +55,7 @@ class Meter(StepClock):
         recompute: activation checkpointing of this loop: "none", "full" or a pattern of block names.
         ceiling: a measured peak, to see the MFU against it as well.
         on_window: called with each window that is complete, on every rank.
-        log_to: where rank 0 writes the record of each window, as for `headway.meter.open_sink`: "run/metrics.jsonl",
+        log_to: where rank 0 writes the record of each window, as for `headway.meter.open_sink`: "jsonl:FILE",
             "tensorboard:run", "wandb:PROJECT", "live", ...
         goodput: ledger of the run's time, kept by rank 0; the meter moves it between set-up, data wait, step, compile
             and what `leave` is told.

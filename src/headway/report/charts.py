@@ -83,43 +83,63 @@ def lines_chart(
     Raises:
         ValueError: a line has no finite value, or not as many steps as values.
     """
-    read = [(one.name, np.asarray(one.steps, float), np.array([math.nan if value is None else value
-             for value in one.values], float)) for one in lines]  # fmt: skip
-    for _, xs, ys in read:
-        if len(xs) != len(ys) or not np.isfinite(ys).any():
-            raise ValueError(f"{len(xs)} steps and {np.isfinite(ys).sum()} finite values of {len(ys)} make no line.")
+    read = [_numbers(one) for one in lines]
     low, high = min(float(_finite(ys).min()) for *_, ys in read), max(float(_finite(ys).max()) for *_, ys in read)
-    first, last = min(float(xs[0]) for _, xs, _ in read), max(float(xs[-1]) for _, xs, _ in read)
+    ends = min(float(xs[0]) for _, xs, _ in read), max(float(xs[-1]) for _, xs, _ in read)
     y_of, y_axis = _y_axis(low, high, form)
-    x_of, x_axis = _x_axis(first, last, x_name, leaves_room=len(read) > 1)
-    drawn = [y_axis, x_axis]
-    for place in (_fixed(x_of(mark)) for mark in marks if first <= mark <= last):
-        ends = f'x1="{place}" x2="{place}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
-        drawn.append(f'<line {ends} stroke="var(--c2)" stroke-dasharray="4 3"/>')
+    x_of, x_axis = _x_axis(*ends, x_name, leaves_room=len(read) > 1)
+    drawn = [y_axis, x_axis, *(_mark(x_of(mark)) for mark in marks if ends[0] <= mark <= ends[1])]
     if len(read) == 1 and len(read[0][1]) > 2 * NUM_BUCKETS:
         drawn.append(_band(*read[0][1:], x_of, y_of))
     told = []
     for number, (name, xs, ys) in enumerate(read):
         points, colour = reduced(xs, ys), f"var(--c{_LINE_COLOURS[number]})"
-        dashed = ' stroke-dasharray="7 3"' if number else ""  # where two lines coincide, both are seen
-        drawn.append(_hovered(name, points, (first, last), x_name, form))
-        for piece in _pieces(points):
-            if len(piece) == 1:
-                x, y = piece[0]
-                drawn.append(f'<circle cx="{_fixed(x_of(x))}" cy="{_fixed(y_of(y))}" r="2.5" fill="{colour}"/>')
-            else:
-                joined = " ".join(f"{_fixed(x_of(x))},{_fixed(y_of(y))}" for x, y in piece)
-                drawn.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.3"{dashed}/>')
+        drawn.append(_hovered(name, points, ends, x_name, form))
+        drawn += _drawn_line([(x_of(x), y_of(y)) for x, y in points], colour, is_dashed=number > 0)
         drawn.append("</g>")
         if name:
-            x = _WIDTH - _RIGHT - sum(34 + 7 * len(one) for one, *_ in read[number:])
-            drawn.append(f'<rect x="{x}" y="{_HEIGHT - 12}" width="14" height="4" fill="{colour}"/>')
-            drawn.append(_text(x + 20, _HEIGHT - 6, name, "start"))
+            drawn.append(_named_line([one for one, *_ in read[number:]], colour))
         known = _finite(ys)
         whose = f"{name}: " if name else ""
         least, most = form(float(known.min())), form(float(known.max()))
         told.append(f"{whose}{len(known)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {least} to {most}.")
     return _svg(title, " ".join(told), drawn, _HEIGHT)
+
+
+def _numbers(line: DrawnLine) -> "tuple[str, np.ndarray, np.ndarray]":
+    """Name, steps and values of a line, NaN where a value is missing."""
+    xs = np.asarray(line.steps, float)
+    ys = np.array([math.nan if value is None else value for value in line.values], float)
+    if len(xs) != len(ys) or not np.isfinite(ys).any():
+        raise ValueError(f"{len(xs)} steps and {np.isfinite(ys).sum()} finite values of {len(ys)} make no line.")
+    return line.name, xs, ys
+
+
+def _mark(x: float) -> str:
+    """A dashed line from top to bottom."""
+    ends = f'x1="{_fixed(x)}" x2="{_fixed(x)}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
+    return f'<line {ends} stroke="var(--c2)" stroke-dasharray="4 3"/>'
+
+
+def _drawn_line(places: Sequence[tuple[float, float]], colour: str, *, is_dashed: bool) -> list[str]:
+    """A line through places, with gaps where one is not finite; a place between two gaps is a dot."""
+    drawn = []
+    dashed = ' stroke-dasharray="7 3"' if is_dashed else ""  # where two lines coincide, both are seen
+    for piece in _pieces(places):
+        if len(piece) == 1:
+            x, y = piece[0]
+            drawn.append(f'<circle cx="{_fixed(x)}" cy="{_fixed(y)}" r="2.5" fill="{colour}"/>')
+        else:
+            joined = " ".join(f"{_fixed(x)},{_fixed(y)}" for x, y in piece)
+            drawn.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.3"{dashed}/>')
+    return drawn
+
+
+def _named_line(names: Sequence[str], colour: str) -> str:
+    """The first of some names beside its colour, below the chart, with room for the others on its right."""
+    x = _WIDTH - _RIGHT - sum(34 + 7 * len(name) for name in names)
+    swatch = f'<rect x="{x}" y="{_HEIGHT - 12}" width="14" height="4" fill="{colour}"/>'
+    return swatch + _text(x + 20, _HEIGHT - 6, names[0], "start")
 
 
 def _hovered(
@@ -156,7 +176,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, st
     """
     if not bars or not all(math.isfinite(value) and value >= 0 for _, value in bars):
         raise ValueError(f"bars need finite values from 0 on: {[*bars]}.")
-    left, room = 210, _WIDTH - 210 - 90
+    left, room = 228, _WIDTH - 228 - 90  # the waterfall's longest name is whole
     whole = (sum if stacked else max)(value for _, value in bars) or 1.0
     drawn, before = [], 0.0
     for place, (name, value) in enumerate(bars):
@@ -360,7 +380,7 @@ def _safe(text: str) -> str:
     return escape(printable(text))
 
 
-def _cut(name: str, length: int = 32) -> str:
+def _cut(name: str, length: int = 34) -> str:
     return name if len(name) <= length else name[: length - 3] + "..."
 
 

@@ -3,11 +3,12 @@
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from headway.report.format import printable
 
+_NUMBER = re.compile(r"[-+]?\d[\d,.]*( \S+)?")  # perhaps with its unit
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _COLOURS = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2128; --soft: #57606a; --grid: #d8dee4; --card: #f6f8fa;
@@ -28,12 +29,13 @@ svg text { font: 12px system-ui, sans-serif; fill: var(--ink); } summary, .note 
 .said { margin: 0; min-height: 1.5em; }
 table { border-collapse: collapse; font-size: 0.9rem; } td, th { padding: 0.15rem 0.7rem 0.15rem 0; text-align: right;
   border-bottom: 1px solid var(--grid); overflow-wrap: break-word; }
-td:first-child, th:first-child { text-align: left; }
+td:first-child, th:first-child, .words { text-align: left; } code { font-size: 0.9em; }
 .wide { overflow-x: auto; } pre { background: var(--card); padding: 0.7rem; white-space: pre-wrap; font-size: 0.8rem; }
 @media (max-width: 600px) { svg { min-width: 34rem; } }
 @media print { .said { display: none; } @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
-  figure, tr { break-inside: avoid; }
-  h2 { break-after: avoid; } details::details-content { content-visibility: visible; display: block; } }
+  figure > .wide, tr { break-inside: avoid; }
+  h2, figcaption, summary { break-after: avoid; }
+  details::details-content { content-visibility: visible; display: block; } }
 """
 )
 
@@ -85,11 +87,37 @@ def safe(text: str) -> str:
     return escape(printable(text))
 
 
+def sentence(text: str) -> str:
+    """A sentence of anyone as HTML, its first letter large.
+
+    >>> sentence("the run goes on (`headway goodput` has all of it).")
+    'The run goes on (<code>headway goodput</code> has all of it).'
+    """
+    return with_code(text[:1].upper() + text[1:])
+
+
+def with_code(text: str) -> str:
+    """Text of anyone as HTML, in which what stands between backticks is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", safe(text))
+
+
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Render a table of plain text."""
-    head = "".join(f'<th scope="col">{safe(one)}</th>' for one in headings)
-    body = "".join("<tr>" + "".join(f"<td>{safe(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
+    kinds = [
+        ' class="words"' if column and _is_words(row[column] for row in rows) else "" for column in range(len(headings))
+    ]
+    head = "".join(f'<th scope="col"{kind}>{safe(one)}</th>' for kind, one in zip(kinds, headings, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{safe(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>\n"
+        for row in rows
+    )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _is_words(cells: Iterable[str]) -> bool:
+    """Whether a column holds sentences and no number: it then stands on the left."""
+    told = [*cells]
+    return any(" " in cell for cell in told) and not any(_NUMBER.fullmatch(cell) for cell in told)
 
 
 def chart_figure(caption: str, chart: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

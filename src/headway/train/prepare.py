@@ -213,7 +213,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         exports=exports,
     )
     if ranks.is_first:
-        write_json(config.run.folder / RUN, _facts(run) | {"recipe": asdict(config.recipe)})
+        write_json(config.run.folder / RUN, _facts(run) | {"recipe": config.recipe.as_record()})
     return run
 
 

@@ -20,7 +20,7 @@ from headway.packing.lengths import MIXES
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import EXPERTS, write_small_model
 from headway.tracing.build import preset_config
-from headway.train.config import TrainConfig, with_overrides
+from headway.train.config import TrainConfig, changed_config
 from headway.train.device import choose_device
 from headway.train.ranks import join_ranks
 from headway.train.run_folder import refuse_existing_run
@@ -110,7 +110,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
         raw["speed"] |= {"kernels": "auto"}
         raw["run"] |= {"dtype": "auto"}
     mix = config.plan.mix or ("images" if vision is not None else "chats")
-    return Small(with_overrides(raw, overrides), mix, pixels, scale, source)
+    return Small(changed_config(config, raw, overrides), mix, pixels, scale, source)
 
 
 def write_small(small: Small) -> None:

@@ -7,7 +7,7 @@ so. Unknown keys are refused, and so is a setting that cannot take effect.
 
 from headway.train.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.train.config.optim import OptimConfig
-from headway.train.config.read import TrainConfig, load_config, parse_config, with_overrides
+from headway.train.config.read import TrainConfig, changed_config, load_config, parse_config, with_overrides
 from headway.train.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "RunConfig",
     "SpeedConfig",
     "TrainConfig",
+    "changed_config",
     "load_config",
     "parse_config",
     "with_overrides",

@@ -3,6 +3,7 @@
 import copy
 import difflib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -31,10 +32,21 @@ class Recipe:
         path: of the file; "" for none.
         overridden: what it says of each setting that was given another value, as `a.b=JSON`; nothing after the equals
             sign where the file does not name the setting.
+        said: all that it says, as plain types.
     """
 
     path: str = field(default="", compare=False)
     overridden: tuple[str, ...] = field(default=(), compare=False)
+    said: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, path: str, said: Mapping[str, Any], changed: Iterable[str]) -> Self:
+        """The recipe of a file, with what it says of the settings of these names, each once."""
+        return cls(path, tuple(f"{name}={_json_at(said, name)}" for name in dict.fromkeys(changed)), said)
+
+    def as_record(self) -> dict[str, Any]:
+        """What run.json has of it."""
+        return {"path": self.path, "overridden": list(self.overridden)}
 
 
 class TrainConfig(Section):
@@ -108,8 +120,42 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
     config = with_overrides(raw, overrides, source=str(path))
     names = dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
     changed = [name for name in names if _json_at(said, name) != _json_at(raw, name)]
-    config._recipe = Recipe(str(path), tuple(f"{name}={_json_at(said, name)}" for name in changed))
+    config._recipe = Recipe.of(str(path), said, changed)
     return config
+
+
+def changed_config(
+    config: TrainConfig, raw: dict[str, Any], overrides: tuple[str, ...] = (), *, source: str = "the configuration"
+) -> TrainConfig:
+    """A configuration that was made of another; what was changed is told beside the recipe of that one.
+
+    Args:
+        config: the other one.
+        raw: what it says, with changes, as plain types; changed in place by the overrides.
+        overrides: as for `load_config`.
+        source: what to call it in errors.
+
+    Raises:
+        ConfigError: as for `load_config`.
+    """
+    changed = with_overrides(raw, overrides, source=source)
+    if config.recipe.path:
+        names = [one.partition("=")[0] for one in config.recipe.overridden]
+        names += _differing(config.as_dict(), changed.as_dict())
+        changed._recipe = Recipe.of(config.recipe.path, config.recipe.said, names)
+    return changed
+
+
+def _differing(before: Any, after: Any, name: str = "") -> list[str]:
+    """Names of the settings whose values differ; that of the whole list where lists are not as long."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys: Any = dict.fromkeys([*before, *after])
+        pairs = [(key, before.get(key), after.get(key)) for key in keys]
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = [(number, *both) for number, both in enumerate(zip(before, after, strict=True))]
+    else:
+        return [] if before == after else [name]
+    return [one for key, was, is_now in pairs for one in _differing(was, is_now, f"{name}.{key}" if name else str(key))]
 
 
 def _json_at(raw: Any, name: str) -> str:

@@ -1,6 +1,6 @@
 """A recipe cut to a few steps, to see that all of it works before it runs for days."""
 
-from headway.train.config.read import TrainConfig, parse_config
+from headway.train.config.read import TrainConfig, changed_config
 
 _MOST_SAMPLES = 32  # held-out ones that are judged
 
@@ -27,4 +27,4 @@ def smoke_of(config: TrainConfig, steps: int) -> TrainConfig:
     if config.run.profile is not None:
         length = min(run["profile"]["steps"], steps)
         run["profile"] |= {"start": min(run["profile"]["start"], steps - length + 1), "steps": length}
-    return parse_config(raw, source="the smoke run's configuration")
+    return changed_config(config, raw, source="the smoke run's configuration")
