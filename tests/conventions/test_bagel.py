@@ -159,6 +159,14 @@ def test_the_total_and_the_ratios_are_those_computed_apart(cost, name):
         assert said / (truth - referred) == pytest.approx(ratio, abs=0.006)
 
 
+@pytest.mark.parametrize("name", PACKS)
+def test_padding_runs_through_the_copy_for_text(cost, name):
+    model = architecture(presets()["bagel-7b-mot"], "bagel-7b-mot", cost)
+    said = [get_convention(one).bill(model, Step(PACKS[name], SLOTS)).flops for one in ("useful", "hardware")]
+    copy = HIDDEN * (2 * HEADS + 2 * GROUPS) * HEAD + 3 * HIDDEN * MLP
+    assert said[1] - said[0] == 6 * (SLOTS - PACKS[name].tokens) * LAYERS * copy
+
+
 def test_its_trainer_knows_no_other_model():
     model = architecture(presets()["qwen2.5-7b"], "qwen2.5-7b", load_cost_model("qwen2.5-7b"))
     assert "Bagel's trainer does not list" in get_convention("bagel").bill(model, Step(Workload([8]), 8)).reason

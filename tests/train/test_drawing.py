@@ -222,6 +222,17 @@ def test_noise_depends_on_the_sample_and_the_step_alone(folder):
     assert (together["timesteps"] == 0).sum() == sum(part.kind == "reference" for s in samples for part in s.parts)
 
 
+def test_the_models_own_shift_of_times_holds_where_the_run_says_none(folder):
+    config = load_config(folder / "model")
+    encoder = DrawingEncoder(load_processor(folder / "model"), config)
+    samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:2]]
+    plain = collator_of(encoder)(samples).noised(0, 1).drawing.inputs["timesteps"]
+    config.timestep_shift = 3.0
+    own, said = (collator_of(encoder)(samples).noised(0, 1, s).drawing.inputs["timesteps"] for s in (None, 1.0))
+    assert torch.equal(said, plain)
+    torch.testing.assert_close(own, 3 * plain / (1 + 2 * plain))
+
+
 def test_data_that_are_moved_have_the_same_noise(folder, tmp_path):
     encoder = DrawingEncoder(load_processor(folder / "model"), load_config(folder / "model"))
     shutil.copytree(folder / "data", tmp_path / "elsewhere")

@@ -86,7 +86,7 @@ app.command("config", short_help="Print every setting of `headway train`.")(conf
 app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
 app.command("import-model", short_help="Make a model folder of a checkpoint of BAGEL's.")(import_model.import_model)
 app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
-app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
+app.command("demo", short_help="Train a small model to read or draw handwritten digits.")(demo.demo)
 
 
 def _print_version(wanted: bool) -> None:

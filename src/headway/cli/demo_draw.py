@@ -1,4 +1,4 @@
-"""What `headway demo draw` shows in the end: drawn digits, and who reads them as what was asked for."""
+"""The end of `headway demo draw`: digits are drawn, and a classifier and the model itself read them."""
 
 import io
 import json
@@ -38,34 +38,26 @@ def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
 
     found = find_model(str(config.run.folder))
     opened = open_model(found, dtype=torch.float32, device=torch.device("cpu"), for_generation=False)
-    asked = [digit for digit in range(len(NAMES)) for _ in range(_EACH)]
-    pictures = Drawer(opened).draw(
-        [request(digit) for digit in asked], height=SIDE, width=SIDE, away_from=FREE, seed=_SEED
-    )
-    pixels = np.stack([np.asarray(picture.convert("L")) / 255.0 for picture in pictures])
-    outside = classify(pixels) == np.array(asked)
-    own = np.array(_read(opened, pictures, asked))
+    texts = [request(digit) for digit in range(len(NAMES)) for _ in range(_EACH)]
+    pictures = Drawer(opened).draw(texts, height=SIDE, width=SIDE, away_from=FREE, seed=_SEED)
     rows = [pictures[start : start + _EACH] for start in range(0, len(pictures), _EACH)]
+    pixels = np.stack([np.asarray(picture.convert("L")) / 255.0 for picture in pictures])
+    outside = (classify(pixels).reshape(len(NAMES), _EACH) == np.arange(len(NAMES))[:, None]).sum(1).tolist()
+    own = [_num_read(opened, row, name) for row, name in zip(rows, NAMES, strict=True)]
     write_grid([[_enlarged(picture) for picture in row] for row in rows], config.run.folder / f"{DRAWN}.png")
+    counts = zip(NAMES, outside, own, strict=True)
     judged = {
-        "drawn": len(asked),
-        "read_by_classifier": float(outside.mean()),
-        "read_by_itself": float(own.mean()),
-        "digits": {
-            name: {
-                "asked": _EACH,
-                "classifier": int(outside[i * _EACH : (i + 1) * _EACH].sum()),
-                "itself": int(own[i * _EACH : (i + 1) * _EACH].sum()),
-            }
-            for i, name in enumerate(NAMES)
-        },
+        "drawn": len(pictures),
+        "read_by_classifier": sum(outside) / len(pictures),
+        "read_by_itself": sum(own) / len(pictures),
+        "digits": {name: {"asked": _EACH, "classifier": one, "itself": other} for name, one, other in counts},
     }
     (config.run.folder / f"{DRAWN}.json").write_text(json.dumps(judged) + "\n", encoding="utf-8")
     return judged
 
 
 def said_of(judged: dict[str, Any], path: Path) -> str:
-    """Say in two lines what came of it."""
+    """Say in two lines how many digits were drawn, and which shares were read as what was asked for."""
     return (
         f"drawn digits  {judged['drawn']}, in {path}\n"
         f"read as asked {format_share(judged['read_by_classifier'])} by a classifier of the real digits, "
@@ -73,32 +65,28 @@ def said_of(judged: dict[str, Any], path: Path) -> str:
     )
 
 
-def _read(opened: Any, pictures: "list[Image]", asked: list[int]) -> list[bool]:
-    """Say of each picture whether the model reads it as what was asked for, by exact match as in an evaluation."""
+def _num_read(opened: Any, pictures: "list[Image]", name: str) -> int:
+    """Count the pictures of a digit that the model itself reads as that digit, by exact match as in an evaluation."""
     import torch
 
     from headway.data import Chat
     from headway.data.samples import ImagePart, Media, Message, Origin, TextPart
     from headway.models.head import model_with_loss
     from headway.packing.budget import Budget
-    from headway.synthetic.drawn_digits import NAMES, QUESTION
+    from headway.synthetic.drawn_digits import QUESTION
     from headway.train.evaluate import EvalSet
     from headway.train.opened import make_encoder
     from headway.train.ranks import Ranks
 
-    encoder = make_encoder(opened.processor, opened.model)
-    losses = model_with_loss(opened.model, chunk=None)
-    found = []
-    for number, (picture, digit) in enumerate(zip(pictures, asked, strict=True)):
+    chats = []
+    for number, picture in enumerate(pictures):
         data = io.BytesIO()
         picture.save(data, format="PNG")
         shown = Message("user", (ImagePart(Media(None, data.getvalue())), TextPart(QUESTION)))
-        chat = Chat(
-            (shown, Message("assistant", (TextPart(NAMES[digit]),))), Origin("drawn", "drawn", number, "picture")
-        )
-        one = EvalSet([chat], encoder, Budget(1024), Ranks(0, 1)).evaluate(losses, torch.device("cpu"))
-        found.append(one.exact == 1)
-    return found
+        answer = Message("assistant", (TextPart(name),))
+        chats.append(Chat((shown, answer), Origin("drawn", "drawn", number, "picture")))
+    held = EvalSet(chats, make_encoder(opened.processor, opened.model), Budget(1024), Ranks(0, 1))
+    return held.evaluate(model_with_loss(opened.model, chunk=None), torch.device("cpu")).exact
 
 
 def _enlarged(picture: "Image") -> "Image":

@@ -1,4 +1,4 @@
-"""`headway draw`: pictures that a trained model draws of what a sentence asks for."""
+"""`headway draw`: draw a picture for each sentence with a trained model."""
 
 import re
 from pathlib import Path

@@ -19,7 +19,7 @@ _PROFILE = re.compile(r"steps-(\d+)-\d+-rank-")
 _SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
-_LARGEST_PICTURE = 100_000  # of what was drawn [bytes]
+_LARGEST_PICTURE = 100_000  # drawn.png of a larger size stays out of the page [bytes]
 _MOST_ANSWERS, _LONGEST = 12, 400  # of the last evaluation [characters]
 
 

@@ -11,7 +11,8 @@ from headway.count.adapters import is_adapter
 from headway.count.cost_model import CostModel
 from headway.count.rows import Row
 
-_OF_TEXT = ("tokens", "understood", "supervised")  # drivers of what text tokens meet, of two copies the first
+# drivers of the weights that a text token meets; where blocks exist twice, of the copy for text
+_OF_TEXT = ("tokens", "understood", "supervised")
 _FEED_FORWARD = frozenset({"language.mlp", "language.experts", "language.router"})
 
 

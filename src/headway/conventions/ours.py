@@ -49,12 +49,20 @@ def hardware(model: Architecture, step: Step) -> Parts:
     padded = workload
     if workload.slots:
         read = [workload.sources.sum()] if workload.sources.size else ()
-        padded = Workload([workload.slots], workload.images, workload.videos, sources=read, audio=workload.audio)
+        padded = Workload(
+            [workload.slots],
+            workload.images,
+            workload.videos,
+            sources=read,
+            audio=workload.audio,
+            latents=workload.latents,
+            references=workload.references,
+        )
     real = _cost_model(model).count(workload, recompute=step.recompute)
     executed = {(row.name, row.driver): row for row in _cost_model(model).count(padded, recompute=step.recompute).rows}
     parts = dict.fromkeys(PARTS, 0)
     for row in real.rows:
-        billed = executed[row.name, row.driver] if row.driver == "tokens" else row
+        billed = executed[row.name, row.driver] if row.driver in ("tokens", "understood") else row
         parts[part_of(row.name)] += billed.total
         parts["recompute"] += billed.recompute
     return parts

@@ -130,7 +130,7 @@ class Batch:
 
         self._each(keep)
 
-    def noised(self, seed: int, step: int, shift: float) -> "Batch":
+    def noised(self, seed: int, step: int, shift: float | None = None) -> "Batch":
         """The same pack with a step's noise, where it has anything to draw; see `DrawnPack.noised`."""
         if self.drawing is None:
             return self

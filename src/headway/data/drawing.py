@@ -34,7 +34,7 @@ from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
 from headway.models.split_attention import SplitMask
 
-_VERSION = 1  # of what encoding does with a sample
+_VERSION = 1  # raised when the same settings come to mean other tokens
 AROUND = {"text": ("<|im_start|>", "<|im_end|>"), "image": ("<|vision_start|>", "<|vision_end|>")}
 """Tokens before and after each text and each image."""
 
@@ -306,4 +306,4 @@ class DrawingCollator(Collator):
             if part.kind in ("reference", "draw")
         )
         values = self.config.vision_config.num_channels * self.config.read_pixels**2
-        return DrawnPack(inputs, mask, grids, self.config.latent_features, values)
+        return DrawnPack(inputs, mask, grids, self.config.latent_features, values, self.config.timestep_shift)

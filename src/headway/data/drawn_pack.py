@@ -24,6 +24,7 @@ class DrawnPack:
         grids: of each grid of latents the number of its sample, its patches, and whether it is drawn; shape (G, 3).
         features: numbers of a latent patch.
         patch_values: numbers of a patch that is read.
+        shift: the model's own shift of the flow's times.
     """
 
     inputs: dict[str, Any]
@@ -31,6 +32,7 @@ class DrawnPack:
     grids: tuple[tuple[int, int, bool], ...]
     features: int
     patch_values: int
+    shift: float
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DrawnPack":
         """The same with its tensors changed: moved, or pinned."""
@@ -43,7 +45,7 @@ class DrawnPack:
         inputs = {name: changed(value) for name, value in self.inputs.items()}
         return replace(self, inputs=inputs, mask=self.mask.each(change))
 
-    def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float) -> "DrawnPack":
+    def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float | None = None) -> "DrawnPack":
         """Draw the noise of a step, and the time of each image that is drawn.
 
         Each sample has a generator of its own, so that neither the packing nor the number of processes changes what is
@@ -53,13 +55,14 @@ class DrawnPack:
             origins: of the pack's samples.
             seed: of the run.
             step: number of the step.
-            shift: of the times towards noise; 1 leaves them as drawn.
+            shift: of the times towards noise; 1 leaves them as drawn, None takes the model's own.
 
         Source: times as sigmoid of a normal draw, shifted: Esser et al. 2024, arXiv:2403.03206, section 3.1 and
         equation 23, with the square of its root as `shift`.
         """
         if not self.grids:
             return self
+        shift = self.shift if shift is None else shift
         generators = [_generator(origin, seed, step) for origin in origins]
         noise, times = [], []
         for sample, patches, is_drawn in self.grids:

@@ -46,7 +46,7 @@ class SplitMask:
 
     @classmethod
     def of(cls, workload: Workload) -> "SplitMask":
-        """Make the mask of a pack, whose padding comes last and sees itself alone.
+        """Make the mask of a pack; its padding is a segment of its own, at the end.
 
         Raises:
             WorkloadError: the workload has several packs.
@@ -217,7 +217,8 @@ def _blocks(lengths: list[int], runs: NDArray[np.int64]) -> tuple[torch.Tensor, 
         seen += np.outer(own, visible)
         if mode == splits.CAUSAL:
             behind = np.clip(queries[:, None] + 1 - np.maximum(starts, start), 0, own)
-            np.add.at(seen, queries // _BLOCK, behind)
+            blocks, firsts = np.unique(queries // _BLOCK, return_index=True)
+            seen[blocks] += np.add.reduceat(behind, firsts)
         else:
             seen += np.outer(own, own)
         visible = visible + own * (mode != splits.NOISE)

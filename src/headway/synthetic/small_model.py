@@ -202,7 +202,7 @@ def _shrink_vision(small: Any, old: Any, width_of_text: int, shape: Shape) -> No
 
 
 def _small_vae(config: dict[str, Any]) -> dict[str, Any]:
-    """An autoencoder of the same levels, of a sixteenth of the width, whose latents are as many."""
+    """Shrink an autoencoder to a sixteenth of its channels; its levels and latent channels stay."""
     widths = [max(_NORM_GROUPS, width // 16) for width in config["block_out_channels"]]
     return {**config, "block_out_channels": widths, "norm_num_groups": _NORM_GROUPS}
 

@@ -83,6 +83,7 @@ class Drawer:
             away_from=encode(away_from) if guidance != 1.0 else None,
             steps=steps,
             guidance=guidance,
+            shift=config.timestep_shift,
             seed=seed,
         )
         return [_picture(image) for image in self._decoded(drawn)]

@@ -107,7 +107,7 @@ class EvalSet:
             together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
             needed = Modalities.union([Modalities.of(batch) for batch in together])
             batch = with_blanks(together[ranks.data_rank], needed, collator)
-            self._packs.append(batch.noised(seed=0, step=0, shift=1.0))  # the same at every evaluation
+            self._packs.append(batch.noised(seed=0, step=0))  # the same at every evaluation
         self._ranks = ranks
         self._group = group
 

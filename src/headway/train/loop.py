@@ -131,7 +131,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
 
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
-            drawn_D = torch.zeros(int(run.draws), device=device)  # squared errors of what is drawn
+            drawn_D = torch.zeros(int(run.draws), device=device)  # summed squared error of drawn patches
             batches = [batch.noised(config.run.seed, step, drawing.timestep_shift) for batch in batches]
             per, per_drawn = max(1, whole.num_supervised), max(1, whole.workload.drawn)
             for number, batch in enumerate(on_device(batches, device), start=1):

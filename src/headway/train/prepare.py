@@ -270,7 +270,7 @@ def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> ConfigError:
 
 
 def _check_drawing(config: TrainConfig, model: PreTrainedModel) -> None:
-    """Refuse settings of drawing for a model that does not draw, and those that a model that draws has no use for."""
+    """Refuse `model.drawing` for a model that draws no images, and sequence parallelism for one that does."""
     if not getattr(model, "draws", False):
         if idle := sorted(changed(config.model.drawing)):
             raise ConfigError(

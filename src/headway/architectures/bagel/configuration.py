@@ -1,4 +1,4 @@
-"""Configuration of Bagel: a text model whose blocks exist twice, a vision tower, and latents that are drawn."""
+"""Configuration of Bagel: sizes of its language model, its vision tower and its autoencoder."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class BagelConfig(PreTrainedConfig):
         latent_patch_size: latents, or pixels without a VAE, along the side of a latent patch, which is a token.
         max_latent_size: latent patches along the longest side of a drawn image.
         connector_act: activation of the connector between tower and text.
-        timestep_shift: shift of the flow's times towards noise; 1 leaves them as drawn.
+        timestep_shift: shift of the flow's times towards noise, in training and in drawing; 1 leaves them as they are.
 
     Raises:
         ConfigError: a text model of another kind, or a tower with rotary positions.

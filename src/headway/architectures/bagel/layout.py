@@ -12,7 +12,6 @@ from headway.count import Workload
 from headway.errors import DataError
 
 Kind = Literal["text", "read", "reference", "draw"]
-WRAPPED = 2  # each image stands between a start and an end token
 
 
 @dataclass(frozen=True)

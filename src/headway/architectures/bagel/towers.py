@@ -28,7 +28,7 @@ class _PackedAttention(SiglipAttention):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """Attend within images, whose boundaries are `cu_seq_lens_q` or a mask."""
+        """Attend within each image; `cu_seq_lens_q` or `attention_mask` gives where images end."""
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (
             project(hidden_states).view(heads).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)

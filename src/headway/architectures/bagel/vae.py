@@ -1,4 +1,4 @@
-"""The frozen autoencoder whose latents Bagel draws, through diffusers; and images as latent patches."""
+"""Bagel's frozen autoencoder (VAE), which diffusers builds, and the cutting of images and latents into patches."""
 
 from typing import Any
 

@@ -242,7 +242,7 @@ def floats_of(output: Any) -> torch.Tensor:
     Raises:
         TraceError: there are none.
     """
-    if trained := getattr(output, "trained", ()):  # an output of several losses says which of it they are made of
+    if trained := getattr(output, "trained", ()):  # the fields that its losses are made of
         return torch.cat([output[name].flatten() for name in trained])
     pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
     while pending:

@@ -32,11 +32,13 @@ class LoraConfig(Section):
 
 
 class DrawingConfig(Section):
-    """How a model that draws images learns to; for others nothing of it may be set."""
+    """How a model that draws images is trained; a model that draws none refuses these settings."""
 
     flow_weight: Share = Field(default=1.0, description="Factor on the loss of drawn images, beside that of tokens")
-    timestep_shift: Share = Field(
-        default=1.0, description="Shift of the flow's times towards noise; 1 leaves them as drawn, larger is noisier"
+    timestep_shift: Share | None = Field(
+        default=None,
+        description="Shift of the flow's times towards noise: 1 leaves them as drawn, larger is noisier; null for the "
+        "model's own",
     )
 
 
