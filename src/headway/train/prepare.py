@@ -168,6 +168,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         restore_random_state(checkpoint.random_state(ranks.rank))
     phase.at("counting the steps", watched=False)  # of a run that its data end; as long as it takes to plan them
     steps, notes = _length(config, feed, checkpoint)
+    feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
     saving = config.checkpoint
     # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.

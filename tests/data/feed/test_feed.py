@@ -92,6 +92,17 @@ def test_workers_change_nothing(two_sources, text_encoder, kind):
     assert read_s > 0  # in the workers
 
 
+def test_no_pack_is_made_beyond_the_steps_that_are_needed(two_sources, text_encoder):
+    steps = list(Data(two_sources, text_encoder).ranks("indexed", 1).steps())
+    assert len(steps) > 5
+    with Data(two_sources, text_encoder).ranks("indexed", 1).feeds[0] as feed:
+        feed.needed = 5
+        made = [samples_of([next(feed)]) for _ in range(3)]
+        feed.close()  # as if workers had to begin anew
+        made += [samples_of([one]) for one in feed]
+    assert made == [samples_of(step) for step in steps[:5]]
+
+
 def test_an_indexed_feed_gives_every_number_of_ranks_the_same_steps(two_sources, text_encoder):
     data = Data(two_sources, text_encoder)
     steps = [

@@ -114,6 +114,7 @@ class Feed(ABC):
 
     Attributes:
         making_s: what the workers spent on the packs of the last step by part, as `headway.data.making` has them [s].
+        needed: steps that will still be asked for, beyond which an index's packs are not made; None where nobody knows.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Feed(ABC):
         self._report = FeedReport(planned=planned or {})
         self._lost = dict.fromkeys(self.names, 0)
         self.making_s: dict[str, float] = {}
+        self.needed: int | None = None
         self._pool: Pool[Any, Any] = Pool(
             work,
             workers=share.workers,
@@ -180,6 +182,8 @@ class Feed(ABC):
         except HeadwayError:
             self.close()  # asked again, the same place gives the same error instead of a quiet end
             raise
+        if self.needed is not None:
+            self.needed -= 1
         self.making_s = {}
         for part, spent_s in (one for pack in made for one in (pack.making_s or {}).items()):
             self.making_s[part] = self.making_s.get(part, 0.0) + spent_s

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from headway.data.bad_rows import BadSamples
@@ -78,7 +79,7 @@ class IndexedFeed(Feed):
 
     def _jobs(self, ahead: "deque[tuple[int, dict[str, Any], int]]") -> Iterator[Job[list[Piece]]]:
         share, items = self.share, self.plan.items
-        for step, place in self.plan.steps(self._place):
+        for step, place in islice(self.plan.steps(self._place), self.needed):
             mine = deal(step.costs, share.ranks, share.accumulation)[share.rank]
             ahead.append((len(mine), place, step.reached))
             for number in mine:
