@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headway.cli.ceiling import local_device, local_links
 from headway.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -76,6 +77,18 @@ class GivenLinks:
             links = self.required(device)
             links.require(count)
         return links if links is not None and count > 1 and links.reaches(count) else None
+
+    def between(self, device: "Device | None", count: int) -> "Links | None":
+        """Links of so many devices as `joining` finds them, or measured between processes of this machine's processor.
+
+        Raises:
+            UsageError: links are given, and no device or only one.
+            PlanError: links are given, but too little of them, or they do not reach so many devices.
+        """
+        links = self.joining(device, count)
+        if device is not None or count == 1:
+            return links
+        return local_links(count) if local_device(None).type == "cpu" else None
 
     @property
     def _are_given(self) -> bool:

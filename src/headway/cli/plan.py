@@ -134,13 +134,14 @@ def plan(
         _print_scale(scale, config, cost_model, found, saved, given, reliability, as_json=as_json)
         return
     count = devices or config.plan.devices or 1
-    links = given.joining(found, count)
+    given.joining(found, count)  # or an error, before anything is measured
     measured = measured_data(data, config) if data else None
     table = None if measured is None else (measured.name, measured.lengths)
     planned = dry_run(config, cost_model, saved, devices=count, device=found, lengths=table)
     if planned.packs is None:
         raise PlanError(NO_LENGTHS)
     speeds = speeds_of(config, cost_model, found, count)
+    links = given.between(found, count)
     making_s = None if measured is None else measured.making_s
     forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links, making_s=making_s)
     time = forecaster.predict(config, planned.packs)

@@ -101,8 +101,9 @@ def tune(
     if measure is not None:
         _check_data(config)
     named = None if config.plan.device is None else named_device(config.plan.device)
-    joined = GivenLinks(link, network, per_node).joining(named, config.plan.devices or 1)
-    search, _, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, links=joined)
+    given = GivenLinks(link, network, per_node)
+    given.joining(named, config.plan.devices or 1)  # or an error, before anything is measured
+    search, joined, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, given=given)
     tuned = _tuned(recipe, search, named, speeds, joined, top, measure, steps)
     if write is not None:
         _write(write, recipe, tuned)
@@ -184,8 +185,8 @@ def search_of(
     data: list[str],
     *,
     meshes: bool = False,
-    links: "Links | None" = None,
-) -> "tuple[Search, Device | None, Speeds]":
+    given: GivenLinks = GivenLinks(),  # noqa: B008 - it is frozen
+) -> "tuple[Search, Links | None, Speeds]":
     """Build the search from a recipe and the command line's options.
 
     Args:
@@ -194,10 +195,10 @@ def search_of(
         tokens_per_step: such as "2M +-5%"; as many as the recipe's packs hold when None.
         data: datasets whose samples' lengths are taken; the plan section's lengths when empty.
         meshes: whether processes may share model and packs in other ways than in the recipe.
-        links: between the devices; exchanges are taken to hide behind computing when None.
+        given: what the command line says of links.
 
     Returns:
-        The search, the device that it plans for, None for this machine's processor, and its speeds.
+        The search, the links between the devices, None where they are not known, and the speeds of a device.
 
     Raises:
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
@@ -240,9 +241,10 @@ def search_of(
         )
     saved = saved_of_recipe(config)
     speeds = speeds_of(config, cost_model, found, count)
+    links = given.between(found, count)
     making_s = None if measured is None else measured.making_s
     timer = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict
-    return Search(config, learning, saved, count, room, lengths, timer, space), found, speeds
+    return Search(config, learning, saved, count, room, lengths, timer, space), links, speeds
 
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
