@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from headway.cli.links import GivenLinks
 from headway.cli.tune import search_of
-from headway.devices import named_device
 from headway.errors import HeadwayError
 from headway.train.config import load_config
 from headway.train.tune import Candidate
@@ -60,8 +58,7 @@ def main() -> None:
 def run_of(name: str, tokens: int) -> dict[str, Any]:
     """One recipe at one packing length and one pack a step: as it recomputes, and by the fastest choice that fits."""
     config = load_config(Path(f"recipes/{name}.yaml"), (f"data.tokens_per_pack={tokens}",))
-    links = GivenLinks(None, None, None).joining(named_device(config.plan.device or ""), config.plan.devices or 1)
-    search = search_of(config, None, None, [], links=links)[0]
+    search = search_of(config, None, None, [])[0]
     ranks = search.devices // config.parallel.sequence
     axes: dict[str, Any] = {"accumulations": (1,), "sequences": (config.parallel.sequence,), "chunks": (2048,)}
     search.space = Space(ranks * tokens, recomputes=search.space.recomputes, limits_patches=False, **axes)

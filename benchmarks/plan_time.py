@@ -1,12 +1,12 @@
-"""Predicted step times beside measured ones: small models trained on this CPU in 28 configurations, on one thread.
+"""Predicted step times beside measured ones: small models trained on this CPU in 36 configurations, on one thread.
 
-    .venv/bin/python benchmarks/plan_time.py        # some ten minutes on two cores
+    .venv/bin/python benchmarks/plan_time.py        # some fifteen minutes on two cores
 
 Each configuration is predicted before it runs, from the recipe, the lengths of its samples and the rates that
 `headway ceiling --model` measures: nothing is fitted to the steps. Then `headway train`'s loop takes its steps in this
 process. The median processor time of their thread counts, which other processes disturb less than wall time. Packs are
-made in a process of their own: a thread of this one would hold up its interpreter at every operation. Two processes
-exchange over gloo, at the bandwidth that gathers of two sizes reach, measured beforehand; their mean wall time counts.
+made in a process of their own: a thread of this one would hold up its interpreter at every operation. Of two
+processes the mean wall time counts; what their exchanges take was measured between two processes beforehand.
 
 Writes benchmarks/results/plan_time_<hardware>_<yyyymm>.json and the .md table rendered from it.
 """
@@ -14,9 +14,12 @@ Writes benchmarks/results/plan_time_<hardware>_<yyyymm>.json and the .md table r
 import argparse
 import json
 import math
+import os
+import shutil
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from scipy.stats import spearmanr
-from torch.multiprocessing import spawn
 
 from headway.cli.dry_run import saved_activations
 from headway.cli.index import build_indices
@@ -37,13 +38,14 @@ from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
 from headway.models.attention import attend
 from headway.plan.blocks import with_blocks
-from headway.plan.collectives import REACHED, Link, Links
+from headway.plan.collectives import Links
 from headway.plan.speeds import Speeds
 from headway.plan.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
 from headway.train.block_times import timed_blocks
 from headway.train.config import TrainConfig, parse_config
 from headway.train.dry_run import learning_model, plan_packs
+from headway.train.exchange_times import timed_exchanges
 from headway.train.forecast import Forecaster
 from headway.train.loop import train
 from headway.train.measured_data import joined
@@ -52,7 +54,6 @@ from headway.train.tune import measure
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 WARM, STEPS = 3, 8
-GATHERED = (2**14, 2**22)  # float32 numbers of a whole array
 # width, inner width, layers of the language model; the vision tower has the same widths and its own two layers
 MODELS = {"small": (128, 384, 3), "middle": (256, 768, 4), "large": (512, 1536, 4)}
 # model, packing length, accumulation, recomputation, frozen parts
@@ -66,29 +67,45 @@ CONFIGURATIONS = [
     ("middle", 2048, 1, "full", []),
     ("large", 512, 1, "every:2", []),
 ]
-PAIRS = [("small", 512, 1, "none", []), *((model, 1024, 1, "none", []) for model in MODELS)]  # two processes
+# of two processes
+PAIRS: list[tuple[Any, ...]] = [
+    *((model, 512, 1, "none", []) for model in MODELS),
+    *((model, 1024, 1, "none", []) for model in MODELS),
+    ("small", 512, 1, "none", [], {"reshard": False}),
+    ("large", 512, 1, "none", [], {"reshard": False}),
+    ("small", 512, 1, "none", [], {"replicate": 2}),
+    ("middle", 512, 1, "none", [], {"replicate": 2}),
+    ("middle", 512, 2, "full", []),
+    ("small", 256, 4, "none", []),
+]
 
 
 def main() -> None:
     """Predict, train, write the record, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
+    parser.add_argument("--work", type=Path, help="folder of rates and rows, so that a run that was cut goes on")
     parser.add_argument("--only", type=int, help="only so many configurations, for a try")
     options = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, Any] = {"what": "plan_time", "environment": environment(torch.device("cpu"))}
     record |= {"steps": STEPS, "rows": []}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_digits(folder / "data", num_one_digit=300, num_train=3000, num_eval=4, renderings=1)
+    with nullcontext(options.work) if options.work else tempfile.TemporaryDirectory() as given:
+        folder = Path(given)
+        os.environ["HEADWAY_CACHE"] = str(folder / "cache")
+        if not (folder / "data").exists():
+            write_digits(folder / "data", num_one_digit=300, num_train=3000, num_eval=4, renderings=1)
         speeds = {name: measured_speeds(folder, name) for name in MODELS}
-        links = gloo_links()
-        record["gloo_bytes_per_s"] = links.inside.bytes_per_s * REACHED.expected
+        links = timed_exchanges(2)
+        record["exchanges"] = {kind: [[*point] for point in points] for kind, points in links.timed}
         found = [(one, 1) for one in CONFIGURATIONS] + [(one, 2) for one in PAIRS]
         for number, (configuration, processes) in enumerate(found[: options.only]):
-            row = one_row(folder, number, configuration, speeds, processes, links)
-            record["rows"].append(row)
-            print(json.dumps(row), flush=True)
+            done = folder / f"row-{number}.json"
+            if not done.exists():
+                row = one_row(folder, number, configuration, speeds, processes, links)
+                done.write_text(json.dumps(row), encoding="utf-8")
+            record["rows"].append(json.loads(done.read_text(encoding="utf-8")))
+            print(done.read_text(encoding="utf-8"), flush=True)
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in record["rows"]]
     order = spearmanr([row["predicted_s"] for row in record["rows"]], [row["measured_s"] for row in record["rows"]])
     record |= {"median_error": statistics.median(errors), "rank_correlation": float(order.statistic)}
@@ -111,49 +128,20 @@ def measured_speeds(folder: Path, name: str) -> Speeds:
     path.write_text(json.dumps(config), encoding="utf-8")
     cost_model = resolve_cost_model(str(folder / name))
     found = resolve_architecture(str(folder / name), cost_model)
-    rates = model_rates(
-        "cpu", "fp32", shapes_of(cost_model, (64, 512, 2048)), (found.heads, found.qk_dim), attend, refresh=True
-    )
+    rates = model_rates("cpu", "fp32", shapes_of(cost_model, (64, 512, 2048)), (found.heads, found.qk_dim), attend)
     peak = matmul_ceiling("cpu", "fp32").peak().flops_per_s
-    blocks = timed_blocks(resolve_config(str(folder / name)), torch.device("cpu"), "fp32", refresh=True)
+    blocks = timed_blocks(resolve_config(str(folder / name)), torch.device("cpu"), "fp32")
     assert blocks is not None
     return with_blocks(Speeds.measured("this CPU", peak, rates, runs_ahead=False), blocks)
-
-
-def gloo_links() -> Links:
-    """How fast two processes of this machine gather, by arrays of 64 KiB and 16 MiB."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        spawn(_gathers, args=(str(found),), nprocs=2)
-        small_s, large_s = json.loads(found.read_text(encoding="utf-8"))
-    small, large = (size * 4 / 2 for size in GATHERED)  # half of a float32 array goes over
-    per_byte = (large_s - small_s) / (large - small)
-    latency_s = max(0.0, small_s - per_byte * small)
-    return Links(Link(1 / per_byte / REACHED.expected, latency_s), None, 2, "this CPU", "measured")
-
-
-def _gathers(rank: int, found: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{found}.store", rank=rank, world_size=2)
-    seconds = []
-    for size in GATHERED:
-        part, whole = torch.ones(size // 2), torch.empty(size)
-        times = []
-        for _ in range(30):
-            begin_s = time.perf_counter()
-            dist.all_gather_into_tensor(whole, part)
-            times.append(time.perf_counter() - begin_s)
-        seconds.append(statistics.median(times))
-    if rank == 0:
-        Path(found).write_text(json.dumps(seconds), encoding="utf-8")
-    dist.destroy_process_group()
 
 
 def one_row(
     folder: Path, number: int, configuration: tuple[Any, ...], speeds: dict[str, Speeds], processes: int, links: Links
 ) -> dict[str, Any]:
     """Predict one configuration, then train it."""
-    model, slots, accumulation, recompute, frozen = configuration
+    model, slots, accumulation, recompute, frozen, *parallel = configuration
+    sharing = parallel[0] if parallel else {}
+    shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
     config = parse_config(
         {
             "model": {"path": str(folder / model), "random_init": True, "freeze": frozen},
@@ -163,6 +151,7 @@ def one_row(
             },
             "optim": {"steps": WARM + STEPS, "lr": 1e-4, "accumulation": accumulation},
             "speed": {"compile": False, "recompute": recompute},
+            "parallel": sharing,
             "run": {"folder": str(folder / f"run-{number}"), "device": "cpu", "threads": 1},
         }
     )  # fmt: skip
@@ -170,7 +159,9 @@ def one_row(
     seconds = timed_steps(config) if processes == 1 else [measure(config, processes, steps=STEPS).step_s or math.nan]
     return {
         "model": model, "slots": slots, "accumulation": accumulation, "recompute": recompute,
-        "frozen": ", ".join(frozen), "processes": processes, "predicted_s": predicted.step_s,
+        "frozen": ", ".join(frozen), "processes": processes,
+        "sharing": ", ".join(f"{key}: {str(value).lower()}" for key, value in sharing.items()),
+        "predicted_s": predicted.step_s,
         "measured_s": statistics.median(seconds), "least_s": min(seconds), "most_s": max(seconds),
         "lines": {line.key: line.seconds.expected for line in predicted.lines},
     }  # fmt: skip
@@ -206,12 +197,13 @@ def predict(config: TrainConfig, speeds: Speeds, processes: int, links: Links) -
 def render(record: dict[str, Any]) -> str:
     """The table, and what it comes to."""
     headings = [
-        "model", "slots", "packs", "recomputed", "frozen", "processes", "predicted ms", "measured ms", "range", "error"
+        "model", "slots", "packs", "recomputed", "frozen", "processes", "sharing",
+        "predicted ms", "measured ms", "range", "error"
     ]  # fmt: skip
     rows = [
         [
             row["model"], str(row["slots"]), str(row["accumulation"]), row["recompute"], row["frozen"],
-            str(row["processes"]), f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * row['measured_s']:.1f}",
+            str(row["processes"]), row["sharing"], f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * row['measured_s']:.1f}",
             "" if row["processes"] > 1 else f"{1e3 * row['least_s']:.1f} to {1e3 * row['most_s']:.1f}",
             f"{100 * (row['predicted_s'] / row['measured_s'] - 1):+.1f} %",
         ]
@@ -220,7 +212,7 @@ def render(record: dict[str, Any]) -> str:
     said = (
         f"{len(rows)} configurations: median error {100 * record['median_error']:.1f} %, rank correlation "
         f"{record['rank_correlation']:.3f}. Processor time of a step on one thread, median of {record['steps'] - 1}; "
-        f"of two processes, mean wall time; they gather at {record['gloo_bytes_per_s'] / 1e9:.2f} GB/s. Predicted "
+        f"of two processes, mean wall time; what exchanges take was measured before. Predicted "
         "before each ran, from the recipe, its samples' lengths and `headway ceiling --model`."
     )
     return "\n\n".join([describe_environment(record), markdown_table(headings, rows), said]) + "\n"
