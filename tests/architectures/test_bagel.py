@@ -231,6 +231,19 @@ def test_a_vae_encodes_what_is_drawn():
     torch.testing.assert_close(out.flow_target, given["noise"] - vae.patches(latents[0], 2))
 
 
+def test_noise_says_which_latents_of_the_autoencoders_distribution_are_drawn():
+    model = tiny_bagel(VAE)
+    given, _ = pack([EDIT], model.config)
+    del given["latents"]
+    images = [torch.randn(3, 8, 8), torch.randn(3, 8, 8)]
+    noise = torch.randn_like(given["noise"])
+    out = model(**given, latent_pixels=images, encoder_noise=noise)
+    # Kingma and Welling 2014: mean + standard deviation x noise, of the moments that the encoder itself gives
+    mean, logvar = model.vae_model.encoder(images[1][None])[0].chunk(2)
+    drawn = vae.patches(mean, 2) + vae.patches((0.5 * logvar).exp(), 2) * noise[4:]
+    torch.testing.assert_close(out.flow_target, given["noise"][4:] - (drawn - 0.12) * 0.36)
+
+
 @pytest.mark.parametrize(
     ("parts", "said"),
     [

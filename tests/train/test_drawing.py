@@ -222,6 +222,16 @@ def test_noise_depends_on_the_sample_and_the_step_alone(folder):
     assert (together["timesteps"] == 0).sum() == sum(part.kind == "reference" for s in samples for part in s.parts)
 
 
+def test_latents_of_an_autoencoder_are_drawn_by_sample_and_step(folder):
+    encoder = DrawingEncoder(load_processor(folder / "latents"), load_config(folder / "latents"))
+    samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:4]]
+    collate = collator_of(encoder)
+    together, later = (collate(samples).noised(3, step, 1.0).drawing.inputs["encoder_noise"] for step in (7, 8))
+    alone = [collate([sample]).noised(3, 7, 1.0).drawing.inputs for sample in samples if sample.drawn_images]
+    assert torch.equal(together, torch.cat([one["encoder_noise"] for one in alone]))
+    assert not torch.equal(together, later)
+
+
 def test_the_models_own_shift_of_times_holds_where_the_run_says_none(folder):
     config = load_config(folder / "model")
     encoder = DrawingEncoder(load_processor(folder / "model"), config)

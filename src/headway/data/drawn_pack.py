@@ -46,7 +46,7 @@ class DrawnPack:
         return replace(self, inputs=inputs, mask=self.mask.each(change))
 
     def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float | None = None) -> "DrawnPack":
-        """Draw the noise of a step, and the time of each image that is drawn.
+        """Draw the noise of a step, the time of each image that is drawn, and the noise of an autoencoder's latents.
 
         Each sample has a generator of its own, so that neither the packing nor the number of processes changes what is
         drawn, nor does a resumed run.
@@ -64,12 +64,18 @@ class DrawnPack:
             return self
         shift = self.shift if shift is None else shift
         generators = [_generator(origin, seed, step) for origin in origins]
-        noise, times = [], []
+        noise, times, encoder_noise = [], [], []
+        encodes = "latent_pixels" in self.inputs
         for sample, patches, is_drawn in self.grids:
             drawn = torch.sigmoid(torch.randn((), generator=generators[sample]))
             times.append(shift * drawn / (1 + (shift - 1) * drawn) if is_drawn else torch.zeros(()))
             noise.append(torch.randn(patches, self.features, generator=generators[sample]))
-        return replace(self, inputs={**self.inputs, "noise": torch.cat(noise), "timesteps": torch.stack(times)})
+            if encodes:
+                encoder_noise.append(torch.randn(patches, self.features, generator=generators[sample]))
+        given = {"noise": torch.cat(noise), "timesteps": torch.stack(times)}
+        if encodes:
+            given["encoder_noise"] = torch.cat(encoder_noise)
+        return replace(self, inputs={**self.inputs, **given})
 
 
 def _generator(origin: Origin, seed: int, step: int) -> torch.Generator:

@@ -124,12 +124,14 @@ class BagelModel(PreTrainedModel):
         image_longest: int = 0,
         latents: torch.Tensor | None = None,
         latent_pixels: list[torch.Tensor] | None = None,
+        encoder_noise: torch.Tensor | None = None,
         latent_slots: torch.Tensor | None = None,
         latent_places: torch.Tensor | None = None,
         latent_grids: torch.Tensor | None = None,
         timesteps: torch.Tensor | None = None,
         noise: torch.Tensor | None = None,
         drawn_rows: torch.Tensor | None = None,
+        logits_to_keep: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BagelOutput:
         """Run one pack; `headway.architectures.bagel.layout` makes the arguments that say where things lie.
@@ -147,13 +149,15 @@ class BagelModel(PreTrainedModel):
             image_longest: patches of the largest image.
             latents: clean latent patches, shape (L, C), already scaled.
             latent_pixels: in their place, the images that the VAE encodes, each (3, height, width) from -1 to 1.
+            encoder_noise: which latents of the VAE's distribution are taken, shape (L, C); its mean when None.
             latent_slots: their slots, shape (L,).
             latent_places: place of each in a square of the largest drawn image, shape (L,).
             latent_grids: which grid each belongs to, shape (L,).
             timesteps: time of the flow of each grid, 0 where it is clean, shape (G,).
             noise: shape (L, C); drawn here when None.
             drawn_rows: the latent patches that are drawn, shape (K,).
-            **kwargs: handed to attention.
+            logits_to_keep: slots of understood tokens whose logits are returned in place of the supervised ones'.
+            **kwargs: handed to attention; `past_key_values`, a cache of transformers', goes before the pack's own keys.
 
         Raises:
             TrainingError: latent patches without their places, times, or what they are of.
@@ -169,7 +173,7 @@ class BagelModel(PreTrainedModel):
                     f"{len(latent_slots)} latent patches were given without {names}: each has a place and a grid, and "
                     "each grid a time of the flow, 0 where it is clean."
                 )
-            clean = self._encoded(latent_pixels) if latents is None else latents
+            clean = self._encoded(latent_pixels, encoder_noise) if latents is None else latents
             noise = torch.randn_like(clean) if noise is None else noise
             time_L1 = timesteps.to(clean.dtype)[latent_grids, None]
             noised = (1 - time_L1) * clean + time_L1 * noise
@@ -181,7 +185,8 @@ class BagelModel(PreTrainedModel):
         order = TokenOrder(len(understood_slots), slots_T, torch.argsort(slots_T))
         attention_mask = for_backend(attention_mask, self.config.text_config, x_UD.dtype)
         x_TD = self.language_model.model(x_UD[None], order, position_ids, attention_mask, **kwargs)[0]
-        logits = self.language_model.lm_head(x_TD[: order.understood][supervised_rows])
+        rows = supervised_rows if logits_to_keep is None else order.rows_T[logits_to_keep]
+        logits = self.language_model.lm_head(x_TD[: order.understood][rows])
         if target is None or drawn_rows is None:
             return BagelOutput(logits=logits)
         flow = self.llm2vae(x_TD[order.understood :][drawn_rows])
@@ -208,7 +213,7 @@ class BagelModel(PreTrainedModel):
         blank = 0.0 * seen_PD[len(rows) :].sum()  # patches that no row takes keep the towers of all processes in step
         return x_UD.index_copy(0, rows, seen_PD[: len(rows)] + blank)
 
-    def _encoded(self, images: list[torch.Tensor] | None) -> torch.Tensor:
+    def _encoded(self, images: list[torch.Tensor] | None, noise_LC: torch.Tensor | None) -> torch.Tensor:
         """Encode images into clean latent patches: (L, C)."""
         if images is None or self.vae_model is None:
             given = "neither latents nor latent_pixels" if images is None else "latent_pixels and no autoencoder"
@@ -216,4 +221,9 @@ class BagelModel(PreTrainedModel):
                 f"There are latent patches, and {given}. Give latents, clean and scaled, or latent_pixels to a model "
                 "whose configuration has a vae_config."
             )
-        return torch.cat([encode(self.vae_model, image, self.config.latent_patch_size) for image in images])
+        patch, unit = self.config.latent_patch_size, self.config.latent_pixels
+        parts: Any = [None] * len(images)
+        if noise_LC is not None:
+            parts = noise_LC.split([image[0].numel() // unit**2 for image in images])
+        vae = self.vae_model
+        return torch.cat([encode(vae, image, patch, noise) for image, noise in zip(images, parts, strict=True)])
