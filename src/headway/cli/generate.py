@@ -16,7 +16,8 @@ from headway.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from headway.data import Chat, Sample
-    from headway.train.generate import Generated, Generator
+    from headway.train.generate import Generated
+    from headway.train.generate_packed import AnyGenerator
 
 Asked = tuple["Sample", str | None]
 """A prompt, and the answer that the data give to it, if any."""
@@ -169,7 +170,7 @@ def _as_document(sample: "Sample", model: str) -> "Sample":
     return Document(sample.messages[0].text, sample.origin)
 
 
-def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: "Generator") -> dict[str, Any]:
+def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: "AnyGenerator") -> dict[str, Any]:
     from headway.data import Chat
 
     if isinstance(sample, Chat):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from headway.train.config import RunConfig
     from headway.train.device import Precision
-    from headway.train.generate import Generator
+    from headway.train.generate_packed import AnyGenerator
     from headway.train.opened import OpenedModel
 
 
@@ -60,7 +60,7 @@ TopKOption = Annotated[
 SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the draws; the same seed, the same answers.")]
 
 
-def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype) -> "Generator":
+def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype) -> "AnyGenerator":
     """Open a model to generate with it.
 
     Args:
@@ -70,8 +70,10 @@ def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype
         dtype: of the weights.
     """
     from headway.train.generate import Generator
+    from headway.train.generate_packed import PackedGenerator
 
-    return Generator(*open_where(model, base, device, dtype, for_generation=True))
+    found, where = open_where(model, base, device, dtype, for_generation=True)
+    return (PackedGenerator if getattr(found.model, "draws", False) else Generator)(found, where)
 
 
 def open_where(
