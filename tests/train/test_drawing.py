@@ -120,6 +120,41 @@ def test_what_is_billed_is_what_the_ledger_says_of_the_packs(folder, plain):
         assert record["flops"]["total"] == sum(cost.count(batch.workload).total for batch in next(feed))
 
 
+def dropping(folder, run, **how):
+    raw = raw_config(folder, run, **how)
+    raw["model"]["drawing"] = {"drop_text": 0.3, "drop_read": 0.5, "drop_reference": 0.5}
+    return raw
+
+
+@pytest.fixture(scope="module")
+def dropped(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("dropped") / "run"
+    train(parse_config(dropping(folder, run, checkpoint={"every": 2})))
+    return run
+
+
+def test_a_resumed_run_leaves_out_the_same_conditions(folder, tmp_path, plain, dropped):
+    whole = steps_of(dropped)
+    assert work(whole) != work(plain)
+    shutil.copytree(dropped, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000005")
+    train(parse_config(dropping(folder, tmp_path / "run", checkpoint={"every": 2})), resume=True)
+    again = steps_of(tmp_path / "run")
+    assert work(again) == work(whole)
+    assert numbers(again[-1:]) == numbers(whole[-1:])
+
+
+@pytest.mark.dist
+def test_two_processes_leave_out_the_same_conditions(folder, tmp_path, dropped):
+    raw = dropping(folder, tmp_path / "run", processes=2)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    run_processes([sys.executable, HELPERS / "engine_runs.py", "aot_eager", path], 2)
+    found = steps_of(tmp_path / "run")
+    assert work(found) == work(steps_of(dropped))
+    assert_same(found, steps_of(dropped))
+
+
 WAYS = {
     "recomputed": (1, {"speed": {"recompute": "full"}}),
     "compiled": (1, {"speed": {"compile": True}}),

@@ -139,6 +139,8 @@ class DrawingEncoder(Encoder):
             first_target=targets[0] if targets else 0,
             media_end=_media_end(planned),
             image_grids=tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "read"),
+            parts=tuple(part.numbers for part in planned.parts),
+            key=sample.origin.key,
         )
 
     def encode_prompt(self, sample: Sample) -> EncodedSample:
@@ -295,7 +297,7 @@ def _media_end(planned: _Planned) -> int:
     """One past the last token of an image; a sample that draws is never cut [tokens]."""
     end = place = 0
     for part in planned.parts:
-        place += part.tokens or part.rows * part.columns + 2
+        place += part.length
         end = end if part.kind == "text" else place
     return place if end else 0
 

@@ -59,7 +59,8 @@ def open_feed(
     sources, stages = open_stages(data, config.optim.epochs)
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
-    maker = PackMaker(sources, encoder, collator, bad.skips)
+    dropout = config.model.drawing.dropout(config.run.seed)
+    maker = PackMaker(sources, encoder, collator, bad.skips, dropout)
     accumulation = config.optim.accumulation
     share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
     if data.stream is not None:
@@ -77,8 +78,8 @@ def open_feed(
         )
         return StreamFeed(streaming, share, bad)
     indices = _indices(sources, encoder, data.workers, bad, ranks)
-    items, planned = Items.build(indices, budget_of(data), data.overlong, cost_model)
-    order = Order(items.sizes, stages, seed=data.seed)
+    items, planned = Items.build(indices, budget_of(data), data.overlong, cost_model, dropout)
+    order = Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None)
     plan = Plan(
         items,
         order,
