@@ -3,11 +3,13 @@
 import io
 import itertools
 import json
+import re
 import sys
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from headway.models.load import load_model
@@ -90,3 +92,23 @@ def test_what_cannot_be_drawn_is_one_clear_error(folder, headway, arguments, sai
     done = headway("draw", folder / "model", WORDS[0], *arguments, *CPU)
     assert done.code == 2
     assert said in " ".join(done.err.split())
+
+
+def test_looking_at_a_recipe_shows_packs_of_what_is_left_of_samples(folder, headway, tmp_path):
+    data = {"path": str(folder / "data" / "all.jsonl"), "name": "all"}
+    fills = []
+    for share in (0.0, 1.0):
+        drawing = {"drop_text": share, "drop_read": share, "drop_reference": share}
+        recipe = {
+            "model": {"path": str(folder / "plain"), "random_init": True, "drawing": drawing},
+            "data": {"train": [data], "tokens_per_pack": 96, "overlong": "error"},
+            "optim": {"steps": 1, "lr": 1e-3},
+            "run": {"folder": str(tmp_path / "run"), "device": "cpu"},
+        }
+        path = tmp_path / f"{share}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        looked = headway("look", path, "--packs", 1)
+        assert looked.code == 0, looked.err
+        fills.append(int(re.search(r"pack 1, step 1: (\d+) samples", looked.out)[1]))
+        assert "cut after" not in looked.out
+    assert fills[1] > fills[0]

@@ -200,10 +200,11 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     )
     indices = _indices(sources, config.model.path, data.max_characters)
     budget = budget_of(data)
-    items, counts = Items.build(indices, budget, data.overlong, costs)
+    dropout = config.model.drawing.dropout(config.run.seed)
+    items, counts = Items.build(indices, budget, data.overlong, costs, dropout)
     plan = Plan(
         items,
-        Order(items.sizes, stages, seed=data.seed),
+        Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None),
         budget,
         ranks * config.optim.accumulation,
         strategy=data.strategy,
