@@ -12,6 +12,7 @@ from headway.architectures.bagel import vae
 from headway.architectures.bagel.layout import SamplePart, lay_out
 from headway.count import Workload, splits
 from headway.errors import ConfigError, DataError, TrainingError
+from headway.models.kernels import gated_mlps, rms_norms, rotary_functions
 from headway.models.load import load_model
 from headway.tracing import trace
 from headway.tracing.inputs.drawings import Drawings
@@ -306,3 +307,11 @@ def test_positions_are_shared_by_an_image_and_stay_behind_a_drawn_one():
     )
     assert np.array_equal(splits.mask(workload.splits), dense_mask([EDIT], config())[0, 0].numpy())
     assert len(contents(EDIT, config(), 0)["input_ids"]) == workload.tokens
+
+
+def test_ligers_kernels_find_their_places_in_both_copies(model):
+    # a layer has two norms of its own and two of heads, in each copy, and an MLP in each; the last norm is twice too
+    layers = 2
+    assert len(rms_norms(model)) == layers * 2 * (2 + 2) + 2
+    assert len(gated_mlps(model)) == layers * 2
+    assert "headway.architectures.bagel.blocks.apply_rotary_pos_emb" in rotary_functions(model)
