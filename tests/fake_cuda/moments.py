@@ -24,7 +24,6 @@ from headway.data.collate import Batch, Collator
 from headway.models.load import rope_index
 from headway.models.parallel import local, reduce_gradients
 from headway.models.parallel.clip import clip_
-from headway.models.parallel.sequence import local_slots
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.plan.memory import MemoryPlan
@@ -222,7 +221,7 @@ def train(
     load = RouterLoad(model, device)
     watch.pinned = {t.untyped_storage()._cdata for t in steps._tensors(batch)}
     held: Counter[str] = Counter()
-    local_part = local_slots(batch.slots, group)
+    local_part = batch.local_slots(group)
     for step, first in enumerate(("first ", ""), start=1):
         set_learning_rate(optimizer, 1e-5)
         sources = torch.zeros(1, device=device)

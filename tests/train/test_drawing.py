@@ -125,6 +125,13 @@ WAYS = {
     "compiled": (1, {"speed": {"compile": True}}),
     "whole logits": (1, {"speed": {"loss_chunk": None}}),
     "fsdp2 x 2": (2, {}),
+    "sequence 2": (2, {"parallel": {"sequence": 2}}),
+    "sequence 2, recomputed, compiled": (
+        2,
+        {"parallel": {"sequence": 2}, "speed": {"recompute": "full", "compile": True}},
+    ),
+    "sequence 3, padded": (3, {"parallel": {"sequence": 3}, "data": {"bucket_tokens": 64}}),
+    "sequence 2 x replicas": (4, {"parallel": {"sequence": 2, "replicate": 2, "shard": 1}}),
     "replicas x 2, recomputed": (2, {"parallel": {"replicate": 2, "shard": 1}, "speed": {"recompute": "full"}}),
 }
 
@@ -266,11 +273,6 @@ def test_samples_that_cannot_be_used_get_one_clear_error(folder, tmp_path, row, 
 
 
 def test_settings_without_effect_are_refused(folder, tmp_path):
-    raw = raw_config(folder, tmp_path / "run")
-    raw["parallel"] = {"sequence": 2}
-    model = load_model(folder / "model", random_init=True)
-    with pytest.raises(ConfigError, match="sequence is 2"):
-        _check_drawing(parse_config(raw), model)
     raw = raw_config(folder, tmp_path / "run")
     raw["model"]["drawing"] = {"flow_weight": 2.0}
     with pytest.raises(ConfigError, match="flow_weight has no effect"):
