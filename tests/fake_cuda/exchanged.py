@@ -88,7 +88,7 @@ def run_exchanged(kind: str, config: TrainConfig, processes: int, packs: int = 1
         mesh = stack.enter_context(shared._mesh(config, processes))
         trained = build_trained(config, mesh, None, precision, shared.CPU)
         group = None if mesh.sequence is None else mesh.sequence.get_group()
-        batch = moments.batch_of(kind, trained.model, config)
+        batch = moments.batch_of(kind, trained.model, config).noised(0, 1).dealt(group)
         model = trained.model.train()
         labels_L = batch.labels_1T[0, batch.local_slots(group)]
         stack.enter_context(seen)
