@@ -90,8 +90,8 @@ class DrawnPack:
         split = split_over(group, given["input_ids"].shape[1])
         part = deal({**given, **self.inputs}, split.rank, split.degree)
         inputs = {**part.arguments, "pack_split": split}
-        if (patches := inputs.pop("patches", 0)) > 0:
-            inputs["image_split"] = split_over(group, patches)
+        if part.patches:
+            inputs["image_split"] = split_over(group, part.patches)
         return replace(self, inputs=inputs, mask=self.mask.of_rows(part.order_T), slots_H=part.slots_H)
 
 

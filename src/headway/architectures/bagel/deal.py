@@ -1,9 +1,10 @@
 """Deal a pack to several processes: which slots each computes, and forward's arguments cut to them.
 
 Each process gets an equal part of the patches that are read, of the tokens that are learnt, of the other text and of
-the latent patches. So the tower, the head and both copies of the blocks take equally long on all of them, wherever
-images stand, and a patch's features are made where its token is. Text is dealt in turn; patches in contiguous parts, as
-the tower's attention takes them in order; and latents too, so that few images are encoded by more than one process.
+the latent patches. So the tower, the head and both copies of the blocks, also where one is frozen, take equally long on
+all of them, wherever images stand, and a patch's features are made where its token is. Text is dealt in turn; patches
+in contiguous parts, as the tower's attention takes them in order; and latents too, so that few images are encoded by
+more than one process.
 
 Tensor letters as in the package; H slots that a process holds.
 """
@@ -20,13 +21,14 @@ class Dealt(NamedTuple):
     """A process's part of a pack.
 
     Attributes:
-        arguments: of forward, with `patches` as a number where there are any: those of all processes, blank ones
-            included. Slots are counted among the process's own.
+        arguments: of forward; slots are counted among the process's own.
+        patches: those of all processes, blank ones included.
         slots_H: the slots that it holds, in their order.
         order_T: all slots as the processes hold them, one process after the other.
     """
 
     arguments: dict[str, Any]
+    patches: int
     slots_H: torch.Tensor
     order_T: torch.Tensor
 
@@ -52,12 +54,13 @@ def deal(arguments: dict[str, Any], rank: int, degree: int) -> Dealt:
     row_U = mine_U.cumsum(0) - 1
     given["understood_slots"] = place_T[understood[mine_U]]
     given["supervised_rows"] = _renumbered(given["supervised_rows"], mine_U, row_U)
+    patches = 0
     if "image_rows" in given:
         given["image_rows"] = _renumbered(given["image_rows"], mine_U, row_U)
-        _cut_patches(given, rank, degree)
+        patches = _cut_patches(given, rank, degree)
     if "latent_slots" in given:
         _cut_latents(given, mine_T, place_T)
-    return Dealt(given, slots_H, owner_T.argsort(stable=True))
+    return Dealt(given, patches, slots_H, owner_T.argsort(stable=True))
 
 
 def _owners(given: dict[str, Any], degree: int) -> torch.Tensor:
@@ -81,15 +84,19 @@ def _renumbered(rows: torch.Tensor, mine: torch.Tensor, number: torch.Tensor) ->
     return number[rows[mine[rows]]]
 
 
-def _cut_patches(given: dict[str, Any], rank: int, degree: int) -> None:
-    """Leave a process's patches; the boundaries of images stay those of all. Fewer than processes get a blank image."""
+def _cut_patches(given: dict[str, Any], rank: int, degree: int) -> int:
+    """Leave a process's patches and tell how many all have; where they are fewer than processes, a blank image more.
+
+    The boundaries of images stay those of all.
+    """
     pixels, places, ends = given["pixel_values"], given["image_places"], given["image_cu_seqlens"]
     if (blank := degree - len(places)) > 0:
         pixels, places = pad(pixels, (0, 0, 0, blank)), pad(places, (0, blank))
         given["image_cu_seqlens"] = torch.cat([ends, ends[-1:] + blank])
         given["image_longest"] = max(given["image_longest"], blank)
     mine_P = (torch.arange(len(places)) % degree).sort().values == rank
-    given |= {"pixel_values": pixels[mine_P], "image_places": places[mine_P], "patches": len(places)}
+    given |= {"pixel_values": pixels[mine_P], "image_places": places[mine_P]}
+    return len(places)
 
 
 def _cut_latents(given: dict[str, Any], mine_T: torch.Tensor, place_T: torch.Tensor) -> None:
