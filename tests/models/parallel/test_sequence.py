@@ -17,7 +17,7 @@ from headway.models.parallel.exchange import split_over
 from headway.models.parallel.sequence import local_slots, share_packs
 from helpers.drawing_data import chat, image, write_data, write_model
 from helpers.processes import run_processes
-from helpers.tiny_bagel import VAE
+from helpers.tiny_bagel import VAE, tiny_bagel
 from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config
 
 
@@ -99,6 +99,15 @@ def test_the_refusal_names_the_layer(group_of, family, name):
 def test_more_processes_than_query_heads_are_refused(group_of):
     with pytest.raises(ConfigError, match=r"parallel\.sequence is 5, but the model has 4 query heads.* at most 4"):
         share_packs(model_of("qwen3"), group_of(5))
+
+
+def test_a_model_that_draws_is_refused_likewise(group_of):
+    model, group = tiny_bagel(), group_of(5)
+    with pytest.raises(ConfigError, match="BagelModel does not attend through the backend 'headway_flash'"):
+        share_packs(model, group)
+    use_attention(model)
+    with pytest.raises(ConfigError, match=r"parallel\.sequence is 5, but the model has 4 query heads.* at most 4"):
+        share_packs(model, group)
 
 
 def test_another_attention_backend_is_refused(group_of):
