@@ -106,7 +106,8 @@ def _cut_latents(given: dict[str, Any], mine_T: torch.Tensor, place_T: torch.Ten
     given["drawn_rows"] = _renumbered(given["drawn_rows"], mine_L, mine_L.cumsum(0) - 1)
     given |= {name: given[name][mine_L] for name in _PER_LATENT if name in given}
     given["latent_slots"] = place_T[slots[mine_L]]
-    if "latent_pixels" in given and mine_L.any():
-        own = given["latent_grids"].unique()
-        given["latent_pixels"] = [given["latent_pixels"][number] for number in own.tolist()]
-        given["latents_before"] = int(mine_L.int().argmax() - (grids == own[0]).int().argmax())
+    if "latent_pixels" in given:
+        own = given["latent_grids"].unique().tolist()
+        given["latent_pixels"] = [given["latent_pixels"][number] for number in own]
+        if own:
+            given["latents_before"] = int(mine_L.int().argmax() - (grids == own[0]).int().argmax())
