@@ -1,6 +1,6 @@
 """What a pack holds for a model that draws: where its tokens lie, who sees whom, and the noise of a step.
 
-Tensor letters: L latent patches, C numbers per latent patch, G latent grids.
+Tensor letters: L latent patches, C numbers per latent patch, G latent grids, H slots that a process holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +9,11 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
+from headway.architectures.bagel.deal import deal
 from headway.data.samples import Origin
+from headway.models.parallel.exchange import split_over
 from headway.models.split_attention import SplitMask
 
 
@@ -25,6 +28,7 @@ class DrawnPack:
         features: numbers of a latent patch.
         patch_values: numbers of a patch that is read.
         shift: the model's own shift of the flow's times.
+        slots_H: of a pack that several processes share, the slots that this one holds; None of a whole pack.
     """
 
     inputs: dict[str, Any]
@@ -33,6 +37,7 @@ class DrawnPack:
     features: int
     patch_values: int
     shift: float
+    slots_H: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DrawnPack":
         """The same with its tensors changed: moved, or pinned."""
@@ -43,7 +48,8 @@ class DrawnPack:
             return change(value) if isinstance(value, torch.Tensor) else value
 
         inputs = {name: changed(value) for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs, mask=self.mask.each(change))
+        slots_H = None if self.slots_H is None else change(self.slots_H)
+        return replace(self, inputs=inputs, mask=self.mask.each(change), slots_H=slots_H)
 
     def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float | None = None) -> "DrawnPack":
         """Draw the noise of a step, the time of each image that is drawn, and the noise of an autoencoder's latents.
@@ -76,6 +82,23 @@ class DrawnPack:
         if encodes:
             given["encoder_noise"] = torch.cat(encoder_noise)
         return replace(self, inputs={**self.inputs, **given})
+
+    def dealt(self, given: dict[str, Any], group: ProcessGroup) -> "DrawnPack":
+        """This process's part of a pack that several share; attention sees all of it.
+
+        Args:
+            given: tokens, positions and pixels of the whole pack, by the names of the model's arguments.
+            group: the processes, all with the same pack.
+
+        Raises:
+            TrainingError: the pack has fewer slots than there are processes.
+        """
+        split = split_over(group, given["input_ids"].shape[1])
+        part = deal({**given, **self.inputs}, split.rank, split.degree)
+        inputs = {**part.arguments, "pack_split": split}
+        if part.patches:
+            inputs["image_split"] = split_over(group, part.patches)
+        return replace(self, inputs=inputs, mask=self.mask.of_rows(part.order_T), slots_H=part.slots_H)
 
 
 def _generator(origin: Origin, seed: int, step: int) -> torch.Generator:

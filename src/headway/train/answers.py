@@ -21,7 +21,6 @@ from headway.data.encode import EncodedSample
 from headway.data.samples import Chat, ImagePart
 from headway.errors import ConfigError
 from headway.models.losses import IGNORED
-from headway.models.parallel.sequence import local_slots
 from headway.packing.bins import pack
 from headway.packing.budget import Size
 from headway.report import printable
@@ -177,7 +176,7 @@ class GenerationEval:
         going = list(indices)
         end, most = self._tokenizer.eos_token_id, self._max_new_tokens
         while any(self._ranks.gather_all(bool(going))):
-            batch = self._collator([texts[i] for i in indices]).noised(seed=0, step=0).to(device)
+            batch = self._collator([texts[i] for i in indices]).noised(seed=0, step=0).dealt(self._group).to(device)
             with autocast():
                 next_tokens = self._next(model, batch, len(indices))
             for i, token in zip(indices, next_tokens, strict=True):
@@ -189,10 +188,10 @@ class GenerationEval:
 
     def _next(self, model: torch.nn.Module, batch: Batch, num_texts: int) -> list[int]:
         """Most likely next token of each text of a pack; logits are computed at the ends of texts only."""
-        local = local_slots(batch.slots, self._group)
         ends_N = batch.cu_seqlens_N[1 : num_texts + 1].long() - 1
-        is_mine_N = (ends_N >= local.start) & (ends_N < local.stop)
-        mine_M = ends_N[is_mine_N] - local.start
+        held_L = torch.arange(batch.slots, device=ends_N.device)[batch.local_slots(self._group)]
+        is_mine_N = torch.isin(ends_N, held_L)
+        mine_M = torch.searchsorted(held_L, ends_N[is_mine_N])
         logits_MV = model(**batch.model_inputs(), logits_to_keep=mine_M).logits.flatten(0, -2)
         if len(logits_MV) != len(mine_M):  # a model that returns all of them, whatever it is asked for
             logits_MV = logits_MV[mine_M]

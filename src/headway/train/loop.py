@@ -27,7 +27,6 @@ from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.meter.goodput_report import Bucket
 from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
-from headway.models.parallel.sequence import local_slots
 from headway.train.answers import answer_line, answers_record
 from headway.train.billed import billed_by_conventions
 from headway.train.checkpoint import Checkpoint
@@ -132,12 +131,15 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
             drawn_D = torch.zeros(int(run.draws), device=device)  # summed squared error of drawn patches
-            batches = [batch.noised(config.run.seed, step, drawing.timestep_shift) for batch in batches]
+            batches = [
+                batch.noised(config.run.seed, step, drawing.timestep_shift).dealt(run.sequence_group)
+                for batch in batches
+            ]
             per, per_drawn = max(1, whole.num_supervised), max(1, whole.workload.drawn)
             for number, batch in enumerate(on_device(batches, device), start=1):
                 phase.at("forward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
-                local = local_slots(batch.slots, run.sequence_group)
+                local = batch.local_slots(run.sequence_group)
                 labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
                     pack = trained.model_with_loss(batch.model_inputs(), labels_L, per=per, per_drawn=per_drawn)

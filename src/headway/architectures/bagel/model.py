@@ -132,9 +132,13 @@ class BagelModel(PreTrainedModel):
         noise: torch.Tensor | None = None,
         drawn_rows: torch.Tensor | None = None,
         logits_to_keep: torch.Tensor | None = None,
+        latents_before: int = 0,
+        image_split: Any = None,
         **kwargs: Any,
     ) -> BagelOutput:
         """Run one pack; `headway.architectures.bagel.layout` makes the arguments that say where things lie.
+
+        Of a pack that several processes share, each is given its own slots (`headway.architectures.bagel.deal`).
 
         Args:
             input_ids: tokens, any at patches, shape (1, T).
@@ -157,13 +161,15 @@ class BagelModel(PreTrainedModel):
             noise: shape (L, C); drawn here when None.
             drawn_rows: the latent patches that are drawn, shape (K,).
             logits_to_keep: slots of understood tokens whose logits are returned in place of the supervised ones'.
+            latents_before: latent patches of the first of `latent_pixels` that another process holds.
+            image_split: how several processes share the patches that are read; the tower's attention is told.
             **kwargs: handed to attention; `past_key_values`, a cache of transformers', goes before the pack's own keys.
 
         Raises:
             TrainingError: latent patches without their places, times, or what they are of.
         """
         x_UD = self._understood(input_ids[0, understood_slots], pixel_values, image_rows, image_places,
-                                image_cu_seqlens, image_longest)  # fmt: skip
+                                image_cu_seqlens, image_longest, image_split)  # fmt: skip
         slots_T, target = understood_slots, None
         if latent_slots is not None and latent_slots.numel():
             if latent_places is None or latent_grids is None or timesteps is None:
@@ -174,6 +180,7 @@ class BagelModel(PreTrainedModel):
                     "each grid a time of the flow, 0 where it is clean."
                 )
             clean = self._encoded(latent_pixels, encoder_noise) if latents is None else latents
+            clean = clean[latents_before : latents_before + len(latent_slots)]
             noise = torch.randn_like(clean) if noise is None else noise
             time_L1 = timesteps.to(clean.dtype)[latent_grids, None]
             noised = (1 - time_L1) * clean + time_L1 * noise
@@ -200,6 +207,7 @@ class BagelModel(PreTrainedModel):
         places: torch.Tensor | None,
         cu_M: torch.Tensor | None,
         longest: int,
+        split: Any,
     ) -> torch.Tensor:
         """Embed text, and put the features of patches in their places: (U, D)."""
         x_UD: torch.Tensor = self.language_model.model.embed_tokens(ids_U)
@@ -208,7 +216,7 @@ class BagelModel(PreTrainedModel):
         assert rows is not None
         assert places is not None
         assert cu_M is not None
-        seen_PD = self.connector(self.vit_model(pixel_values, places, cu_M, longest))
+        seen_PD = self.connector(self.vit_model(pixel_values, places, cu_M, longest, split))
         seen_PD = (seen_PD + self.vit_pos_embed(places)).to(x_UD.dtype)
         blank = 0.0 * seen_PD[len(rows) :].sum()  # patches that no row takes keep the towers of all processes in step
         return x_UD.index_copy(0, rows, seen_PD[: len(rows)] + blank)
