@@ -8,6 +8,7 @@ import typer
 
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json
+from headway.log.working import working
 
 
 class Dtype(StrEnum):
@@ -57,7 +58,8 @@ def export(
 
     checkpoint = find_checkpoint_in(source)
     chosen = None if dtype is None else getattr(torch, dtype.value)
-    write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
+    with working(f"writing the model after step {checkpoint.step:,}"):
+        write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
     if as_json:
         print_json({"folder": str(folder), "step": checkpoint.step})
     else:
