@@ -100,6 +100,45 @@ def test_ten_thousand_steps_stay_small(tmp_path):
     assert len(report_page(read_run(write_run(tmp_path / "run", 10_000))).encode()) < 300_000
 
 
+def test_steps_that_took_long_are_named_with_what_their_records_say(tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    changed = {4: {"step_s": 0.9, "data_wait_share": 0.5}, 12: {"step_s": 1.1, "tokens": 300}, 15: {"step_s": 0.6}}
+    records = [json.loads(line) for line in lines]
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(one | changed.get(one["step"], {})) + "\n" for one in records)
+    )
+    text = report_markdown(read_run(run))
+    assert "3 of 20 took more than 1.5 times the median, 506 ms." in text
+    rows = [line for line in text.partition("## The slowest steps")[2].splitlines() if line.startswith("| ")][2:5]
+    assert rows == [
+        "| 7 | 2.50 s | 4.9 |  |",
+        "| 12 | 1.10 s | 2.2 | waited for data 19.9 %, 3.0 times the usual tokens |",
+        "| 4 | 900 ms | 1.8 | waited for data 50.0 % |",
+    ]
+    assert "The slowest steps" not in report_markdown(read_run(write_run(tmp_path / "even", 6)))
+
+
+def test_what_is_the_same_in_every_record_is_a_row_and_no_chart(tmp_path):
+    run = write_run(tmp_path / "run", 5, fill=0.75, balance=1.0)
+    text = report_markdown(read_run(run))
+    assert "| Fill, tokens over the room of the packs | 75.0 % |" in text
+    assert "| Balance, mean over most FLOPs of the ranks | 100.0 % |" in text
+    assert "## Balance" not in text
+
+
+def test_what_a_run_was_made_with_is_a_table(tmp_path):
+    run = write_run(tmp_path / "run", 5)
+    made = {"command": ["headway", "train", "a b.yaml"], "host": "node-7", "device": {"name": "H100"}}
+    made |= {"software": {"torch": "2.13", "git_commit": None}, "model": {"class": "Qwen3", "parameters": 1_459_840}}
+    (run / "run.json").write_text(json.dumps(made))
+    text = report_markdown(read_run(run))
+    for row in ("command | headway train 'a b.yaml'", "host | node-7", "torch | 2.13", "ranks | 1 x H100"):
+        assert f"| {row} |" in text
+    assert "| model | Qwen3, 1.46 M parameters |" in text
+    assert "git commit" not in text
+
+
 def test_numbers_for_machines_are_those_of_the_records(tmp_path):
     text = report_page(read_run(write_run(tmp_path / "run", 20)))
     told = json.loads(re.search(r'id="headway-report">(.*?)</script>', text, flags=re.DOTALL)[1])
@@ -341,7 +380,7 @@ def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rat
         tmp_path / "b", 40, flops={"total": 18000, "forward": 6000, "dgrad": 6000, "wgrad": 6000, "recompute": 0}
     )
     text = compared_markdown(read_run(a), read_run(b))
-    assert "+0.0 % of time = +100.0 % of work at +100.0 % of rate" in text
+    assert "+0.0 % of time = +100.0 % of work, padding and recomputation in it, at +100.0 % of rate" in text
     for line in (slower := write_run(tmp_path / "c", 40) / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         record["wall_s"] *= 1.2
@@ -351,6 +390,17 @@ def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rat
     text = compared_markdown(read_run(a), read_run(slower.with_name("slow.jsonl")))
     assert "95 % interval" in text
     assert "no difference is shown" not in text
+
+
+def test_work_that_padding_adds_is_told_from_useful_work(tmp_path):
+    a, b = write_run(tmp_path / "a", 40, slots=100), write_run(tmp_path / "b", 40, slots=150)
+    text = compared_markdown(read_run(a), read_run(b))
+    # of 9,000 useful FLOPs those of attention, a third, do not grow with padding: (9,000 + 6,000 / 2) / 9,000
+    assert "FLOPs that are computed for each useful one: +33.3 %" in text
+    assert "+0.0 % of time = +33.3 % of work, padding and recomputation in it, at +33.3 % of rate." in text
+    assert "| useful FLOPs of a step | 9.0 kFLOP | 9.0 kFLOP | +0.0 % |" in text
+    assert "| FLOPs with padding and recomputation | 9.0 kFLOP | 12.0 kFLOP | +33.3 % |" in text
+    assert "FLOPs that are computed for each useful one" not in compared_markdown(read_run(a), read_run(a))
 
 
 def test_peaks_that_differ_between_two_runs_are_said(tmp_path):
@@ -417,7 +467,7 @@ def test_what_a_run_folder_holds_beside_steps_is_shown(tmp_path):
     shown = " ".join(Page(text).data)
     for said in (
         "Work of each rank", "133.3 %", "66.7 %", "Speed of each rank", "20.0 kFLOP/s", "went on after step", "1.2500",
-        "50.0 %", "Memory of a device, predicted and measured", "3.0 GiB", "Answers after step 6", "a6",
+        "50.0 %", "Memory of a device by part, predicted and measured", "3.0 GiB", "Answers after step 6", "a6",
     ):  # fmt: skip
         assert said in shown, said
     assert "stroke-dasharray" in text  # the restart, on the charts over steps

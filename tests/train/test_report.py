@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def test_padding_is_found_between_two_runs(raw):
     text = compared_markdown(read_run(a), read_run(b))
     assert line(text, "padding and masked work") > 0.5 * line(text, "needed work at peak")
     assert "| data.bucket_tokens | None | 640 |" in text
+    assert re.search(r"FLOPs that are computed for each useful one: \+\d{2,}\.\d %, by padding", text)
 
 
 def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
