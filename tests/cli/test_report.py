@@ -3,11 +3,12 @@ import re
 from html.parser import HTMLParser
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import yaml
 
 from headway.cli.report import report
-from headway.cli.report_compare import compared_markdown, compared_page
+from headway.cli.report_compare import _interval, compared_markdown, compared_page
 from headway.cli.report_page import read_run, report_markdown, report_page, verdict
 from headway.count import Workload
 from headway.devices import Peak
@@ -390,6 +391,23 @@ def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rat
     text = compared_markdown(read_run(a), read_run(slower.with_name("slow.jsonl")))
     assert "95 % interval" in text
     assert "no difference is shown" not in text
+
+
+def test_a_line_can_differ_for_sure_where_the_steps_do_not(tmp_path):
+    a, b = write_run(tmp_path / "a", 40), write_run(tmp_path / "b", 40, data_wait_s=0.15)
+    text = compared_markdown(read_run(a), read_run(b))
+    assert "no difference is shown" in text
+    said = "idle: waiting for data (+50.00 ms, 95 % interval +50.00 to +50.00)"
+    assert f"Beyond how the steps vary: {said}" in text
+    assert "| idle: waiting for data | 100.00 | 150.00 | +50.00 | +9.0 % | +50.00 to +50.00 |" in text
+
+
+def test_the_interval_of_a_difference_holds_it_as_often_as_it_says():
+    """95 % of intervals from independent normal steps hold the true ratio: of 200, 190 +- 3 standard deviations."""
+    random = np.random.default_rng(7)
+    pairs = ((random.normal(1.0, 0.2, 200), random.normal(1.1, 0.3, 200)) for _ in range(200))
+    held = sum(low <= 0.1 <= high for low, high in (_interval(*pair) for pair in pairs))
+    assert 181 <= held <= 199
 
 
 def test_work_that_padding_adds_is_told_from_useful_work(tmp_path):

@@ -65,7 +65,7 @@ def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
     low, high = _interval(a_s, b_s)
     sure = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} % of A's step, from how the steps of each run vary"
     if low <= 0 <= high:
-        return [f"{first} ({sure}: no difference is shown.)", *exact]
+        return [f"{first} ({sure}: no difference is shown.)", *_beyond_scatter(a, b, compared), *exact]
     return [f"{first} ({sure}.)", *others, *exact]
 
 
@@ -104,31 +104,68 @@ def _machine(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, 
 
 
 def _interval(a_s: "np.ndarray", b_s: "np.ndarray") -> tuple[float, float]:
-    """Bounds of mean(B) / mean(A) - 1, by drawing blocks of steps again; the same draws each time.
+    """Bounds of mean(B) / mean(A) - 1."""
+    return _bounds(_means(b_s, "B") / _means(a_s, "A") - 1)
+
+
+def _means(values: "np.ndarray", run: str) -> "np.ndarray":
+    """Means over the steps as they could have come out, by drawing blocks of steps again; the same draws each time.
+
+    Args:
+        values: of each step.
+        run: "A" or "B", whose draws do not depend on each other.
 
     Source: the moving block bootstrap, Kuensch 1989, "The jackknife and the bootstrap for general stationary
     observations", Annals of Statistics 17.
     """
-    rng = np.random.default_rng(0)
+    size = min(_BLOCK, max(1, len(values) // 4))
+    blocks = np.convolve(values, np.ones(size) / size, mode="valid")  # the mean of each row of so many steps
+    drawn = max(1, len(values) // size)
+    most = min(drawn, 1000)  # more say nothing new; the spread shrinks with the root of their number
+    found = blocks[np.random.default_rng(ord(run)).integers(len(blocks), size=(_RESAMPLES, most))].mean(axis=1)
+    return np.asarray(values.mean() + (found - found.mean()) * np.sqrt(most / drawn))
 
-    def means(seconds: "np.ndarray") -> "np.ndarray":
-        size = min(_BLOCK, max(1, len(seconds) // 4))
-        blocks = np.convolve(seconds, np.ones(size) / size, mode="valid")  # the mean of each row of so many steps
-        drawn = max(1, len(seconds) // size)
-        most = min(drawn, 1000)  # more say nothing new; the spread shrinks with the root of their number
-        found = blocks[rng.integers(len(blocks), size=(_RESAMPLES, most))].mean(axis=1)
-        return np.asarray(seconds.mean() + (found - found.mean()) * np.sqrt(most / drawn))
 
-    ratios = means(b_s) / means(a_s) - 1
-    low, high = np.percentile(ratios, [2.5, 97.5])
+def _bounds(values: "np.ndarray") -> tuple[float, float]:
+    low, high = np.percentile(values, [2.5, 97.5])
     return float(low), float(high)
+
+
+def _line_intervals(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, tuple[float, float]]:
+    """Bounds of B - A of each line [ms]; none of runs of few steps."""
+    if min(len(_steps_s(a)), len(_steps_s(b))) < _FEW:
+        return {}
+
+    def means(run: ReportedRun, name: str, key: str) -> "np.ndarray":
+        steps = run.explanation.steps[len(run.mean.left_out) :]
+        return _means(np.array([sum(line.ns for line in step.lines if line.key == key) / 1e6 for step in steps]), name)
+
+    known = (line for line in compared.lines if line.a_ns or line.b_ns)
+    return {line.key: _bounds(means(b, "B", line.key) - means(a, "A", line.key)) for line in known}
+
+
+def _beyond_scatter(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
+    """Lines that differ for sure, where all of the step together does not."""
+    intervals, sure = _line_intervals(a, b, compared), []
+    for line in sorted(compared.lines, key=lambda line: -abs(line.ns)):
+        low, high = intervals.get(line.key, (0.0, 0.0))
+        if not low <= 0 <= high and abs(line.ns) > _SAME_WORK * compared.a.duration_ns:
+            sure.append(f"{line.name} ({line.ns / 1e6:+,.2f} ms, 95 % interval {low:+,.2f} to {high:+,.2f})")
+    return [f"Beyond how the steps vary: {', '.join(sure)}."] if sure else []
 
 
 def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[ReportSection]:
     lines, footer = table_of(compared)
+    headings, intervals = ["per step", "A ms", "B ms", "B - A ms", "of A's step"], _line_intervals(a, b, compared)
+    if intervals:
+        headings.append("95 % interval of B - A, ms")
+        lines = [
+            [*row, f"{low:+,.2f} to {high:+,.2f}"] for row, (low, high) in zip(lines, intervals.values(), strict=True)
+        ]
+        low, high = (1e3 * one for one in _bounds(_means(_steps_s(b), "B") - _means(_steps_s(a), "A")))
+        footer = [*footer, f"{low:+,.2f} to {high:+,.2f}"]
     found = [
-        ReportSection("Where the time of a step differs", ["per step", "A ms", "B ms", "B - A ms", "of A's step"],
-                 [*lines, footer]),
+        ReportSection("Where the time of a step differs", headings, [*lines, footer]),
         _work(a, b),
         _components(a, b),
         _losses("tokens", a, b),
