@@ -99,6 +99,12 @@ def test_stacked_bars_begin_where_the_one_before_ends():
     assert after == pytest.approx(x + width, abs=0.1)
 
 
+def test_bars_of_a_kind_have_its_colour():
+    chart = bar_chart("x", [("a", 1.0), ("b", 2.0), ("c", 3.0)], form=plain, kinds=[0, 1, 0])
+    first, other, again = re.findall(r'<rect [^>]*fill="var\((--c\d)\)"', chart)
+    assert first == again != other
+
+
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (3, 47, [10, 20, 30, 40]), (2, 2, [2]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],

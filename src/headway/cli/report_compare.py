@@ -189,7 +189,7 @@ def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
     rows = [
         ["useful FLOPs of a step", *map(format_flops, flops), _change(*flops)],
         ["FLOPs with padding and recomputation", *map(format_flops, computed), _change(*computed)],
-        ["these in a second, all devices", *map(format_rate, rates), _change(*rates)],
+        ["FLOP/s with these, all devices", *map(format_rate, rates), _change(*rates)],
         ["useful FLOP/s, all devices", *map(format_rate, useful_rates), _change(*useful_rates)],
         ["tokens of a step", *(f"{one:,.0f}" for one in tokens), _change(*tokens)],
         ["time of a step", *(f"{1e3 * one:,.1f} ms" for one in seconds), _change(*seconds)],

@@ -139,12 +139,12 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSec
     shown = [(name, flops[name] / all_flops if all_flops else 0.0, ns[name] / all_ns) for name in ordered]
     rows = [[name, format_share(work), format_share(time)] for name, work, time in shown]
     bars = [
-        (f"{name}, {what}", share)
+        (f"{name}, {what}", share, kind)
         for name, *both in shown
-        for what, share in zip(("FLOPs", "time"), both, strict=True)
-        if max(both) >= _SEEN
+        for kind, (what, share) in enumerate(zip(("FLOPs", "time"), both, strict=True))
+        if share and max(both) >= _SEEN
     ]
-    chart = bar_chart(title, bars, form=format_share) if bars else ""
+    chart = _bars_of_two(title, bars, format_share)
     says = _which_steps(folder, profiled, records)
     says += " FLOPs with what was run again, time in which kernels of it ran."
     return [ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, chart)]
@@ -213,14 +213,20 @@ def _memory(folder: Path) -> list[ReportSection]:
     rows = [[name, _bytes(predicted.get(name)), _bytes(measured.get(name))] for name in {**predicted, **measured}]
     rows = [row for row in rows if any(row[1:])]
     bars = [
-        (f"{name}, {what}", value)
+        (f"{name}, {what}", value, kind)
         for name, *_ in rows
-        for what, of in (("predicted", predicted), ("measured", measured))
+        for kind, (what, of) in enumerate({"predicted": predicted, "measured": measured}.items())
         if (value := number(of.get(name))) is not None and value >= 0
     ]
     title = "Memory of a device by part, predicted and measured"
-    chart = bar_chart(title, bars, form=format_bytes) if bars else ""
+    chart = _bars_of_two(title, bars, format_bytes)
     return [ReportSection(title, ["part", "predicted", "measured"], rows, chart=chart)] if rows else []
+
+
+def _bars_of_two(title: str, bars: Sequence[tuple[str, float, int]], form: Callable[[float], str]) -> str:
+    """Bars of two kinds below each other, by name, value and kind; "" of none."""
+    kinds = [kind for *_, kind in bars]
+    return bar_chart(title, [(name, value) for name, value, _ in bars], form=form, kinds=kinds) if bars else ""
 
 
 def _evaluations(folder: Path) -> list[ReportSection]:

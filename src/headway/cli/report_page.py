@@ -44,10 +44,9 @@ _LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
 _FEW = 2  # steps, of whose times a spread can be told
 _SLOW, _MOST_SLOW = 1.5, 10  # a step that is told by its number took so many times the median
 _TOLD = 0.1  # share of a step, or of its tokens, that may explain it
-_TERMS = (
-    "MFU: useful model FLOPs / (wall time x peak). Convention: what counts as useful. Goodput: time of the steps that "
-    "were not lost / wall time of the run. A record is a step, or a window of steps."
-)
+_TERMS = "MFU: useful model FLOPs / (wall time x peak). Convention: what counts as useful. "
+_GOODPUT = "Goodput: time of the steps that were not lost / wall time of the run. "
+_RECORD = "A record is a step, or a window of steps."
 _Format = Callable[[float], str]
 
 
@@ -154,7 +153,7 @@ def _without_search_for_cycles() -> Iterator[None]:
 def report_page(seen: ReportedRun) -> str:
     """Render a run as one HTML page."""
     parts = [f"<h1>{safe(seen.name)}</h1>", f'<p class="verdict">{safe(verdict(seen))}</p>', fact_list(facts(seen))]
-    parts.append(f'<p class="note">{_TERMS}</p>')
+    parts.append(f'<p class="note">{_TERMS}{"" if seen.goodput is None else _GOODPUT}{_RECORD}</p>')
     parts.append(side_by_side([_waterfall(seen), *_goodput(seen)]))
     if seen.explanation.findings:
         parts.append("<h2>What to do first</h2>")
@@ -225,8 +224,8 @@ def facts(seen: ReportedRun) -> list[tuple[str, str]]:
     if (peak := number(last.get("peak_flops_per_s"))) is not None:
         rows.append(("peak of a device", f"{format_rate(peak)}, {last.get('peak_dtype')}: {last.get('peak_source')}"))
     if seen.goodput is not None:
-        restarted = f", {seen.goodput.restarts:,} restarts" if seen.goodput.restarts else ""
-        rows.append(("goodput", f"{format_share(seen.goodput.goodput)}{restarted}"))
+        rows.append(("goodput", format_share(seen.goodput.goodput)))
+        rows.append(("restarts", format_count(seen.goodput.restarts)))
     rows.append(("steps", f"{first} to {last['step']}, {len(seen.records)} records"))
     made = as_object(seen.beside.get("run.json", "").encode()) or {}
     model, device = (one if isinstance(one := made.get(key), Mapping) else {} for key in ("model", "device"))
@@ -307,6 +306,8 @@ def _times(seen: ReportedRun) -> list[ReportSection]:
     if rows:
         says = f"{len(slow):,} of {len(times):,} took more than {_SLOW} times the median, {format_duration(usual_s)}."
         headings = ["step", "time", "x median", "its record says"]
+        if not any(why for *_, why in rows):
+            headings, rows = headings[:-1], [row[:-1] for row in rows]
         sections.append(ReportSection("The slowest steps", headings, rows, says))
     return sections
 

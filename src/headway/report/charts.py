@@ -162,7 +162,9 @@ def _finite(values: "np.ndarray") -> "np.ndarray":
     return np.asarray(values[np.isfinite(values)])
 
 
-def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, stacked: bool = False) -> str:
+def bar_chart(
+    title: str, bars: Sequence[tuple[str, float]], *, form: Format, stacked: bool = False, kinds: Sequence[int] = ()
+) -> str:
     """Draw named values as horizontal bars; stacked ones each begin where the one before ends (a waterfall).
 
     Args:
@@ -170,6 +172,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, st
         bars: name and value of each, not below 0.
         form: a value with its unit.
         stacked: the bars are parts of their sum.
+        kinds: which kind each bar is of, from 0, where they are of several; a kind has a colour.
 
     Raises:
         ValueError: there is no bar, or a value is below 0 or not finite.
@@ -181,7 +184,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, st
     drawn, before = [], 0.0
     for place, (name, value) in enumerate(bars):
         y, x, width = _TOP + place * (_BAR + _GAP), left + room * before / whole, room * value / whole
-        colour = place % NUM_COLOURS if stacked else 0
+        colour = place % NUM_COLOURS if stacked else _LINE_COLOURS[kinds[place]] if kinds else 0
         drawn.append(f'<rect x="{_fixed(x)}" y="{y}" width="{_fixed(width)}" height="{_BAR}" fill="var(--c{colour})"/>')
         drawn.append(_text(left - 8, y + 15, _cut(name), "end"))
         drawn.append(_text(x + width + 6, y + 15, form(value), "start"))
