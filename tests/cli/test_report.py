@@ -97,8 +97,24 @@ def test_the_same_run_gives_the_same_page(tmp_path):
     assert report_page(read_run(run)) == report_page(read_run(run))
 
 
-def test_ten_thousand_steps_stay_small(tmp_path):
-    assert len(report_page(read_run(write_run(tmp_path / "run", 10_000))).encode()) < 300_000
+def test_ten_thousand_steps_of_eight_sources_and_ranks_stay_small(tmp_path):
+    run, noise = write_run(tmp_path / "run", 10_000), np.random.default_rng(0)
+    with (run / "metrics.jsonl").open() as file:
+        records = [json.loads(line) for line in file]
+    for record, drawn in zip(records, noise.uniform(0.5, 1.5, (len(records), 32)), strict=True):
+        record |= {"lr": drawn[0], "grad_norm": drawn[1], "step_s": drawn[2], "wall_s": drawn[2], "mfu": drawn[3] / 3}
+        record |= {
+            "fill": drawn[4] / 2,
+            "balance": drawn[5] / 2,
+            "padding_share": drawn[6] / 9,
+            "tokens_per_s": drawn[7],
+        }
+        record |= {"rank_flops": [*drawn[8:16]], "rank_flops_per_busy_s": [*drawn[16:24]], "world_size": 8}
+        record["sources"] = {f"source-{n}": {"loss": one, "tokens": 50 * one} for n, one in enumerate(drawn[24:])}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = report_page(read_run(run))
+    assert text.count("<figcaption>Loss of source") == 8
+    assert 200_000 < len(text.encode()) < 300_000
 
 
 def test_steps_that_took_long_are_named_with_what_their_records_say(tmp_path):
