@@ -65,7 +65,7 @@ def export(
     else:
         what = "the adapters" if (folder / "adapter_config.json").is_file() else "the model"
         print(f"{folder}: {what} after step {checkpoint.step}")
-        if (folder / CARD).is_file():
-            print(f"model card: {folder / CARD}")
+        has_card = (folder / CARD).is_file()
+        print(f"model card: {folder / CARD if has_card else 'none, as no records of its run can be read'}")
         if (note := processor_note(folder)) is not None:
             print(f"processor: {note}")
