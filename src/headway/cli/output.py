@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from headway.errors import HeadwayError
+from headway.log.working import working
 from headway.report.terminal import coloured, width_of, wrapped
 
 SCHEMA_VERSION = 1  # of every object that --json prints
@@ -33,7 +34,7 @@ def warn_of_unknown(names: Iterable[str]) -> None:
 
 @contextmanager
 def needs_extra(purpose: str, extra: str = "train") -> Iterator[None]:
-    """Turn a missing library into a word on how to install it.
+    """Load the libraries of an extra, which may take seconds, and turn a missing one into a word on how to install it.
 
     Args:
         purpose: what needs it, as the beginning of the sentence: "training".
@@ -43,7 +44,8 @@ def needs_extra(purpose: str, extra: str = "train") -> Iterator[None]:
         HeadwayError: a library of the extra is not installed.
     """
     try:
-        yield
+        with working("loading libraries"):
+            yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("headway"):
             raise
