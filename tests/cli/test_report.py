@@ -14,7 +14,7 @@ from headway.count import Workload
 from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
-from headway.report.page import html_table, sentence
+from headway.report.page import CHART_STYLE, html_table, sentence
 from helpers.browser import Browser
 from helpers.one_linear import COST_MODEL, Clock
 
@@ -444,6 +444,24 @@ def test_peaks_that_differ_between_two_runs_are_said(tmp_path):
     assert "The peaks of a device differ" not in compared_markdown(read_run(a), read_run(a))
 
 
+def luminance(colour):
+    """Source: WCAG 2.2, relative luminance."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_and_lines_stand_out_from_the_paper(scheme):
+    """WCAG 2.2: 4.5 to 1 for text (1.4.3, AA), 3 to 1 for what a chart is read by (1.4.11); c1 is behind a line."""
+    light, dark = CHART_STYLE.split("@media (prefers-color-scheme: dark)")[:2]
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
+    for name, least in {"ink": 4.5, "soft": 4.5, **{f"c{n}": 3 for n in (0, 2, 3, 4, 5, 6, 7)}}.items():
+        for ground in ("paper", "card"):
+            lighter, darker = sorted((luminance(colours[one]) for one in (name, ground)), reverse=True)
+            assert (lighter + 0.05) / (darker + 0.05) >= least, (name, ground)
+
+
 def test_columns_of_sentences_stand_on_the_left_and_numbers_on_the_right():
     rows = [["palm", "12.8 GFLOP", "6 x parameters per slot"], ["useful", "", "real tokens"]]
     text = html_table(["convention", "FLOPs", "counts"], rows)
@@ -590,13 +608,17 @@ def test_odd_values_leave_sections_out(tmp_path, odd):
 
 
 SAID = "document.querySelectorAll('.said')[%d].textContent"
-AT_STEP = """(() => {
-  const svg = document.querySelectorAll("svg:has(g[data-v])")[%d], box = svg.getBoundingClientRect();
-  const { from, to, left, right } = svg.querySelector("g[data-v]").dataset;
+PLACE = """(() => {
+  const svg = document.querySelectorAll("svg:has(g[data-v])")[%d];
+  svg.scrollIntoView();
+  const { from, to, left, right } = svg.querySelector("g[data-v]").dataset, box = svg.getBoundingClientRect();
   const x = (Number(left) + (right - left) * (%d - from) / (to - from)) * box.width / 640;
-  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + x, clientY: box.top + 50 }));
+  return [box.left + x, box.top + 50];
 })()"""
-PRESS = "document.querySelectorAll('svg:has(g[data-v])')[%d].dispatchEvent(new KeyboardEvent('keydown', {key: %r}))"
+FOCUSED = """(() => {
+  const at = document.activeElement, caption = at.closest("figure")?.querySelector("figcaption").textContent;
+  return at === document.body ? null : [at.tagName.toLowerCase(), caption ?? ""];
+})()"""
 
 
 CUT = """[...document.querySelectorAll('svg')].flatMap(svg => {
@@ -626,17 +648,27 @@ def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_
         captions = browser.value(
             "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
         )
+        captions_of_all = browser.value("[...document.querySelectorAll('figcaption')].map(c => c.textContent)")
         loss, time = captions.index("Loss"), captions.index("Time of a step")
         assert browser.value(SAID % time) == ""
-        browser.value(AT_STEP % (time, 7))
+        browser.point(*browser.value(PLACE % (time, 7)))
         assert browser.value(SAID % time) == "step 7: 2.50 s"
-        browser.value(AT_STEP % (loss, 3))
+        browser.point(*browser.value(PLACE % (loss, 3)))
         assert browser.value(SAID % loss) == "step 3: 1"
-        browser.value(PRESS % (loss, "ArrowRight"))
+        reached = []
+        while (at := browser.press("Tab") or browser.value(FOCUSED)) != ["svg", "Loss"]:
+            reached.append(at)
+            assert len(reached) < 10
+        assert ["summary", captions_of_all[0]] in reached  # of the waterfall's table
+        browser.press("ArrowRight")
         assert browser.value(SAID % loss) == "step 4: 0.75"
         for key, said in (("Home", "step 1: 3"), ("ArrowLeft", "step 1: 3"), ("End", "step 20: 0.15")):
-            browser.value(PRESS % (loss, key))
+            browser.press(key)
             assert browser.value(SAID % loss) == said
+        browser.press("Tab")
+        assert browser.value(FOCUSED) == ["summary", "Loss"]
+        browser.press("Enter")
+        assert browser.value("document.activeElement.parentNode.open")
         assert browser.value("document.querySelectorAll('svg[tabindex=\"0\"]').length") == len(captions)
         assert browser.value("document.querySelector('.said').getAttribute('aria-live')") == "polite"
         browser.show((tmp_path / "two.html").as_uri())
@@ -644,9 +676,9 @@ def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_
             "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
         )
         time = captions.index("Time of a step")
-        browser.value(AT_STEP % (time, 7))
+        browser.point(*browser.value(PLACE % (time, 7)))
         assert browser.value(SAID % time) == "step 7: A 2.50 s, B 2.50 s"
-        browser.value(AT_STEP % (time, 18))  # B has ended
+        browser.point(*browser.value(PLACE % (time, 18)))  # B has ended
         assert browser.value(SAID % time) == "step 18: A 508 ms"
         assert browser.errors == browser.requests == []
 

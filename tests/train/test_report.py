@@ -19,6 +19,8 @@ from headway.train.config import parse_config
 from headway.train.loop import train
 from helpers.browser import Browser
 
+A4 = round((210 - 2 * 15) / 25.4 * 96)  # width of a page without its margins of 15 mm [pixels of CSS]
+
 
 def run_of(raw, name, **settings):
     changed = copy.deepcopy(raw)
@@ -105,7 +107,10 @@ def test_a_browser_shows_both_pages_whole(raw, tmp_path, width):
             assert seen[name, False] != seen[name, True]
             rows = "[...document.querySelectorAll('details tr')].map(row => row.checkVisibility())"
             assert not any(browser.value(rows))
-            browser.show((tmp_path / f"{name}.html").as_uri(), width=width, media="print")
+            browser.show((tmp_path / f"{name}.html").as_uri(), width=A4, media="print")
+            inside = "[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().right <= innerWidth)"
+            assert browser.value(inside)
+            assert browser.value("document.documentElement.scrollWidth") <= A4
             assert all(browser.value(rows)), "paper cannot be clicked, so tables of charts are open on it"
         assert browser.errors == browser.requests == []
 
