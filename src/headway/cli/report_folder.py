@@ -284,7 +284,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return value if isinstance(value, dict) else {}  # as JSON has it; to ask for a Mapping takes ten times as long
 
 
 def _bytes(value: object) -> str:
