@@ -192,6 +192,8 @@ def test_the_head_is_billed_on_supervised_tokens_and_each_copy_on_its_own():
     assert by_module[f"{mlp}.up_proj"].driver == "understood"
     assert by_module[f"{mlp}_moe_gen.up_proj"].driver == "latents"
     assert by_module["llm2vae"].driver == "drawn"
+    other_copy = sum(p.numel() for name, p in model.named_parameters() if "_moe_gen" in name)
+    assert cost.params.total - cost.params.active == other_copy  # norms and biases too
 
 
 def test_a_frozen_vae_costs_its_forward_alone():
