@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli import opened
-from headway.cli.output import needs_extra, working
+from headway.cli.output import needs_extra
 from headway.errors import UsageError
+from headway.log.working import working
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,6 +13,7 @@ from headway.cli import opened
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json
 from headway.errors import ConfigError, UsageError
+from headway.log.working import working
 
 if TYPE_CHECKING:
     from headway.data import Chat, Sample
@@ -85,7 +86,8 @@ def generate(
         asked = [(_as_document(sample, model), gold) for sample, gold in asked]
     elif system is not None:
         asked = [(_with_system(sample, system), gold) for sample, gold in asked]
-    answers = generator.answer([sample for sample, _ in asked], decoding, batch=batch)
+    with working(f"answering {len(asked):,} prompts"):
+        answers = generator.answer([sample for sample, _ in asked], decoding, batch=batch)
     if prompt is not None and output is None:
         (answer,) = answers
         if as_json:

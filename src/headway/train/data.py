@@ -17,6 +17,7 @@ from headway.data.index import LengthIndex, build_index
 from headway.data.sources import Source, open_source
 from headway.data.sources.opening import own_names
 from headway.errors import ConfigError
+from headway.log.working import measuring_rows
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
 from headway.packing.items import Items
@@ -120,7 +121,10 @@ def _indices(
     if not ranks.is_first:
         ranks.wait()
         bad = replace(bad, quarantine=None)  # the first rank has named them
-    found = {source.name: build_index(source, encoder, workers=workers, policy=bad) for source in sources}
+    found = {}
+    for source in sources:
+        with measuring_rows(source.name) as progress:
+            found[source.name] = build_index(source, encoder, workers=workers, policy=bad, progress=progress)
     if ranks.is_first:
         ranks.wait()
     return found

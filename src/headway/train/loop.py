@@ -22,6 +22,7 @@ from headway.data import Batch
 from headway.data.feed import FeedReport, on_device
 from headway.data.wording import errors_in_words_of
 from headway.errors import TrainingError
+from headway.log.working import working
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.meter.goodput_report import Bucket
@@ -78,7 +79,11 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         errors_in_words_of("yaml"),
         RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
     ):
-        return _loop(config, prepare(config, resume=resume, phase=phase, folder=folder), phase, start_ns)
+        with working("setting up the run") as tell:
+            phase.on_enter = lambda name: tell(f"setting up the run: {name}")
+            run = prepare(config, resume=resume, phase=phase, folder=folder)
+            phase.on_enter = None
+        return _loop(config, run, phase, start_ns)
 
 
 def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:  # noqa: C901, PLR0912, PLR0915
