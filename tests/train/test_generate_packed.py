@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import yaml
 
 from headway.data import Budget, read_samples
 from headway.data.encoders import collator_of
@@ -18,6 +19,7 @@ from headway.train.opened import FoundModel, OpenedModel, make_encoder
 from headway.train.ranks import Ranks
 from helpers.drawing_data import WORDS, chat, image, write_data, write_model
 from helpers.engine_runs import configuration
+from helpers.processes import TRAIN, run_processes
 from helpers.run_records import read_metrics
 from helpers.tiny_bagel import VAE
 
@@ -123,11 +125,32 @@ def test_draws_repeat_with_their_seed(opened, questions):
     assert drawn(1, top_p=1e-6) == likeliest
 
 
-def test_a_run_writes_answers_to_those_that_are_in_words(folder, tmp_path):
+def judged_config(folder, run, processes=1):
+    """A run that answers held-out questions at its end; as many processes as there are share its packs."""
     data = {"path": str(folder / "data" / "all.jsonl"), "name": "all"}
-    overrides = {"data": {"tokens_per_pack": 96, "overlong": "error", "eval": data}}
-    raw = configuration(folder / "model", [data], tmp_path / "run", overrides=overrides)
-    raw["eval"] = {"at_end": True, "generate": 3, "max_new_tokens": 4}
-    train(parse_config(raw))
+    overrides = {
+        "data": {"tokens_per_pack": 96, "overlong": "error", "eval": data},
+        "parallel": {"sequence": processes},
+        "eval": {"at_end": True, "generate": 3, "max_new_tokens": 4},
+    }
+    return configuration(folder / "model", [data], run, processes=processes, overrides=overrides)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_processes_that_share_packs_judge_and_answer_as_one_does(folder, tmp_path):
+    for processes in (1, 2):
+        path = tmp_path / f"{processes}.yaml"
+        path.write_text(yaml.safe_dump(judged_config(folder, tmp_path / str(processes), processes)))
+        run_processes([*TRAIN, path], processes)
+    one, two = (tmp_path / name for name in "12")
+    assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text() != ""
+    found = [[r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "evaluation"][-1] for run in (one, two)]
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-5)
+    assert [(r["samples"], r["exact"]) for r in found[:1]] == [(r["samples"], r["exact"]) for r in found[1:]]
+
+
+def test_a_run_writes_answers_to_those_that_are_in_words(folder, tmp_path):
+    train(parse_config(judged_config(folder, tmp_path / "run")))
     (record,) = [one for one in read_metrics(tmp_path / "run" / "metrics.jsonl") if one["kind"] == "answers"]
     assert record["samples"] == 3
