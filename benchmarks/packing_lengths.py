@@ -1,11 +1,11 @@
 """MFU and memory against packing length for LMMs-Engine's text, image and video recipes on 32 A800, as predicted.
 
     .venv/bin/python benchmarks/packing_lengths.py     # a minute; nothing is measured, so any machine will do
-    .venv/bin/python benchmarks/packing_lengths.py --draw docs/packing-lengths.svg     # with matplotlib
+    .venv/bin/python benchmarks/packing_lengths.py --draw docs/packing-lengths.svg
     .venv/bin/python benchmarks/packing_lengths.py --render benchmarks/results/packing_lengths_*.json --draw lengths.svg
 
 Writes benchmarks/results/packing_lengths_<hardware>_<yyyymm>.json and the .md table rendered from it; `--draw` draws
-the recipes of Qwen2.5.
+the recipes of Qwen2.5; the dashed upright line is LMMs-Engine's length.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import torch
 
 from headway.cli.tune import search_of
 from headway.errors import HeadwayError
+from headway.report.charts import DrawnLine, lines_chart
+from headway.report.page import svg_file
 from headway.train.config import load_config
 from headway.train.tune import Candidate
 from headway.train.tune.space import Space
@@ -42,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
     parser.add_argument("--render", type=Path, help="plan nothing; print the table of this earlier record")
-    parser.add_argument("--draw", type=Path, help="picture to draw, SVG or PNG")
+    parser.add_argument("--draw", type=Path, help="picture to draw, SVG")
     options = parser.parse_args()
     if options.render:
         record = json.loads(options.render.read_text(encoding="utf-8"))
@@ -125,40 +127,40 @@ def own_length(recipe: str) -> int:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Draw MFU and memory against packing length, a column for each kind of data.
+    """Draw MFU and memory against packing length, for each kind of data.
 
     Args:
         record: as it is written.
-        path: SVG or PNG file.
+        path: SVG file.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    mpl.rcParams["svg.fonttype"] = "none"  # text stays text, which is a fifth of the size
-    mpl.rcParams["svg.hashsalt"] = "headway"  # the same picture from the same record
-    figure = Figure(figsize=(10.5, 5.6), layout="constrained")
-    axes = figure.subplots(2, len(DRAWN), sharex=True, sharey="row")
-    for column, (recipe, kind) in enumerate(DRAWN.items()):
+    charts = {}
+    for recipe, kind in DRAWN.items():
         runs = [run for run in record["runs"] if run["recipe"] == recipe]
         whole = [run for run in runs if run["dropped"] <= MORE_DROPPED]
         best = max((run for run in whole if run["best"]), key=lambda run: run["best"]["mfu"][1])
-        mfu, memory = axes[0, column], axes[1, column]
-        for panel, value in ((mfu, lambda row: 100 * row["mfu"][1]), (memory, lambda row: row["peak_bytes"] / GIB)):
-            for key, style, label in (("own", "s--", "recomputing as the recipe"), ("best", "o-", "fastest that fits")):
-                shown = [run for run in whole if run[key]]
-                points = [run["tokens_per_pack"] / 1024 for run in shown], [value(run[key]) for run in shown]
-                panel.plot(*points, style, markersize=4, label=label)
-            panel.axvline(own_length(recipe) / 1024, color="gray", linestyle=":", label="LMMs-Engine's length")
-            panel.plot(best["tokens_per_pack"] / 1024, value(best["best"]), "*", markersize=13, label="best of all")
-            panel.grid(alpha=0.3)
-        memory.axhline(runs[0]["room_bytes"] / GIB, color="black", linewidth=0.8)
-        memory.annotate("limit", (20, runs[0]["room_bytes"] / GIB + 1))
-        mfu.set_title(f"{kind}: {recipe.rpartition('-')[0]}, {own_length(recipe):,}", fontsize=10)
-        memory.set_xlabel("tokens of a pack [x 1,024]")
-    axes[0, 0].set_ylabel("MFU [%], predicted")
-    axes[1, 0].set_ylabel("memory [GiB], planned")
-    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        room_gib = runs[0]["room_bytes"] / GIB
+        name = f"{kind}, {recipe.rpartition('-')[0]}"
+        at_best = f"best {100 * best['best']['mfu'][1]:.1f} % at {best['tokens_per_pack']:,} tokens"
+        for what, value, limit in (
+            (f"{name}: MFU [%], predicted, {at_best}", lambda row: 100 * row["mfu"][1], None),
+            (
+                f"{name}: memory [GiB], planned, of at most {room_gib:.1f}",
+                lambda row: row["peak_bytes"] / GIB,
+                room_gib,
+            ),
+        ):
+            lines = [
+                DrawnLine(label, [run["tokens_per_pack"] for run in shown], [value(run[key]) for run in shown])
+                for key, label in (("best", "fastest that fits"), ("own", "recomputing as the recipe"))
+                if (shown := [run for run in whole if run[key]])
+            ]
+            if limit is not None:
+                lines.append(DrawnLine("limit", [run["tokens_per_pack"] for run in whole], [limit] * len(whole)))
+            mark = own_length(recipe)
+            charts[what] = lines_chart(
+                what, lines, form=lambda one: f"{one:.4g}", x_name="tokens of a pack", marks=[mark]
+            )
+    path.write_text(svg_file(charts), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from pathlib import PurePath
 
@@ -13,6 +14,9 @@ for name in ("HEADWAY_CACHE", "HEADWAY_DEBUG", "HEADWAY_PEAKS", "COLUMNS"):  # r
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of hundreds of processes compiles the package anew
 sys.dont_write_bytecode = False
 os.environ["HEADWAY_PEAK_FLOPS"] = "100e9"  # to measure it takes two seconds, and tests start hundreds of processes
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else the programs that tests start ignore Ctrl-C too
 
 import pytest
 from hypothesis import given, settings

@@ -46,17 +46,32 @@ def test_a_console_session_prints_what_the_page_shows(command, shown, monkeypatc
     assert re.fullmatch(pattern, out), out
 
 
+SNIPPETS = [
+    (snippet, shown)
+    for page in PAGES
+    for snippet, shown in re.findall(
+        r"^```python\n(.*?)^```$(?:\n+(?:prints\n+)?```text\n(.*?)^```$)?",  # what it prints may stand right below it
+        (DOCS / page).read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")  # Lightning's advice
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning")  # Lightning asks torch
-@pytest.mark.parametrize("snippet", [body for kind, body in BLOCKS if kind == "python"])
-def test_a_python_snippet_runs(snippet, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("snippet", "shown"), SNIPPETS)
+def test_a_python_snippet_prints_what_the_page_shows(snippet, shown, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     exec(compile(snippet, "docs", "exec"), {})
-    assert capsys.readouterr().out.endswith("\n")
+    out = capsys.readouterr().out
+    assert out.endswith("\n")
+    assert not shown or out.split() == shown.split()  # a page breaks lines where it is full
 
 
-def test_there_are_sessions_to_run():
+def test_there_are_sessions_and_snippets_to_run():
     assert len(SESSIONS) >= 5
+    assert len(SNIPPETS) == sum(kind == "python" for kind, _ in BLOCKS)
+    assert sum(bool(shown) for _, shown in SNIPPETS) >= 3
 
 
 @pytest.mark.parametrize("page", sorted(page.name for page in DOCS.glob("*.md")))

@@ -12,6 +12,7 @@ from headway.architectures.bagel import vae
 from headway.architectures.bagel.layout import SamplePart, lay_out
 from headway.count import Workload, splits
 from headway.errors import ConfigError, DataError, TrainingError
+from headway.models.kernels import gated_mlps, rms_norms, rotary_functions
 from headway.models.load import load_model
 from headway.tracing import trace
 from headway.tracing.inputs.drawings import Drawings
@@ -192,6 +193,8 @@ def test_the_head_is_billed_on_supervised_tokens_and_each_copy_on_its_own():
     assert by_module[f"{mlp}.up_proj"].driver == "understood"
     assert by_module[f"{mlp}_moe_gen.up_proj"].driver == "latents"
     assert by_module["llm2vae"].driver == "drawn"
+    other_copy = sum(p.numel() for name, p in model.named_parameters() if "_moe_gen" in name)
+    assert cost.params.total - cost.params.active == other_copy  # norms and biases too
 
 
 def test_a_frozen_vae_costs_its_forward_alone():
@@ -229,6 +232,19 @@ def test_a_vae_encodes_what_is_drawn():
     out = model(**given, latent_pixels=images)
     latents = (model.vae_model.encode(images[0][None]).latent_dist.mean - 0.12) * 0.36
     torch.testing.assert_close(out.flow_target, given["noise"] - vae.patches(latents[0], 2))
+
+
+def test_noise_says_which_latents_of_the_autoencoders_distribution_are_drawn():
+    model = tiny_bagel(VAE)
+    given, _ = pack([EDIT], model.config)
+    del given["latents"]
+    images = [torch.randn(3, 8, 8), torch.randn(3, 8, 8)]
+    noise = torch.randn_like(given["noise"])
+    out = model(**given, latent_pixels=images, encoder_noise=noise)
+    # Kingma and Welling 2014: mean + standard deviation x noise, of the moments that the encoder itself gives
+    mean, logvar = model.vae_model.encoder(images[1][None])[0].chunk(2)
+    drawn = vae.patches(mean, 2) + vae.patches((0.5 * logvar).exp(), 2) * noise[4:]
+    torch.testing.assert_close(out.flow_target, given["noise"][4:] - (drawn - 0.12) * 0.36)
 
 
 @pytest.mark.parametrize(
@@ -291,3 +307,11 @@ def test_positions_are_shared_by_an_image_and_stay_behind_a_drawn_one():
     )
     assert np.array_equal(splits.mask(workload.splits), dense_mask([EDIT], config())[0, 0].numpy())
     assert len(contents(EDIT, config(), 0)["input_ids"]) == workload.tokens
+
+
+def test_ligers_kernels_find_their_places_in_both_copies(model):
+    # a layer has two norms of its own and two of heads, in each copy, and an MLP in each; the last norm is twice too
+    layers = 2
+    assert len(rms_norms(model)) == layers * 2 * (2 + 2) + 2
+    assert len(gated_mlps(model)) == layers * 2
+    assert "headway.architectures.bagel.blocks.apply_rotary_pos_emb" in rotary_functions(model)

@@ -320,6 +320,7 @@ def test_a_causal_model_is_counted_under_splits_and_says_so(headway):
         (["gemma-3-4b", "--splits", "full:8,causal:3"], "cannot be counted under splits"),
         (["bagel-7b-mot", "--segments", 30, "--latents", "2x2"], "need --splits"),
         (["bagel-7b-mot", "--splits", "causal:8", "--supervised", 9], "0 to the 8 tokens"),
+        (["bagel-7b-mot", "--splits", "full:10", "--images", "1x4x4"], "hold 16 patches, each a token of a full run"),
         (["bagel-7b-mot", "--splits", "noise:8", "--latents", "3x3"], "cannot hold 9 latent patches"),
         (["bagel-7b-mot", "--latents", "3x3"], "--segments is missing"),
     ],

@@ -50,7 +50,7 @@ def test_a_log_file_is_told_how_far_it_is(headway, monkeypatch, chats, model):
     monkeypatch.setattr("headway.data.index.build.units_of", lambda rows: [range(n, n + 4) for n in range(0, rows, 4)])
     asked = ("index", chats, "--model", model, "--on-bad", "skip", "--workers", 0, "--refresh")
     assert headway(*asked).err == ""  # it took less than half a minute
-    monkeypatch.setattr("headway.cli.index._LINE_S", 0.0)
+    monkeypatch.setattr("headway.log.working.LINE_S", 0.0)
     told = headway(*asked).err.splitlines()
     assert [line.partition(" bad, ")[0] for line in told] == [
         "indexing chats: 4 of 12 rows, 2", "indexing chats: 8 of 12 rows, 2"

@@ -3,17 +3,18 @@ import re
 from html.parser import HTMLParser
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import yaml
 
 from headway.cli.report import report
-from headway.cli.report_compare import compared_markdown, compared_page
+from headway.cli.report_compare import _interval, compared_markdown, compared_page
 from headway.cli.report_page import read_run, report_markdown, report_page, verdict
 from headway.count import Workload
 from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
-from headway.report.page import html_table, sentence
+from headway.report.page import CHART_STYLE, html_table, sentence
 from helpers.browser import Browser
 from helpers.one_linear import COST_MODEL, Clock
 
@@ -96,8 +97,63 @@ def test_the_same_run_gives_the_same_page(tmp_path):
     assert report_page(read_run(run)) == report_page(read_run(run))
 
 
-def test_ten_thousand_steps_stay_small(tmp_path):
-    assert len(report_page(read_run(write_run(tmp_path / "run", 10_000))).encode()) < 300_000
+def test_ten_thousand_steps_of_eight_sources_and_ranks_stay_small(tmp_path):
+    run, noise = write_run(tmp_path / "run", 10_000), np.random.default_rng(0)
+    with (run / "metrics.jsonl").open() as file:
+        records = [json.loads(line) for line in file]
+    for record, drawn in zip(records, noise.uniform(0.5, 1.5, (len(records), 32)), strict=True):
+        record |= {"lr": drawn[0], "grad_norm": drawn[1], "step_s": drawn[2], "wall_s": drawn[2], "mfu": drawn[3] / 3}
+        record |= {
+            "fill": drawn[4] / 2,
+            "balance": drawn[5] / 2,
+            "padding_share": drawn[6] / 9,
+            "tokens_per_s": drawn[7],
+        }
+        record |= {"rank_flops": [*drawn[8:16]], "rank_flops_per_busy_s": [*drawn[16:24]], "world_size": 8}
+        record["sources"] = {f"source-{n}": {"loss": one, "tokens": 50 * one} for n, one in enumerate(drawn[24:])}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = report_page(read_run(run))
+    assert text.count("<figcaption>Loss of source") == 8
+    assert 200_000 < len(text.encode()) < 300_000
+
+
+def test_steps_that_took_long_are_named_with_what_their_records_say(tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    changed = {4: {"step_s": 0.9, "data_wait_share": 0.5}, 12: {"step_s": 1.1, "tokens": 300}, 15: {"step_s": 0.6}}
+    records = [json.loads(line) for line in lines]
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(one | changed.get(one["step"], {})) + "\n" for one in records)
+    )
+    text = report_markdown(read_run(run))
+    assert "3 of 20 took more than 1.5 times the median, 506 ms." in text
+    rows = [line for line in text.partition("## The slowest steps")[2].splitlines() if line.startswith("| ")][2:5]
+    assert rows == [
+        "| 7 | 2.50 s | 4.9 |  |",
+        "| 12 | 1.10 s | 2.2 | waited for data 19.9 %, 3.0 times the usual tokens |",
+        "| 4 | 900 ms | 1.8 | waited for data 50.0 % |",
+    ]
+    assert "The slowest steps" not in report_markdown(read_run(write_run(tmp_path / "even", 6)))
+
+
+def test_what_is_the_same_in_every_record_is_a_row_and_no_chart(tmp_path):
+    run = write_run(tmp_path / "run", 5, fill=0.75, balance=1.0)
+    text = report_markdown(read_run(run))
+    assert "| Fill, tokens over the room of the packs | 75.0 % |" in text
+    assert "| Balance, mean over most FLOPs of the ranks | 100.0 % |" in text
+    assert "## Balance" not in text
+
+
+def test_what_a_run_was_made_with_is_a_table(tmp_path):
+    run = write_run(tmp_path / "run", 5)
+    made = {"command": ["headway", "train", "a b.yaml"], "host": "node-7", "device": {"name": "H100"}}
+    made |= {"software": {"torch": "2.13", "git_commit": None}, "model": {"class": "Qwen3", "parameters": 1_459_840}}
+    (run / "run.json").write_text(json.dumps(made))
+    text = report_markdown(read_run(run))
+    for row in ("command | headway train 'a b.yaml'", "host | node-7", "torch | 2.13", "ranks | 1 x H100"):
+        assert f"| {row} |" in text
+    assert "| model | Qwen3, 1.46 M parameters |" in text
+    assert "git commit" not in text
 
 
 def test_numbers_for_machines_are_those_of_the_records(tmp_path):
@@ -341,7 +397,7 @@ def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rat
         tmp_path / "b", 40, flops={"total": 18000, "forward": 6000, "dgrad": 6000, "wgrad": 6000, "recompute": 0}
     )
     text = compared_markdown(read_run(a), read_run(b))
-    assert "+0.0 % of time = +100.0 % of work at +100.0 % of rate" in text
+    assert "+0.0 % of time = +100.0 % of work, padding and recomputation in it, at +100.0 % of rate" in text
     for line in (slower := write_run(tmp_path / "c", 40) / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         record["wall_s"] *= 1.2
@@ -353,11 +409,57 @@ def test_a_step_that_is_longer_is_beyond_doubt_and_its_work_is_told_from_its_rat
     assert "no difference is shown" not in text
 
 
+def test_a_line_can_differ_for_sure_where_the_steps_do_not(tmp_path):
+    a, b = write_run(tmp_path / "a", 40), write_run(tmp_path / "b", 40, data_wait_s=0.15)
+    text = compared_markdown(read_run(a), read_run(b))
+    assert "no difference is shown" in text
+    said = "idle: waiting for data (+50.00 ms, 95 % interval +50.00 to +50.00)"
+    assert f"Beyond how the steps vary: {said}" in text
+    assert "| idle: waiting for data | 100.00 | 150.00 | +50.00 | +9.0 % | +50.00 to +50.00 |" in text
+
+
+def test_the_interval_of_a_difference_holds_it_as_often_as_it_says():
+    """95 % of intervals from independent normal steps hold the true ratio: of 200, 190 +- 3 standard deviations."""
+    random = np.random.default_rng(7)
+    pairs = ((random.normal(1.0, 0.2, 200), random.normal(1.1, 0.3, 200)) for _ in range(200))
+    held = sum(low <= 0.1 <= high for low, high in (_interval(*pair) for pair in pairs))
+    assert 181 <= held <= 199
+
+
+def test_work_that_padding_adds_is_told_from_useful_work(tmp_path):
+    a, b = write_run(tmp_path / "a", 40, slots=100), write_run(tmp_path / "b", 40, slots=150)
+    text = compared_markdown(read_run(a), read_run(b))
+    # of 9,000 useful FLOPs those of attention, a third, do not grow with padding: (9,000 + 6,000 / 2) / 9,000
+    assert "FLOPs that are computed for each useful one: +33.3 %" in text
+    assert "+0.0 % of time = +33.3 % of work, padding and recomputation in it, at +33.3 % of rate." in text
+    assert "| useful FLOPs of a step | 9.0 kFLOP | 9.0 kFLOP | +0.0 % |" in text
+    assert "| FLOPs with padding and recomputation | 9.0 kFLOP | 12.0 kFLOP | +33.3 % |" in text
+    assert "FLOPs that are computed for each useful one" not in compared_markdown(read_run(a), read_run(a))
+
+
 def test_peaks_that_differ_between_two_runs_are_said(tmp_path):
     a, b = write_run(tmp_path / "a", 20), write_run(tmp_path / "b", 20, peak_flops_per_s=1.5e5)
     said = "The peaks of a device differ, 100.0 kFLOP/s and 150.0 kFLOP/s"
     assert said in compared_markdown(read_run(a), read_run(b))
     assert "The peaks of a device differ" not in compared_markdown(read_run(a), read_run(a))
+
+
+def luminance(colour):
+    """Source: WCAG 2.2, relative luminance."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_and_lines_stand_out_from_the_paper(scheme):
+    """WCAG 2.2: 4.5 to 1 for text (1.4.3, AA), 3 to 1 for what a chart is read by (1.4.11); c1 is behind a line."""
+    light, dark = CHART_STYLE.split("@media (prefers-color-scheme: dark)")[:2]
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
+    for name, least in {"ink": 4.5, "soft": 4.5, **{f"c{n}": 3 for n in (0, 2, 3, 4, 5, 6, 7)}}.items():
+        for ground in ("paper", "card"):
+            lighter, darker = sorted((luminance(colours[one]) for one in (name, ground)), reverse=True)
+            assert (lighter + 0.05) / (darker + 0.05) >= least, (name, ground)
 
 
 def test_columns_of_sentences_stand_on_the_left_and_numbers_on_the_right():
@@ -417,7 +519,7 @@ def test_what_a_run_folder_holds_beside_steps_is_shown(tmp_path):
     shown = " ".join(Page(text).data)
     for said in (
         "Work of each rank", "133.3 %", "66.7 %", "Speed of each rank", "20.0 kFLOP/s", "went on after step", "1.2500",
-        "50.0 %", "Memory of a device, predicted and measured", "3.0 GiB", "Answers after step 6", "a6",
+        "50.0 %", "Memory of a device by part, predicted and measured", "3.0 GiB", "Answers after step 6", "a6",
     ):  # fmt: skip
         assert said in shown, said
     assert "stroke-dasharray" in text  # the restart, on the charts over steps
@@ -506,13 +608,17 @@ def test_odd_values_leave_sections_out(tmp_path, odd):
 
 
 SAID = "document.querySelectorAll('.said')[%d].textContent"
-AT_STEP = """(() => {
-  const svg = document.querySelectorAll("svg:has(g[data-v])")[%d], box = svg.getBoundingClientRect();
-  const { from, to, left, right } = svg.querySelector("g[data-v]").dataset;
+PLACE = """(() => {
+  const svg = document.querySelectorAll("svg:has(g[data-v])")[%d];
+  svg.scrollIntoView();
+  const { from, to, left, right } = svg.querySelector("g[data-v]").dataset, box = svg.getBoundingClientRect();
   const x = (Number(left) + (right - left) * (%d - from) / (to - from)) * box.width / 640;
-  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + x, clientY: box.top + 50 }));
+  return [box.left + x, box.top + 50];
 })()"""
-PRESS = "document.querySelectorAll('svg:has(g[data-v])')[%d].dispatchEvent(new KeyboardEvent('keydown', {key: %r}))"
+FOCUSED = """(() => {
+  const at = document.activeElement, caption = at.closest("figure")?.querySelector("figcaption").textContent;
+  return at === document.body ? null : [at.tagName.toLowerCase(), caption ?? ""];
+})()"""
 
 
 CUT = """[...document.querySelectorAll('svg')].flatMap(svg => {
@@ -542,17 +648,27 @@ def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_
         captions = browser.value(
             "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
         )
+        captions_of_all = browser.value("[...document.querySelectorAll('figcaption')].map(c => c.textContent)")
         loss, time = captions.index("Loss"), captions.index("Time of a step")
         assert browser.value(SAID % time) == ""
-        browser.value(AT_STEP % (time, 7))
+        browser.point(*browser.value(PLACE % (time, 7)))
         assert browser.value(SAID % time) == "step 7: 2.50 s"
-        browser.value(AT_STEP % (loss, 3))
+        browser.point(*browser.value(PLACE % (loss, 3)))
         assert browser.value(SAID % loss) == "step 3: 1"
-        browser.value(PRESS % (loss, "ArrowRight"))
+        reached = []
+        while (at := browser.press("Tab") or browser.value(FOCUSED)) != ["svg", "Loss"]:
+            reached.append(at)
+            assert len(reached) < 10
+        assert ["summary", captions_of_all[0]] in reached  # of the waterfall's table
+        browser.press("ArrowRight")
         assert browser.value(SAID % loss) == "step 4: 0.75"
         for key, said in (("Home", "step 1: 3"), ("ArrowLeft", "step 1: 3"), ("End", "step 20: 0.15")):
-            browser.value(PRESS % (loss, key))
+            browser.press(key)
             assert browser.value(SAID % loss) == said
+        browser.press("Tab")
+        assert browser.value(FOCUSED) == ["summary", "Loss"]
+        browser.press("Enter")
+        assert browser.value("document.activeElement.parentNode.open")
         assert browser.value("document.querySelectorAll('svg[tabindex=\"0\"]').length") == len(captions)
         assert browser.value("document.querySelector('.said').getAttribute('aria-live')") == "polite"
         browser.show((tmp_path / "two.html").as_uri())
@@ -560,9 +676,9 @@ def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_
             "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
         )
         time = captions.index("Time of a step")
-        browser.value(AT_STEP % (time, 7))
+        browser.point(*browser.value(PLACE % (time, 7)))
         assert browser.value(SAID % time) == "step 7: A 2.50 s, B 2.50 s"
-        browser.value(AT_STEP % (time, 18))  # B has ended
+        browser.point(*browser.value(PLACE % (time, 18)))  # B has ended
         assert browser.value(SAID % time) == "step 18: A 508 ms"
         assert browser.errors == browser.requests == []
 

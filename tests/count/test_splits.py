@@ -102,6 +102,7 @@ def test_tokens_by_kind():
         ({"splits": np.array([[7, 3]]), "segments": [3]}, "modes 0 to 2"),
         ({"segments": [3], "latents": [(1, 2, 2)]}, "cannot hold 4 latent patches"),
         ({"segments": [3], "supervised": 4}, "supervised must be 0 to the 3 tokens"),
+        ({"splits": [[("causal", 3), ("noise", 6)]], "latents": [(1, 2, 2)], "supervised": 6}, "0 to the 5 tokens"),
     ],
 )
 def test_what_does_not_add_up_is_refused(settings, words):

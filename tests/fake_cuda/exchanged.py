@@ -19,7 +19,6 @@ from fake_cuda import moments, shared, steps
 from headway.count.activations import SavedByPrecision
 from headway.models.parallel import exchange as split_exchange
 from headway.models.parallel import experts, reduce_gradients
-from headway.models.parallel.sequence import local_slots
 from headway.plan.communication import Exchanges
 from headway.plan.exchanges import exchanges_of
 from headway.tracing.block_activations import saved_of_config
@@ -89,9 +88,9 @@ def run_exchanged(kind: str, config: TrainConfig, processes: int, packs: int = 1
         mesh = stack.enter_context(shared._mesh(config, processes))
         trained = build_trained(config, mesh, None, precision, shared.CPU)
         group = None if mesh.sequence is None else mesh.sequence.get_group()
-        batch = moments.batch_of(kind, trained.model, config)
+        batch = moments.batch_of(kind, trained.model, config).noised(0, 1).dealt(group)
         model = trained.model.train()
-        labels_L = batch.labels_1T[0, local_slots(batch.slots, group)]
+        labels_L = batch.labels_1T[0, batch.local_slots(group)]
         stack.enter_context(seen)
         for number in range(packs):
             reduce_gradients(model, now=number + 1 == packs or config.parallel.reduce == "pack")

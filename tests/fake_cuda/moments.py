@@ -6,6 +6,7 @@ them. Every living storage on the device is counted, in units of the allocator's
 
 import math
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,13 +19,18 @@ from fake_cuda import steps
 from fake_cuda.backward import backward
 from fake_cuda.device import pretend_cuda
 from fake_cuda.watch import Watch
+from headway.architectures import BagelConfig, register_architectures
+from headway.architectures.bagel.layout import SamplePart, lay_out
 from headway.count import CostModel
 from headway.count.activations import SavedByPrecision
 from headway.data.collate import Batch, Collator
+from headway.data.drawing import DrawingCollator
+from headway.data.encode import EncodedSample
+from headway.data.samples import Origin
 from headway.models.load import rope_index
+from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
 from headway.models.parallel.clip import clip_
-from headway.models.parallel.sequence import local_slots
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.plan.memory import MemoryPlan
@@ -40,6 +46,8 @@ from headway.train.saved import saved_of_partly_trained
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
+
+register_architectures()
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -67,18 +75,27 @@ _TOKENS: dict[str, Any] = {
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]}
 
 
+_READS: dict[str, Any] = {
+    "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 448,
+    "patch_size": 14,
+}  # fmt: skip
+_OTHERS: dict[str, Any] = {
+    "llama": LlamaConfig(**_LLAMA | {"num_hidden_layers": 8}, intermediate_size=1792, num_attention_heads=10),
+    "mixtral": MixtralConfig(**_LLAMA, intermediate_size=768, num_local_experts=4, num_attention_heads=10),
+    "drawing": BagelConfig({**_LITTLE_TEXT, "model_type": "qwen3"}, _READS, latent_patch_size=4),
+}
+
+
 def small_config(kind: str) -> Any:
     """Configuration of a small model whose weights, activations and logits all take room.
 
     Args:
         kind: text, tied (head and embedding share a weight), experts, image or video; after "little ", one that a CPU
-            computes for real in seconds. llama and mixtral have sizes of their own: no rule of the plan was read off
-            them.
+            computes for real in seconds, as it does drawing. llama and mixtral have sizes of their own: no rule of the
+            plan was read off them.
     """
-    if kind == "llama":
-        return LlamaConfig(**_LLAMA | {"num_hidden_layers": 8}, intermediate_size=1792, num_attention_heads=10)
-    if kind == "mixtral":
-        return MixtralConfig(**_LLAMA, intermediate_size=768, num_local_experts=4, num_attention_heads=10)
+    if kind in _OTHERS:
+        return deepcopy(_OTHERS[kind])  # which switching attention changes
     text, vision, kind = (_TEXT, _VISION, kind) if kind == _kind(kind) else (_LITTLE_TEXT, _LITTLE_VISION, _kind(kind))
     if kind in ("text", "tied"):
         return Qwen3Config(**text, tie_word_embeddings=kind == "tied")
@@ -161,6 +178,8 @@ def predicted(kind: str, config: TrainConfig, batch: Batch, *, devices: int = 1)
 
 def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     """A pack of a kind, collated as training does."""
+    if kind == "drawing":
+        return DrawingCollator(config=model.config)([_drawn(model.config, number) for number in range(3)])
     collator = Collator(
         geometry=vision_geometry(model),
         pixel_scale=steps._scale(model.config),
@@ -170,6 +189,30 @@ def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     rule, is_video = rope_index(model), _kind(kind) == "video"
     samples = PACKS.get(kind) or PACKS["little text" if kind.startswith("little") else "text"]
     return collator([steps.encoded(model.config, rule, *sample, is_video=is_video) for sample in samples])
+
+
+def _drawn(config: BagelConfig, number: int) -> EncodedSample:
+    """An image to read, words of which some are learnt, and an image to draw."""
+    parts = (
+        SamplePart("read", rows=12, columns=10 + number),
+        SamplePart("text", 150, 40),
+        SamplePart("draw", rows=16, columns=9 + number),
+    )
+    tokens = sum(part.tokens or part.rows * part.columns + 2 for part in parts)
+    ids_S = torch.arange(tokens) % 7000
+    learnt = parts[0].rows * parts[0].columns + 2 + torch.arange(150)[-40:]
+    labels_S = torch.full_like(ids_S, IGNORED).index_copy(0, learnt, ids_S[learnt])
+    sides = [[part.rows, part.columns] for part in parts]
+    return EncodedSample(
+        input_ids_S=ids_S,
+        labels_S=labels_S,
+        position_ids_RS=lay_out([parts], config)[0]["position_ids"],
+        origin=Origin("made", "memory", number, f"sample {number}"),
+        pixels_PD=torch.zeros(sides[0][0] * sides[0][1], 3 * config.read_pixels**2),
+        grids_M3=torch.tensor([[1, *sides[0]]]),
+        parts=parts,
+        drawn_images=(torch.zeros(3, *(side * config.latent_pixels for side in sides[2])),),
+    )
 
 
 def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tuple[Moments, MemoryPlan]:
@@ -222,7 +265,7 @@ def train(
     load = RouterLoad(model, device)
     watch.pinned = {t.untyped_storage()._cdata for t in steps._tensors(batch)}
     held: Counter[str] = Counter()
-    local_part = local_slots(batch.slots, group)
+    local_part = batch.local_slots(group)
     for step, first in enumerate(("first ", ""), start=1):
         set_learning_rate(optimizer, 1e-5)
         sources = torch.zeros(1, device=device)

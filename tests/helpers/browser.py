@@ -1,7 +1,7 @@
 """Pages in a real browser: headless Chromium, driven by its own DevTools protocol over a pair of pipes.
 
 The protocol is the browser's own and Python's standard library speaks it: no driver has to match the browser's version.
-Source: https://chromedevtools.github.io/devtools-protocol/ (Target, Page, Runtime, Log, Network and Emulation).
+Source: https://chromedevtools.github.io/devtools-protocol/ (Target, Page, Runtime, Log, Network, Emulation and Input).
 """
 
 import base64
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_KEYS = {"Tab": 9, "Enter": 13, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}  # by their codes on Windows
 LIMIT_S = 60  # without an answer for so long, the browser hangs
 
 
@@ -80,6 +81,18 @@ class Browser:
             f"new Promise(done => setTimeout(() => done(!!document.querySelector({selector!r})), 50))"
         ):
             assert not self.errors
+
+    def press(self, key):
+        """Press a key as a person does, such as Tab."""
+        typed = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            self._call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key], **typed
+            )
+
+    def point(self, x, y):
+        """Move the mouse to a place of the window [pixels]."""
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def picture(self, path):
         """Write what is seen as PNG."""

@@ -5,6 +5,7 @@ import gzip
 import json
 import pickle
 import sys
+import threading
 from collections import Counter
 from contextlib import nullcontext
 
@@ -20,6 +21,7 @@ from headway.explain.breakdown import attributed_share, break_down
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from headway.meter import Meter
+from headway.meter.annotations import _compiled_around
 from headway.meter.trace_file import digest_of
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.recompute import recompute_blocks
@@ -416,3 +418,29 @@ def test_importing_the_name_loads_no_torch(monkeypatch):
         assert "torch" not in sys.modules
     finally:
         sys.modules["torch"] = torch_before
+
+
+def test_looking_for_compiled_modules_holds_nothing_that_other_threads_are_making():
+    """A tuple that grows while somebody else holds it is a SystemError in CPython (`_PyTuple_Resize`)."""
+    model = torch.compile(nn.Linear(2, 2), backend="eager")
+    failed, is_done = [], threading.Event()
+
+    def make_tuples():
+        try:
+            while not is_done.is_set():
+                tuple(number for number in range(200))
+        except SystemError as error:
+            failed.append(error)
+
+    interval_s = sys.getswitchinterval()
+    maker = threading.Thread(target=make_tuples)
+    maker.start()
+    try:
+        sys.setswitchinterval(1e-5)
+        for _ in range(10):
+            assert _compiled_around()[id(model._orig_mod)] is model
+    finally:
+        sys.setswitchinterval(interval_s)
+        is_done.set()
+        maker.join()
+    assert failed == []

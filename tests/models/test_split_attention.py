@@ -42,6 +42,13 @@ def by_dense(q, k, v, seen):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
 
 
+def test_rows_may_lie_in_another_order_than_the_slots():
+    slots_T = torch.randperm(MIXED.slots, generator=torch.Generator().manual_seed(0))
+    tensors = heads(MIXED.slots)
+    found = split_attention(*(x[slots_T] for x in tensors), SplitMask.of(MIXED).of_rows(slots_T), 0.3)
+    torch.testing.assert_close(found, by_dense(*tensors, drawn(MIXED))[slots_T], atol=1e-10, rtol=1e-10)
+
+
 @settings(max_examples=60, deadline=None)
 @given(SEGMENTS, st.integers(0, 5))
 def test_outputs_and_gradients_are_those_of_the_drawn_mask(segments, padding):

@@ -43,7 +43,7 @@ BUDGET = Budget(10, 50)
 def build(policy, *rows, budget=BUDGET):
     items, counts = Items.build({"first": Rows(FITS), "second": Rows(*rows)}, budget, policy)
     place = items.locate(np.arange(len(items)))
-    pieces = list(zip(*(column.tolist() for column in place), strict=True))
+    pieces = list(zip(*(column.tolist() for column in place[:4]), strict=True))
     assert pieces[0] == (0, 0, 0, 10)
     assert [piece[3] - piece[2] for piece in pieces] == items.tokens.tolist()
     return [piece[1:] for piece in pieces[1:]], counts["second"]

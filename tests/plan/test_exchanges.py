@@ -15,6 +15,8 @@ CASES = {
     "adapters": ("little text", 2, "model.lora={rank: 8}"),
     "more processes than key heads": ("little text", 4, "parallel.sequence=4"),
     "shared images": ("little image", 4, "parallel.sequence=2", "speed.recompute=full"),
+    "drawings": ("drawing", 2),
+    "shared drawings": ("drawing", 4, "parallel.sequence=2", "speed.recompute=full"),
     "experts": ("experts", 4, "parallel.expert=2", "speed.recompute=full"),
 }
 SLOW = {

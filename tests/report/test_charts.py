@@ -51,7 +51,7 @@ def test_a_long_series_keeps_the_smallest_and_the_largest_of_each_bucket():
     values = np.sin(np.arange(100_000) / 500.0)
     values[77_777], values[12_345] = 9.0, -9.0
     points = reduced(np.arange(100_000.0), values)
-    assert len(points) <= 480
+    assert len(points) <= 400
     assert {(77_777.0, 9.0), (12_345.0, -9.0)} <= {*points}
     assert points == sorted(points)
     chart = line_chart("loss", range(100_000), values, form=plain)
@@ -97,6 +97,12 @@ def test_stacked_bars_begin_where_the_one_before_ends():
     bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', drawn("stacked"))
     (x, width), (after, _) = ((float(one), float(two)) for one, two in bars)
     assert after == pytest.approx(x + width, abs=0.1)
+
+
+def test_bars_of_a_kind_have_its_colour():
+    chart = bar_chart("x", [("a", 1.0), ("b", 2.0), ("c", 3.0)], form=plain, kinds=[0, 1, 0])
+    first, other, again = re.findall(r'<rect [^>]*fill="var\((--c\d)\)"', chart)
+    assert first == again != other
 
 
 @pytest.mark.parametrize(

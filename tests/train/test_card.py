@@ -60,6 +60,18 @@ def test_hubs_read_its_front_matter(run, tmp_path):
     assert data == {"library_name": "transformers", "pipeline_tag": "image-text-to-text", "tags": ["headway"]}
 
 
+def test_datasets_of_the_hub_are_named(run, tmp_path):
+    config = run / "config.yaml"
+    raw = yaml.safe_load(config.read_text())
+    for part, path in zip(
+        raw["data"]["train"][0]["mix"], ("someone/digits@main/x.jsonl", "someone/more/x.jsonl"), strict=True
+    ):
+        part["path"] = f"hf://datasets/{path}"
+    config.write_text(yaml.safe_dump(raw))
+    data = ModelCard.load(card_of(run, tmp_path / "model")).data.to_dict()
+    assert data["datasets"] == ["someone/digits", "someone/more"]
+
+
 def test_it_names_no_path_and_keeps_tables_whole(run, raw, tmp_path):
     text = card_of(run, tmp_path / "model").read_text()
     for path in (str(tmp_path), raw["model"]["path"], raw["data"]["eval"], str(Path.home())):

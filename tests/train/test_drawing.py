@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,10 +60,15 @@ def work(records):
 
 
 @pytest.fixture(scope="module")
-def plain(folder, tmp_path_factory):
+def plain_run(folder, tmp_path_factory):
     run = tmp_path_factory.mktemp("plain") / "run"
     train(parse_config(raw_config(folder, run)))
-    return steps_of(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(plain_run):
+    return steps_of(plain_run)
 
 
 def test_training_equals_a_plain_loop_over_single_samples(folder, tmp_path, plain):
@@ -120,26 +126,111 @@ def test_what_is_billed_is_what_the_ledger_says_of_the_packs(folder, plain):
         assert record["flops"]["total"] == sum(cost.count(batch.workload).total for batch in next(feed))
 
 
+def spread(raw, processes):
+    """The steps of a run on so many processes."""
+    run = Path(raw["run"]["folder"])
+    path = run.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(raw))
+    run_processes([sys.executable, HELPERS / "engine_runs.py", "aot_eager", path], processes)
+    return steps_of(run)
+
+
+def dropping(folder, run, **how):
+    raw = raw_config(folder, run, **how)
+    raw["model"]["drawing"] = {"drop_text": 0.3, "drop_read": 0.5, "drop_reference": 0.5}
+    return raw
+
+
+@pytest.fixture(scope="module")
+def dropped(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("dropped") / "run"
+    train(parse_config(dropping(folder, run, checkpoint={"every": 2})))
+    return run
+
+
+def test_a_resumed_run_leaves_out_the_same_conditions(folder, tmp_path, plain, dropped):
+    whole = steps_of(dropped)
+    assert work(whole) != work(plain)
+    shutil.copytree(dropped, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000005")
+    train(parse_config(dropping(folder, tmp_path / "run", checkpoint={"every": 2})), resume=True)
+    again = steps_of(tmp_path / "run")
+    assert work(again) == work(whole)
+    assert numbers(again[-1:]) == numbers(whole[-1:])
+
+
+@pytest.mark.dist
+def test_two_processes_leave_out_the_same_conditions(folder, tmp_path, dropped):
+    found = spread(dropping(folder, tmp_path / "run", processes=2), 2)
+    assert work(found) == work(steps_of(dropped))
+    assert_same(found, steps_of(dropped))
+
+
 WAYS = {
     "recomputed": (1, {"speed": {"recompute": "full"}}),
     "compiled": (1, {"speed": {"compile": True}}),
     "whole logits": (1, {"speed": {"loss_chunk": None}}),
     "fsdp2 x 2": (2, {}),
+    "sequence 2": (2, {"parallel": {"sequence": 2}}),
+    "sequence 2, recomputed, compiled": (
+        2,
+        {"parallel": {"sequence": 2}, "speed": {"recompute": "full", "compile": True}},
+    ),
+    "sequence 3, padded": (3, {"parallel": {"sequence": 3}, "data": {"bucket_tokens": 64}}),
+    "sequence 2 x replicas": (4, {"parallel": {"sequence": 2, "replicate": 2, "shard": 1}}),
     "replicas x 2, recomputed": (2, {"parallel": {"replicate": 2, "shard": 1}, "speed": {"recompute": "full"}}),
 }
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("way", WAYS)
-def test_however_it_is_run_it_is_the_same_run(folder, tmp_path, plain, way):
+def test_however_it_is_run_it_is_the_same_run(folder, tmp_path, plain_run, plain, way):
     processes, overrides = WAYS[way]
     raw = raw_config(folder, tmp_path / "run", processes=processes, **overrides)
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    run_processes([sys.executable, HELPERS / "engine_runs.py", "aot_eager", path], processes)
-    found = steps_of(tmp_path / "run")
+    found = spread(raw, processes)
     assert work(found) == work(plain)
     assert_same(found, plain)
+    weights, expected = (
+        load_model(run / "export" / "step-000005").state_dict() for run in (tmp_path / "run", plain_run)
+    )
+    for name, weight in weights.items():
+        assert (weight - expected[name]).norm() <= 1e-5 * max(1.0, expected[name].norm()), name
+
+
+PARTS = {
+    "tower frozen": {"freeze": ["vision"]},
+    "language frozen": {"freeze": ["language"]},
+    "latents frozen": {"freeze": ["latents"]},
+    "adapters on both copies": {"lora": {"rank": 4, "targets": ["q_proj", "o_proj_moe_gen"]}},
+    "an autoencoder": {"path": "latents"},
+}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_processes_that_share_packs_train_each_part_as_one_does(folder, tmp_path, part):
+    found = []
+    for sequence in (1, 2):
+        raw = raw_config(folder, tmp_path / str(sequence), processes=sequence, parallel={"sequence": sequence})
+        raw["model"] |= PARTS[part]
+        raw["model"]["path"] = str(folder / raw["model"]["path"])  # joined to an absolute path, it stays that
+        found.append(spread(raw, sequence))
+    assert work(found[0]) == work(found[1])
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_goes_on_with_as_many_processes_to_a_pack_as_there_are(folder, tmp_path, plain):
+    raw = raw_config(folder, tmp_path / "run", processes=2, parallel={"sequence": 2}, checkpoint={"every": 2})
+    spread(raw, 2)
+    for step in (5, 4):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:06}")
+    alone = raw_config(folder, tmp_path / "run", checkpoint={"every": 2})
+    train(parse_config(alone), resume=True)
+    assert work(steps_of(tmp_path / "run")) == work(plain)
+    assert_same(steps_of(tmp_path / "run"), plain)
 
 
 @pytest.mark.dist
@@ -152,10 +243,7 @@ def test_processes_whose_packs_hold_nothing_to_read_keep_in_step(folder, tmp_pat
             {"path": str(folder / "data" / f"{name}.jsonl"), "weight": w} for name, w in (("all", 1), ("pictures", 3))
         ]
         raw = raw_config(folder, run, processes=processes, data={"tokens_per_pack": 50, "train": mix})
-        path = run.with_suffix(".yaml")
-        path.write_text(yaml.safe_dump(raw))
-        run_processes([sys.executable, HELPERS / "engine_runs.py", "aot_eager", path], processes)
-        found.append(steps_of(run))
+        found.append(spread(raw, processes))
     assert any(0 < record["images"] < record["packs"] for record in found[0])  # so some packs have none
     assert work(found[0]) == work(found[1])
     assert_same(found[1], found[0])
@@ -222,6 +310,16 @@ def test_noise_depends_on_the_sample_and_the_step_alone(folder):
     assert (together["timesteps"] == 0).sum() == sum(part.kind == "reference" for s in samples for part in s.parts)
 
 
+def test_latents_of_an_autoencoder_are_drawn_by_sample_and_step(folder):
+    encoder = DrawingEncoder(load_processor(folder / "latents"), load_config(folder / "latents"))
+    samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:4]]
+    collate = collator_of(encoder)
+    together, later = (collate(samples).noised(3, step, 1.0).drawing.inputs["encoder_noise"] for step in (7, 8))
+    alone = [collate([sample]).noised(3, 7, 1.0).drawing.inputs for sample in samples if sample.drawn_images]
+    assert torch.equal(together, torch.cat([one["encoder_noise"] for one in alone]))
+    assert not torch.equal(together, later)
+
+
 def test_the_models_own_shift_of_times_holds_where_the_run_says_none(folder):
     config = load_config(folder / "model")
     encoder = DrawingEncoder(load_processor(folder / "model"), config)
@@ -266,11 +364,6 @@ def test_samples_that_cannot_be_used_get_one_clear_error(folder, tmp_path, row, 
 
 
 def test_settings_without_effect_are_refused(folder, tmp_path):
-    raw = raw_config(folder, tmp_path / "run")
-    raw["parallel"] = {"sequence": 2}
-    model = load_model(folder / "model", random_init=True)
-    with pytest.raises(ConfigError, match="sequence is 2"):
-        _check_drawing(parse_config(raw), model)
     raw = raw_config(folder, tmp_path / "run")
     raw["model"]["drawing"] = {"flow_weight": 2.0}
     with pytest.raises(ConfigError, match="flow_weight has no effect"):

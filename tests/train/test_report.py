@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from headway.data.feed import make
 from headway.train.config import parse_config
 from headway.train.loop import train
 from helpers.browser import Browser
+
+A4 = round((210 - 2 * 15) / 25.4 * 96)  # width of a page without its margins of 15 mm [pixels of CSS]
 
 
 def run_of(raw, name, **settings):
@@ -57,6 +60,7 @@ def test_padding_is_found_between_two_runs(raw):
     text = compared_markdown(read_run(a), read_run(b))
     assert line(text, "padding and masked work") > 0.5 * line(text, "needed work at peak")
     assert "| data.bucket_tokens | None | 640 |" in text
+    assert re.search(r"FLOPs that are computed for each useful one: \+\d{2,}\.\d %, by padding", text)
 
 
 def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
@@ -103,7 +107,10 @@ def test_a_browser_shows_both_pages_whole(raw, tmp_path, width):
             assert seen[name, False] != seen[name, True]
             rows = "[...document.querySelectorAll('details tr')].map(row => row.checkVisibility())"
             assert not any(browser.value(rows))
-            browser.show((tmp_path / f"{name}.html").as_uri(), width=width, media="print")
+            browser.show((tmp_path / f"{name}.html").as_uri(), width=A4, media="print")
+            inside = "[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().right <= innerWidth)"
+            assert browser.value(inside)
+            assert browser.value("document.documentElement.scrollWidth") <= A4
             assert all(browser.value(rows)), "paper cannot be clicked, so tables of charts are open on it"
         assert browser.errors == browser.requests == []
 

@@ -1,5 +1,8 @@
 """What a run is warned of while it goes, from records as the engine writes them."""
 
+import random
+import re
+
 import pytest
 
 from headway.train.config import parse_config
@@ -43,6 +46,33 @@ def test_a_rate_that_falls_is_told_when_it_has_fallen():
     told = warned(record(step, wall_s=1.0 + step / 400) for step in range(1, 400))
     assert len(told) == 1
     assert "the rate of the work fell by" in told[0]
+
+
+def test_a_rate_that_falls_slowly_is_told_against_the_run_s_own_median():
+    told = warned(record(step, wall_s=1.0 + step / 5000) for step in range(1, 3000))
+    assert len(told) == 1
+    now, below, usual = map(
+        float, re.search(r"is ([\d.]+) %, ([\d.]+) % below .* median of ([\d.]+) %", told[0]).groups()
+    )
+    assert 10 <= below < 12  # told as soon as it is a tenth
+    assert now == pytest.approx(usual * (1 - below / 100), rel=0.01)
+
+
+def test_a_rate_that_falls_at_once_is_told_and_one_that_waits_for_data_is_not_called_so():
+    (told,) = warned(record(step, wall_s=1.0 if step <= 1000 else 1.3) for step in range(1, 1100))
+    assert "MFU of the last 50 steps is 23.1 %, 23.1 % below the run's own median of 30.0 %" in told
+    (told,) = warned(
+        record(step, wall_s=1.0 if step <= 1000 else 1.3, waits_s=0.0 if step <= 1000 else 0.3)
+        for step in range(1, 1400)
+    )
+    assert "waited for data" in told
+
+
+def test_a_rate_that_always_varies_is_not_told():
+    noise = random.Random(0)
+    assert not any(
+        "own median" in one for one in warned(record(step, wall_s=noise.uniform(0.6, 1.8)) for step in range(1, 3000))
+    )
 
 
 def test_padding_is_told():

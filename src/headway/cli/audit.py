@@ -11,7 +11,7 @@ from headway.cli import options
 from headway.cli.output import print_json, warn
 from headway.cli.parse import parse_grids, parse_segments
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
-from headway.cli.workload import check_vision_tokens, describe
+from headway.cli.workload import build_workload, check_vision_tokens, describe, prepared
 from headway.errors import LogError, UsageError
 from headway.report import Column, format_count, format_rate, format_share, render_pairs, render_table
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headway.audit import Audit
     from headway.audit.rows import Interval, Printed, RestatedRow
     from headway.conventions import Step
-    from headway.count import CostModel
+    from headway.count import CostModel, Workload
 
 _WIDTH = 120
 _RECORDS = "metrics.jsonl"  # in a run's folder
@@ -76,6 +76,10 @@ def audit(
     images: options.ImagesOption = None,
     videos: options.VideosOption = None,
     slots: options.SlotsOption = None,
+    splits: options.SplitsOption = None,
+    latents: options.LatentsOption = None,
+    references: options.ReferencesOption = None,
+    supervised: options.SupervisedOption = None,
     freeze: options.FreezeOption = None,
     device: options.DeviceOption = None,
     ranks: RanksOption = None,
@@ -85,8 +89,8 @@ def audit(
 ) -> None:
     """Find out how a log's MFU was counted, restate it in `useful`, and attribute the difference factor by factor.
 
-    --segments, --images and --slots describe a piece of the data, such as one row; without segments a row holds one
-    sample of --seq-len tokens.
+    --segments or --splits, --images, --latents and --slots describe a piece of the data, such as one row; without
+    segments a row holds one sample of --seq-len tokens.
 
     Example: headway audit train.log --model qwen3-vl-30b-a3b --seq-len 12288 --device H200
     """
@@ -94,9 +98,10 @@ def audit(
     from headway.audit import own, read_log
     from headway.devices import named_peak
 
-    if segments is not None and mean_segment is not None:
+    if (segments is not None or splits is not None) and mean_segment is not None:
+        given = "--segments" if splits is None else "--splits"
         raise UsageError(
-            "--segments and --mean-segment contradict each other: both say how long the samples are. Leave one out."
+            f"{given} and --mean-segment contradict each other: both say how long the samples are. Leave one out."
         )
     path = log / _RECORDS if log.is_dir() else log
     read = read_log(_text(path), str(path), resumed_at=resumed_at)
@@ -105,17 +110,24 @@ def audit(
         _refuse(path, {
             "--model": model, "--seq-len": seq_len, "--segments": segments, "--mean-segment": mean_segment,
             "--images": images, "--videos": videos, "--slots": slots, "--freeze": freeze, "--ranks": ranks,
+            "--splits": splits, "--latents": latents, "--references": references, "--supervised": supervised,
         })  # fmt: skip
         result, name = own(read, device=peak, skip=skip), None
     elif model is None:
         raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
     else:
-        cost_model = resolve_cost_model(model)
+        cost_model, runs = resolve_cost_model(model), None
+        if any(value is not None for value in (splits, latents, references, supervised)):
+            runs = build_workload(
+                segments, images=images, videos=videos, slots=slots, splits=splits, latents=latents,
+                references=references, supervised=supervised,
+            )  # fmt: skip
+            cost_model = prepared(cost_model, runs, supervised)
         trained, name = cost_model.freeze(freeze) if freeze else cost_model, cost_model.name
         result = audit_log(
             read,
             resolve_architecture(model, cost_model),
-            _steps(cost_model, seq_len, segments, mean_segment, images, videos, slots),
+            _steps(cost_model, seq_len, segments, mean_segment, images, videos, slots, runs),
             seq_len=seq_len,
             device=peak,
             num_ranks=ranks,
@@ -153,6 +165,7 @@ def _steps(
     images: str | None,
     videos: str | None,
     slots: int | None,
+    runs: "Workload | None",
 ) -> "Callable[[int], Step]":
     """Build the function from a row length to the step that a row of the log stands for."""
     from headway.conventions import Step
@@ -162,6 +175,8 @@ def _steps(
     image_grids = parse_grids("--images", images) if images is not None else []
     video_grids = parse_grids("--videos", videos) if videos is not None else []
     longest = max(given) if given else mean_segment
+    if runs is not None:
+        longest = int(runs.segments.max())
     if seq_len is not None and longest is not None and longest > seq_len:
         raise UsageError(
             f"--seq-len {seq_len} contradicts samples of {longest} tokens, which do not fit into a row of that length. "
@@ -169,6 +184,8 @@ def _steps(
         )
 
     def step_of(length: int) -> Step:
+        if runs is not None:
+            return Step(runs, length)
         lengths = given
         if lengths is None and mean_segment is not None:
             size = min(mean_segment, length)

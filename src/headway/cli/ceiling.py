@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json, warn, working
+from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
 from headway.count.models import shipped_name
 from headway.errors import UnknownDeviceError, UsageError
+from headway.log.working import working
 from headway.report import Column, format_rate, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def ceiling(
     if model is not None:
         _of_model(model, device, dtype, processes, refresh=refresh, as_json=as_json)
         return
-    with needs_extra("measuring a ceiling"):
+    with needs_extra("measuring a ceiling"), working("measuring this device"):
         from headway.devices.ceilings import copy_ceiling, dtypes_of, environment, matmul_ceiling
 
         where = local_device(device)
@@ -125,11 +126,12 @@ def local_rates(
     name = shipped_name(model) or model
     numbers = resolve_architecture(name, cost_model)
     heads = (numbers.heads, numbers.qk_dim)
-    try:
-        rates = model_rates(where, dtype, shapes_of(cost_model), heads, attend, refresh=refresh, warn=warn)
-    except UnknownDeviceError as error:
-        raise UsageError(str(error)) from error
-    return rates, timed_blocks(resolve_config(name), where, dtype, refresh=refresh, warn=warn)
+    with working(f"measuring the rates of {model}"):
+        try:
+            rates = model_rates(where, dtype, shapes_of(cost_model), heads, attend, refresh=refresh, warn=warn)
+        except UnknownDeviceError as error:
+            raise UsageError(str(error)) from error
+        return rates, timed_blocks(resolve_config(name), where, dtype, refresh=refresh, warn=warn)
 
 
 def _render_model(model: str, dtype: str, rates: "ModelRates", blocks: "TimedBlocks | None") -> str:

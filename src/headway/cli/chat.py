@@ -13,7 +13,8 @@ from headway.report import printable
 
 if TYPE_CHECKING:
     from headway.data import Message, Sample
-    from headway.train.generate import Decoding, Generator
+    from headway.train.generate import Decoding
+    from headway.train.generate_packed import AnyGenerator
 
 HELP = (
     "/image FILE, /video FILE, /audio FILE  show it with the next question\n"
@@ -84,7 +85,9 @@ def _asked(is_watched: bool) -> str | None:
 class _Talk:
     """A conversation so far, and media that wait for its next question."""
 
-    def __init__(self, generator: "Generator", decoding: "Decoding", system: str | None, *, is_watched: bool) -> None:
+    def __init__(
+        self, generator: "AnyGenerator", decoding: "Decoding", system: str | None, *, is_watched: bool
+    ) -> None:
         self._generator, self._decoding, self._is_watched = generator, decoding, is_watched
         self._system = system
         self._messages: list[Message] = []

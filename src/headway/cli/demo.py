@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json, working
+from headway.cli.output import needs_extra, print_json
 from headway.cli.train import ResumeOption, SetOption, print_summary
+from headway.log.working import working
 
 
 class Demo(StrEnum):

@@ -1,17 +1,29 @@
 """`headway draw`: draw a picture for each sentence with a trained model."""
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli import opened
-from headway.cli.output import needs_extra, working
+from headway.cli.output import needs_extra
 from headway.errors import UsageError
+from headway.log.working import working
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+class RenormName(StrEnum):
+    """What keeps guided velocities from growing."""
+
+    none = "none"
+    per_image = "global"
+    channel = "channel"
+    text_channel = "text-channel"
+
 
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 
@@ -19,20 +31,44 @@ _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 def draw(
     model: opened.ModelArgument,
     text: Annotated[list[str], typer.Argument(metavar="TEXT...", help="What to draw; a picture for each.")],
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A picture to edit, shown before each text. Repeatable.")
+    ] = None,
     output: Annotated[
         Path,
         typer.Option("--output", "-o", metavar="FILE", help="PNG to write; with several texts, one beside another."),
     ] = Path("drawn.png"),
     size: Annotated[
-        str | None, typer.Option(metavar="HxW", help="Size of a picture [pixels]; the model's largest if not given.")
+        str | None,
+        typer.Option(
+            metavar="HxW", help="Size of a picture [pixels]; that of the last --image, or the model's largest."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Forward passes from noise to picture.")] = 24,
     guidance: Annotated[
-        float, typer.Option(metavar="G", min=0.0, help="How far beyond an empty request the picture goes; 1 for none.")
+        float,
+        typer.Option(metavar="G", min=0.0, help="How far the picture goes beyond a request without text; 1 for none."),
     ] = 2.0,
+    image_guidance: Annotated[
+        float,
+        typer.Option(metavar="G", min=0.0, help="How far it goes beyond a request without images; 1 for none."),
+    ] = 1.0,
     away_from: Annotated[
-        str, typer.Option(metavar="TEXT", help="A request for nothing in particular, which guidance leads away from.")
-    ] = "",
+        str | None, typer.Option(metavar="TEXT", help="A text that --guidance leads away from, in place of no text.")
+    ] = None,
+    guide_between: Annotated[
+        tuple[float, float],
+        typer.Option(metavar="LOW HIGH", help="Times of the flow that are guided: 1 is noise, 0 the picture."),
+    ] = (0.0, 1.0),
+    renorm: Annotated[
+        RenormName,
+        typer.Option(help="Keep what guidance gives no longer than what was asked for, per picture or patch."),
+    ] = RenormName.none,
+    renorm_min: Annotated[float, typer.Option(metavar="X", help="--renorm shortens to no less than this share.")] = 0.0,
+    shift: Annotated[
+        float | None,
+        typer.Option(metavar="S", min=1e-3, help="Shift of the times towards noise; the model's own if not given."),
+    ] = None,
     seed: opened.SeedOption = 0,
     base: opened.BaseOption = None,
     device: opened.DeviceOption = "auto",
@@ -40,21 +76,36 @@ def draw(
 ) -> None:
     """Draw pictures with a model that draws, such as the one that `headway demo draw` trains.
 
+    With --image the pictures are edits. What is asked for is computed anew in every step, and again for each guidance
+    that is not 1.
+
     Example: headway draw runs/draw/run "Draw a seven." --size 8x8 -o seven.png
     """
     match = _SIZE.fullmatch(size) if size is not None else None
     if size is not None and match is None:
         raise UsageError(f"--size {size!r} is not HxW in pixels, for example --size 512x768.")
+    for path in image or ():
+        if not path.is_file():
+            raise UsageError(f"There is no image {str(path)!r}. Give the path of a file.")
     with needs_extra("drawing"):
+        from headway.architectures.bagel.sampling import Guidance
         from headway.train.draw import Drawer
+    guided = Guidance(guidance, image_guidance, guide_between, renorm.value, renorm_min)
     found, _ = opened.open_where(model, base, device, dtype, for_generation=False)
     drawer = Drawer(found)
-    height, width = (int(match[1]), int(match[2])) if match else (drawer.largest, drawer.largest)
     with working("drawing"):
         pictures = drawer.draw(
-            text, height=height, width=width, steps=steps, guidance=guidance, away_from=away_from, seed=seed
+            text,
+            size=(int(match[1]), int(match[2])) if match else None,
+            images=image or (),
+            guidance=guided,
+            away_from=away_from,
+            steps=steps,
+            shift=shift,
+            seed=seed,
         )
     write_grid([pictures], output)
+    width, height = pictures[0].size
     print(f"{len(pictures)} pictures of {height} x {width} pixels in {output}")
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headway.cli.output import needs_extra, working
+from headway.cli.output import needs_extra
 from headway.cli.resolve import resolve_config, resolve_cost_model
+from headway.log.working import working
 from headway.report import (
     Column,
     format_bytes,

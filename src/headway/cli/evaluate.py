@@ -9,6 +9,7 @@ from headway.cli import opened
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json
 from headway.errors import DataError, UsageError
+from headway.log.working import working
 from headway.report import Column, format_count, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def evaluate(
     if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):  # as the run, where that can be
         where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device, dtype=config.run.dtype))
     ranks = join_ranks(where)
-    loaded = open_model(found, dtype=precision.params, device=where, for_generation=False)
+    with working(f"opening {model}"):
+        loaded = open_model(found, dtype=precision.params, device=where, for_generation=False)
     chunk = config.speed.loss_chunk if config is not None else SpeedConfig().loss_chunk
     with_loss = model_with_loss(loaded.model, chunk=chunk)
     limits = {} if config is None else config.data.model_dump(include={"max_image_pixels", "max_characters"})
@@ -84,12 +86,13 @@ def evaluate(
     results: dict[str, Evaluation] = {}
     answers: dict[str, list[Answer]] = {}
     for path, rows in samples.items():
-        held_out = EvalSet(rows, encoder, budget, ranks, geometry)
-        results[path] = held_out.evaluate(with_loss, where, precision.autocast)
+        with working(f"evaluating {len(rows):,} samples of {path}"):
+            held_out = EvalSet(rows, encoder, budget, ranks, geometry)
+            results[path] = held_out.evaluate(with_loss, where, precision.autocast)
         if generate is not None:
             collator = eval_collator(encoder, geometry, ranks)
             asked_for: dict[str, Any] = {"count": generate, "max_new_tokens": max_new_tokens}
-            with opened.in_words_of_options(_OPTIONS):
+            with opened.in_words_of_options(_OPTIONS), working(f"answering {generate:,} samples of {path}"):
                 asked = GenerationEval(rows, encoder, budget, collator, ranks, **asked_for)
             answers[path] = asked.answer(loaded.model, where, precision.autocast)
     if not ranks.is_first:

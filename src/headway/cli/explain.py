@@ -21,6 +21,7 @@ from headway.explain.given import GivenWork
 from headway.explain.text import as_text
 from headway.explain.text_compare import comparison_text
 from headway.explain.waterfall import JobExplanation
+from headway.log.working import working
 
 if TYPE_CHECKING:
     from headway.count import Workload
@@ -123,7 +124,8 @@ def explain(
         unused = [option for option, value in {**work, **how}.items() if value]
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without --model. Name the model, or leave it out.")
-    found = explained(paths, Asked(step, rank, whole, given, device), compares=compares)
+    with working(f"reading {', '.join(path.name for path in paths)}"):
+        found = explained(paths, Asked(step, rank, whole, given, device), compares=compares)
     if not isinstance(found, JobExplanation):
         _compare(found, by, as_json=as_json, markdown=markdown)
         return

@@ -8,6 +8,7 @@ import typer
 
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json
+from headway.log.working import working
 
 
 class Dtype(StrEnum):
@@ -57,13 +58,14 @@ def export(
 
     checkpoint = find_checkpoint_in(source)
     chosen = None if dtype is None else getattr(torch, dtype.value)
-    write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
+    with working(f"writing the model after step {checkpoint.step:,}"):
+        write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
     if as_json:
         print_json({"folder": str(folder), "step": checkpoint.step})
     else:
         what = "the adapters" if (folder / "adapter_config.json").is_file() else "the model"
         print(f"{folder}: {what} after step {checkpoint.step}")
-        if (folder / CARD).is_file():
-            print(f"model card: {folder / CARD}")
+        has_card = (folder / CARD).is_file()
+        print(f"model card: {folder / CARD if has_card else 'none, as no records of its run can be read'}")
         if (note := processor_note(folder)) is not None:
             print(f"processor: {note}")

@@ -13,10 +13,12 @@ from headway.cli import opened
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json
 from headway.errors import ConfigError, UsageError
+from headway.log.working import working
 
 if TYPE_CHECKING:
     from headway.data import Chat, Sample
-    from headway.train.generate import Generated, Generator
+    from headway.train.generate import Generated
+    from headway.train.generate_packed import AnyGenerator
 
 Asked = tuple["Sample", str | None]
 """A prompt, and the answer that the data give to it, if any."""
@@ -84,7 +86,8 @@ def generate(
         asked = [(_as_document(sample, model), gold) for sample, gold in asked]
     elif system is not None:
         asked = [(_with_system(sample, system), gold) for sample, gold in asked]
-    answers = generator.answer([sample for sample, _ in asked], decoding, batch=batch)
+    with working(f"answering {len(asked):,} prompts"):
+        answers = generator.answer([sample for sample, _ in asked], decoding, batch=batch)
     if prompt is not None and output is None:
         (answer,) = answers
         if as_json:
@@ -169,7 +172,7 @@ def _as_document(sample: "Sample", model: str) -> "Sample":
     return Document(sample.messages[0].text, sample.origin)
 
 
-def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: "Generator") -> dict[str, Any]:
+def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: "AnyGenerator") -> dict[str, Any]:
     from headway.data import Chat
 
     if isinstance(sample, Chat):

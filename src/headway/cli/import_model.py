@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.output import needs_extra, working
+from headway.cli.output import needs_extra
+from headway.log.working import working
 
 
 def import_model(

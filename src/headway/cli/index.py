@@ -1,10 +1,7 @@
 """`headway index`: what every sample takes of a pack, measured once and kept."""
 
-import sys
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,18 +9,17 @@ import typer
 from headway.cli.options import ColumnOption, JsonOption, MaxCharactersOption, columns_of
 from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
-from headway.report import format_count, format_share, printable, render_lines, render_pairs
+from headway.log.working import measuring_rows, working
+from headway.report import format_count, format_share, render_lines, render_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from headway.data.bad_rows import BadSamples
     from headway.data.index import LengthIndex
-    from headway.data.index.build import Progress
     from headway.data.sources import Source
 
 _SHOWN_BAD = 5
-_LINE_S = 30.0  # from one line of a log to the next
 
 
 def index(
@@ -138,59 +134,15 @@ def build_indices(
         from headway.data.index import build_index
         from headway.data.media.placeholders import MAX_CHARACTERS
 
-    encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS)
+    with working(f"opening the processor of {model}"):
+        encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS)
     known.remember(encoder.fingerprint())
     chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     indices = []
     for source in sources:
-        with _progress_bar(source.name) as progress:
+        with measuring_rows(source.name) as progress:
             indices.append(build_index(source, encoder, progress=progress, policy=policy, counts=counts, **chosen))
     return indices
-
-
-@contextmanager
-def _progress_bar(name: str) -> "Iterator[Progress]":
-    """A bar on stderr on a terminal, which appears with the first unit; elsewhere a line every half minute."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True, highlight=False, markup=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows, {task.fields[bad]:,} bad"))
-    bar = Bar(
-        TextColumn("indexing {task.description}", markup=False),
-        *columns,
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    if bar.disable:  # rich 13 ends a bar off a terminal with an empty line
-        yield _progress_lines(name)
-        return
-    task = bar.add_task(printable(name), total=None, bad=0)
-    with bar:
-        yield lambda measured, rows, bad: bar.update(task, completed=measured, total=rows, bad=bad)
-
-
-def _progress_lines(name: str) -> "Progress":
-    """Print how far an index is, half a minute after the start and after each line."""
-    from headway.log.live import TimeLeft
-
-    left: TimeLeft | None = None
-    last_s = monotonic()
-
-    def show(measured: int, rows: int, bad: int) -> None:
-        nonlocal left, last_s
-        left = left or TimeLeft(rows)
-        more = "".join(f", {value} {word}" for word, value in left.after(measured))
-        if more and monotonic() - last_s >= _LINE_S:
-            last_s = monotonic()
-            line = f"indexing {printable(name)}: {measured:,} of {rows:,} rows, {bad:,} bad{more}"
-            print(line, file=sys.stderr, flush=True)
-
-    return show
 
 
 def _record(path: str, index: "LengthIndex") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from headway.cli.options import ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import UsageError
+from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
 
 ModelOption = Annotated[
@@ -62,16 +63,17 @@ def init(
     indices = build_indices(sources, path, None)
     from headway.train.suggest import EPOCHS, suggest
 
-    made = suggest(
-        model,
-        dict(zip(data, indices, strict=True)),
-        resolve_cost_model(path),
-        SavedByPrecision(partial(saved_activations, path)),
-        device=found,
-        run_folder=f"runs/{output.stem}",
-        columns=columns,
-        has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
-    )
+    with working("planning a run"):
+        made = suggest(
+            model,
+            dict(zip(data, indices, strict=True)),
+            resolve_cost_model(path),
+            SavedByPrecision(partial(saved_activations, path)),
+            device=found,
+            run_folder=f"runs/{output.stem}",
+            columns=columns,
+            has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
+        )
     output.write_text(made.text, encoding="utf-8")
     if made.lengths.bad:
         warn(

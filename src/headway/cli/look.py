@@ -14,6 +14,7 @@ from headway.cli.index import build_indices
 from headway.cli.output import needs_extra, print_json
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
+from headway.log.working import working
 from headway.report import format_count
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ def _of_data(
     policy = one_of(overlong, "policy for over-long samples", OVERLONG)
     sources = [open_source(path) for path in data]
     _require(rows, sources)
-    encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS)
+    with working(f"opening the processor of {model}"):
+        encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS)
     if packing_length is None:
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
         return Looked(model, samples, (), (), None, {})
@@ -190,8 +192,9 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
         raise UsageError("data.stream packs samples as they come, so there is no plan to look at. Give the datasets.")
     sources, stages = open_stages(data)
     _require(rows, sources)
-    shell = load_model(config.model.path, random_init=True, device="meta")
-    costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
+    with working(f"tracing {config.model.path}"):
+        shell = load_model(config.model.path, random_init=True, device="meta")
+        costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
     encoder = make_encoder(
         load_processor(config.model.path),
         shell,
@@ -200,10 +203,11 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     )
     indices = _indices(sources, config.model.path, data.max_characters)
     budget = budget_of(data)
-    items, counts = Items.build(indices, budget, data.overlong, costs)
+    dropout = config.model.drawing.dropout(config.run.seed)
+    items, counts = Items.build(indices, budget, data.overlong, costs, dropout)
     plan = Plan(
         items,
-        Order(items.sizes, stages, seed=data.seed),
+        Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None),
         budget,
         ranks * config.optim.accumulation,
         strategy=data.strategy,

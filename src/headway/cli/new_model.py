@@ -9,6 +9,7 @@ import typer
 from headway.cli.options import ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
+from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)")
@@ -61,7 +62,8 @@ def new_model(
         ]  # a typo is told before torch is imported
         from headway.synthetic.new_model import TRAINING_BYTES, write_new_model
 
-    made = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)
+    with working(f"making a model in {folder}"):
+        made = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)
     if as_json:
         print_json(
             {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.errors import ConfigError, UsageError
+from headway.log.working import working
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from headway.train.config import RunConfig
     from headway.train.device import Precision
-    from headway.train.generate import Generator
+    from headway.train.generate_packed import AnyGenerator
     from headway.train.opened import OpenedModel
 
 
@@ -60,7 +61,7 @@ TopKOption = Annotated[
 SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the draws; the same seed, the same answers.")]
 
 
-def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype) -> "Generator":
+def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype) -> "AnyGenerator":
     """Open a model to generate with it.
 
     Args:
@@ -69,24 +70,28 @@ def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype
         device: as `run.device`.
         dtype: of the weights.
     """
-    from headway.train.generate import Generator
+    with working(f"opening {model}"):
+        from headway.train.generate import Generator
+        from headway.train.generate_packed import PackedGenerator
 
-    return Generator(*open_where(model, base, device, dtype, for_generation=True))
+        found, where = open_where(model, base, device, dtype, for_generation=True)
+        return (PackedGenerator if getattr(found.model, "draws", False) else Generator)(found, where)
 
 
 def open_where(
     model: str, base: str | None, device: str, dtype: WeightDtype, *, for_generation: bool
 ) -> "tuple[OpenedModel, torch.device]":
     """Open a model on the device that is asked for, and say which that is; arguments as `open_generator`."""
-    import torch
+    with working(f"opening {model}"):
+        import torch
 
-    from headway.train.config import RunConfig
-    from headway.train.opened import find_model, open_model
+        from headway.train.config import RunConfig
+        from headway.train.opened import find_model, open_model
 
-    found = find_model(model, base)
-    where, precision = chosen_device(RunConfig(folder=Path(), device=device))
-    chosen = precision.compute if dtype is WeightDtype.auto else getattr(torch, dtype.value)
-    return open_model(found, dtype=chosen, device=where, for_generation=for_generation), where
+        found = find_model(model, base)
+        where, precision = chosen_device(RunConfig(folder=Path(), device=device))
+        chosen = precision.compute if dtype is WeightDtype.auto else getattr(torch, dtype.value)
+        return open_model(found, dtype=chosen, device=where, for_generation=for_generation), where
 
 
 def chosen_device(run: "RunConfig") -> "tuple[torch.device, Precision]":

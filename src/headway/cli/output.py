@@ -2,14 +2,12 @@
 
 import json
 import sys
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from headway.errors import HeadwayError
-from headway.report import format_duration
+from headway.log.working import working
 from headway.report.terminal import coloured, width_of, wrapped
 
 SCHEMA_VERSION = 1  # of every object that --json prints
@@ -36,7 +34,7 @@ def warn_of_unknown(names: Iterable[str]) -> None:
 
 @contextmanager
 def needs_extra(purpose: str, extra: str = "train") -> Iterator[None]:
-    """Turn a missing library into a word on how to install it.
+    """Load the libraries of an extra, which may take seconds, and turn a missing one into a word on how to install it.
 
     Args:
         purpose: what needs it, as the beginning of the sentence: "training".
@@ -46,44 +44,11 @@ def needs_extra(purpose: str, extra: str = "train") -> Iterator[None]:
         HeadwayError: a library of the extra is not installed.
     """
     try:
-        yield
+        with working("loading libraries"):
+            yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("headway"):
             raise
         raise HeadwayError(
             f"{purpose} needs {error.name}, which is not installed. Install the extra: pip install 'headway[{extra}]'."
         ) from error
-
-
-@contextmanager
-def working(doing: str, *, every_s: float = 30.0) -> Iterator[None]:
-    """Say on stderr what a command does that can take over two seconds, until it is done.
-
-    Args:
-        doing: such as "searching choices".
-        every_s: from one line to the next where there is no terminal [s]; a terminal shows the time that has gone.
-    """
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False, markup=False)
-    if console.is_terminal:
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as shown:
-            shown.add_task(doing, total=None)
-            yield
-        return
-    is_done, begun_s = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not is_done.wait(every_s):
-            print(f"{doing}: {format_duration(time.monotonic() - begun_s)} so far", file=sys.stderr, flush=True)
-
-    teller = threading.Thread(target=tell, name=doing, daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        teller.join()

@@ -7,9 +7,10 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra, print_json, working
+from headway.cli.output import needs_extra, print_json
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import ConfigError, DataError, UsageError
+from headway.log.working import working
 from headway.report import Column, format_count, format_flops, format_share, render_lines, render_pairs, render_table
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ from headway.cli.dry_run import NO_ROOM, saved_of_recipe, verdict
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json, warn, working
+from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.cli.train import SetOption
 from headway.errors import PlanError, UsageError
+from headway.log.working import working
 from headway.report import (
     Column,
     format_bytes,

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from headway.cache import write_whole
-from headway.cli.output import working
 from headway.errors import ConfigError, UsageError
+from headway.log.working import working
 
 MOST = 2
 

@@ -8,7 +8,7 @@ import numpy as np
 import yaml
 
 from headway.cli.report_page import SCHEMA_VERSION, SERIES, ReportedRun, facts, for_programs, machine
-from headway.cli.report_section import ReportSection
+from headway.cli.report_section import ReportSection, side_by_side
 from headway.explain.compare import Comparison, compare
 from headway.explain.text import sentences
 from headway.explain.text_compare import differences, table_of
@@ -21,8 +21,13 @@ from headway.report.page import CHART_STYLE, html_page, safe, sentence
 _COMPARED = ("step_s", "mfu", "data_wait_share", "padding_share")  # over steps; losses stand over what they cost
 _QUANTILES = (5, 50, 95)
 _SAME_PEAK = 0.005  # a measured one is never twice the same
+_SAME_WORK = 0.005  # smaller differences are not named
 _FEW = 5  # steps
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
+_OF_INTERVAL = (
+    "the interval knows how steps vary within each run; of what changed between the two, such as other work on the "
+    "machine, it knows nothing."
+)
 _PARTS = (0.25, 0.5, 0.75, 1.0)  # of the shorter run
 _MOST_SETTINGS = 5000
 _SMOOTHED = 50  # a loss is the mean of so manieth part of the run before it
@@ -33,9 +38,9 @@ def compared_page(a: ReportedRun, b: ReportedRun) -> str:
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
     parts = [f"<h1>{safe(a.name)} (A) and {safe(b.name)} (B)</h1>"]
     parts += [f'<p class="verdict">{safe(line)}</p>' for line in _verdict(a, b, compared)]
-    parts += [section.as_html() for section in _sections(a, b, compared)]
+    parts.append(side_by_side(_sections(a, b, compared)))
     parts.append("<h2>What to know of these numbers</h2>")
-    parts += [f'<p class="note">{sentence(note)}</p>' for note in compared.notes]
+    parts += [f'<p class="note">{sentence(note)}</p>' for note in (*compared.notes, _OF_INTERVAL)]
     parts.append(for_programs(_machine(a, b, compared)))
     return html_page(f"{a.name} and {b.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
 
@@ -45,21 +50,31 @@ def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
     parts = [f"# {safe(a.name)} (A) and {safe(b.name)} (B)", sentences(_verdict(a, b, compared), markdown=True)]
     parts += [section.as_markdown() for section in _sections(a, b, compared)]
-    return "\n\n".join([*parts, sentences([f"Note: {note}" for note in compared.notes], markdown=True)])
+    return "\n\n".join(
+        [*parts, sentences([f"Note: {note}" for note in (*compared.notes, _OF_INTERVAL)], markdown=True)]
+    )
 
 
 def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
     """What `headway explain` says of the two, with how sure the difference of the steps is."""
     first, *others = differences(compared)
-    peaks = _peaks_differ(a, b)
+    exact = [*_waste_differs(a, b), *_peaks_differ(a, b)]  # which no scatter of times can change
     a_s, b_s = _steps_s(a), _steps_s(b)
     if min(len(a_s), len(b_s)) < _FEW:
-        return [f"{first} (How sure that is cannot be told of fewer than {_FEW} steps.)", *others, *peaks]
+        return [f"{first} (How sure that is cannot be told of fewer than {_FEW} steps.)", *others, *exact]
     low, high = _interval(a_s, b_s)
     sure = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} % of A's step, from how the steps of each run vary"
     if low <= 0 <= high:
-        return [f"{first} ({sure}: no difference is shown.)", *peaks]
-    return [f"{first} ({sure}.)", *others, *peaks]
+        return [f"{first} ({sure}: no difference is shown.)", *_beyond_scatter(a, b, compared), *exact]
+    return [f"{first} ({sure}.)", *others, *exact]
+
+
+def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
+    """How many more FLOPs a step computes for the same useful ones, where it does."""
+    ratios = _computed_of_useful(a), _computed_of_useful(b)
+    if math.isclose(*ratios, rel_tol=_SAME_WORK):
+        return []
+    return [f"FLOPs that are computed for each useful one: {_change(*ratios)}, by padding and recomputation."]
 
 
 def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
@@ -89,31 +104,68 @@ def _machine(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, 
 
 
 def _interval(a_s: "np.ndarray", b_s: "np.ndarray") -> tuple[float, float]:
-    """Bounds of mean(B) / mean(A) - 1, by drawing blocks of steps again; the same draws each time.
+    """Bounds of mean(B) / mean(A) - 1."""
+    return _bounds(_means(b_s, "B") / _means(a_s, "A") - 1)
+
+
+def _means(values: "np.ndarray", run: str) -> "np.ndarray":
+    """Means over the steps as they could have come out, by drawing blocks of steps again; the same draws each time.
+
+    Args:
+        values: of each step.
+        run: "A" or "B", whose draws do not depend on each other.
 
     Source: the moving block bootstrap, Kuensch 1989, "The jackknife and the bootstrap for general stationary
     observations", Annals of Statistics 17.
     """
-    rng = np.random.default_rng(0)
+    size = min(_BLOCK, max(1, len(values) // 4))
+    blocks = np.convolve(values, np.ones(size) / size, mode="valid")  # the mean of each row of so many steps
+    drawn = max(1, len(values) // size)
+    most = min(drawn, 1000)  # more say nothing new; the spread shrinks with the root of their number
+    found = blocks[np.random.default_rng(ord(run)).integers(len(blocks), size=(_RESAMPLES, most))].mean(axis=1)
+    return np.asarray(values.mean() + (found - found.mean()) * np.sqrt(most / drawn))
 
-    def means(seconds: "np.ndarray") -> "np.ndarray":
-        size = min(_BLOCK, max(1, len(seconds) // 4))
-        blocks = np.convolve(seconds, np.ones(size) / size, mode="valid")  # the mean of each row of so many steps
-        drawn = max(1, len(seconds) // size)
-        most = min(drawn, 1000)  # more say nothing new; the spread shrinks with the root of their number
-        found = blocks[rng.integers(len(blocks), size=(_RESAMPLES, most))].mean(axis=1)
-        return np.asarray(seconds.mean() + (found - found.mean()) * np.sqrt(most / drawn))
 
-    ratios = means(b_s) / means(a_s) - 1
-    low, high = np.percentile(ratios, [2.5, 97.5])
+def _bounds(values: "np.ndarray") -> tuple[float, float]:
+    low, high = np.percentile(values, [2.5, 97.5])
     return float(low), float(high)
+
+
+def _line_intervals(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, tuple[float, float]]:
+    """Bounds of B - A of each line [ms]; none of runs of few steps."""
+    if min(len(_steps_s(a)), len(_steps_s(b))) < _FEW:
+        return {}
+
+    def means(run: ReportedRun, name: str, key: str) -> "np.ndarray":
+        steps = run.explanation.steps[len(run.mean.left_out) :]
+        return _means(np.array([sum(line.ns for line in step.lines if line.key == key) / 1e6 for step in steps]), name)
+
+    known = (line for line in compared.lines if line.a_ns or line.b_ns)
+    return {line.key: _bounds(means(b, "B", line.key) - means(a, "A", line.key)) for line in known}
+
+
+def _beyond_scatter(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
+    """Lines that differ for sure, where all of the step together does not."""
+    intervals, sure = _line_intervals(a, b, compared), []
+    for line in sorted(compared.lines, key=lambda line: -abs(line.ns)):
+        low, high = intervals.get(line.key, (0.0, 0.0))
+        if not low <= 0 <= high and abs(line.ns) > _SAME_WORK * compared.a.duration_ns:
+            sure.append(f"{line.name} ({line.ns / 1e6:+,.2f} ms, 95 % interval {low:+,.2f} to {high:+,.2f})")
+    return [f"Beyond how the steps vary: {', '.join(sure)}."] if sure else []
 
 
 def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[ReportSection]:
     lines, footer = table_of(compared)
+    headings, intervals = ["per step", "A ms", "B ms", "B - A ms", "of A's step"], _line_intervals(a, b, compared)
+    if intervals:
+        headings.append("95 % interval of B - A, ms")
+        lines = [
+            [*row, f"{low:+,.2f} to {high:+,.2f}"] for row, (low, high) in zip(lines, intervals.values(), strict=True)
+        ]
+        low, high = (1e3 * one for one in _bounds(_means(_steps_s(b), "B") - _means(_steps_s(a), "A")))
+        footer = [*footer, f"{low:+,.2f} to {high:+,.2f}"]
     found = [
-        ReportSection("Where the time of a step differs", ["per step", "A ms", "B ms", "B - A ms", "of A's step"],
-                 [*lines, footer]),
+        ReportSection("Where the time of a step differs", headings, [*lines, footer]),
         _work(a, b),
         _components(a, b),
         _losses("tokens", a, b),
@@ -131,18 +183,29 @@ def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
     if not all(flops):
         return ReportSection("", [], [])
     seconds = [float(_steps_s(run).mean()) for run in (a, b)]
-    rates = [one / s for one, s in zip(flops, seconds, strict=True)]
+    computed = [one * _computed_of_useful(run) for one, run in zip(flops, (a, b), strict=True)]
+    rates, useful_rates = ([one / s for one, s in zip(work, seconds, strict=True)] for work in (computed, flops))
     tokens = [_per_step(run, "tokens") for run in (a, b)]
     rows = [
         ["useful FLOPs of a step", *map(format_flops, flops), _change(*flops)],
-        ["useful FLOP/s, all devices", *map(format_rate, rates), _change(*rates)],
+        ["FLOPs with padding and recomputation", *map(format_flops, computed), _change(*computed)],
+        ["FLOP/s with these, all devices", *map(format_rate, rates), _change(*rates)],
+        ["useful FLOP/s, all devices", *map(format_rate, useful_rates), _change(*useful_rates)],
         ["tokens of a step", *(f"{one:,.0f}" for one in tokens), _change(*tokens)],
         ["time of a step", *(f"{1e3 * one:,.1f} ms" for one in seconds), _change(*seconds)],
     ]
     says = (
-        f"Time is work over rate: {_change(*seconds)} of time = {_change(*flops)} of work at {_change(*rates)} of rate."
+        f"Time is work over rate: {_change(*seconds)} of time = {_change(*computed)} of work, padding and "
+        f"recomputation in it, at {_change(*rates)} of rate. Useful work: {_change(*flops)}."
     )
     return ReportSection("Work and rate", ["", "A", "B", "B against A"], rows, says)
+
+
+def _computed_of_useful(run: ReportedRun) -> float:
+    """FLOPs of the mean step with padding and recomputation / useful ones, by their times at the ceiling."""
+    lines = {key: ns for key, (_, ns) in run.mean.lines.items()}
+    useful_ns = lines.get("useful", 0) + lines.get("ceiling", 0)
+    return 1 + (lines.get("padding", 0) + lines.get("recomputation", 0)) / max(1, useful_ns)
 
 
 def _components(a: ReportedRun, b: ReportedRun) -> ReportSection:

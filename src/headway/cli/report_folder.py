@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,37 @@ _LARGEST_PICTURE = 100_000  # drawn.png of a larger size stays out of the page [
 _MOST_ANSWERS, _LONGEST = 12, 400  # of the last evaluation [characters]
 
 
-def folder_sections(path: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
-    """What a run folder tells beside the mean step; what the records do not hold has none.
+class FolderSections:
+    """What a run folder tells beside the mean step; what the records do not hold has no section.
 
     Args:
         path: a run folder, or a file of records.
         records: of steps.
     """
-    folder = path if path.is_dir() else path.parent if path.name == METRICS else None
-    parts = [*_source_losses(records), *_ranks(records)]
-    if folder is not None:
-        parts = [*_times(folder, records), *parts]
-        parts += [*_conventions(folder), *_restarts(folder), *_memory(folder)]
-        parts += [*_evaluations(folder), *_answers(folder), *_drawn(folder)]
-    return parts
+
+    def __init__(self, path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+        self._folder = path if path.is_dir() else path.parent if path.name == METRICS else None
+        self._records = records
+
+    def learnt(self) -> list[ReportSection]:
+        """Evaluations, answers of the last one, what was drawn."""
+        return [part for of in (_evaluations, _answers, _drawn) for part in self._of_folder(of)]
+
+    def speed(self) -> list[ReportSection]:
+        """Time of components beside their FLOPs, ranks, memory by part."""
+        times = [] if self._folder is None else _times(self._folder, self._records)
+        return [*times, *_ranks(self._records), *self._of_folder(_memory)]
+
+    def data(self) -> list[ReportSection]:
+        """Loss and tokens of each source, where there are several."""
+        return _source_losses(self._records)
+
+    def history(self) -> list[ReportSection]:
+        """Restarts, and what other tools would print."""
+        return [part for of in (_restarts, _conventions) for part in self._of_folder(of)]
+
+    def _of_folder(self, of: Callable[[Path], list[ReportSection]]) -> list[ReportSection]:
+        return [] if self._folder is None else of(self._folder)
 
 
 def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
@@ -122,12 +139,12 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSec
     shown = [(name, flops[name] / all_flops if all_flops else 0.0, ns[name] / all_ns) for name in ordered]
     rows = [[name, format_share(work), format_share(time)] for name, work, time in shown]
     bars = [
-        (f"{name}, {what}", share)
+        (f"{name}, {what}", share, kind)
         for name, *both in shown
-        for what, share in zip(("FLOPs", "time"), both, strict=True)
-        if max(both) >= _SEEN
+        for kind, (what, share) in enumerate(zip(("FLOPs", "time"), both, strict=True))
+        if share and max(both) >= _SEEN
     ]
-    chart = bar_chart(title, bars, form=format_share) if bars else ""
+    chart = _bars_of_two(title, bars, format_share)
     says = _which_steps(folder, profiled, records)
     says += " FLOPs with what was run again, time in which kernels of it ran."
     return [ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, chart)]
@@ -186,7 +203,8 @@ def _restarts(folder: Path) -> list[ReportSection]:
         if one.get("kind") == "resumed":
             lost = one.get("lost")
             rows.append([str(one.get("step")), str(len(lost) if isinstance(lost, list) else 0)])
-    return _section("Restarts", ["went on after step", "steps that were taken again"], rows)
+    says = "A dashed line across the charts over steps is a restart."
+    return _section("Restarts", ["went on after step", "steps that were taken again"], rows, says)
 
 
 def _memory(folder: Path) -> list[ReportSection]:
@@ -194,7 +212,21 @@ def _memory(folder: Path) -> list[ReportSection]:
     predicted, measured = _mapping(found.get("predicted")), _mapping(found.get("measured"))
     rows = [[name, _bytes(predicted.get(name)), _bytes(measured.get(name))] for name in {**predicted, **measured}]
     rows = [row for row in rows if any(row[1:])]
-    return _section("Memory of a device, predicted and measured", ["part", "predicted", "measured"], rows)
+    bars = [
+        (f"{name}, {what}", value, kind)
+        for name, *_ in rows
+        for kind, (what, of) in enumerate({"predicted": predicted, "measured": measured}.items())
+        if (value := number(of.get(name))) is not None and value >= 0
+    ]
+    title = "Memory of a device by part, predicted and measured"
+    chart = _bars_of_two(title, bars, format_bytes)
+    return [ReportSection(title, ["part", "predicted", "measured"], rows, chart=chart)] if rows else []
+
+
+def _bars_of_two(title: str, bars: Sequence[tuple[str, float, int]], form: Callable[[float], str]) -> str:
+    """Bars of two kinds below each other, by name, value and kind; "" of none."""
+    kinds = [kind for *_, kind in bars]
+    return bar_chart(title, [(name, value) for name, value, _ in bars], form=form, kinds=kinds) if bars else ""
 
 
 def _evaluations(folder: Path) -> list[ReportSection]:
@@ -235,8 +267,8 @@ def _drawn(folder: Path) -> list[ReportSection]:
     return [ReportSection("Drawn", headings, rows, chart=f'<img alt="{alt}" src="data:image/png;base64,{data}">')]
 
 
-def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[ReportSection]:
-    return [ReportSection(title, headings, rows)] if rows else []
+def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], says: str = "") -> list[ReportSection]:
+    return [ReportSection(title, headings, rows, says)] if rows else []
 
 
 def _lines(path: Path, holding: bytes = b"") -> list[dict[str, Any]]:
@@ -252,7 +284,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return value if isinstance(value, dict) else {}  # as JSON has it; to ask for a Mapping takes ten times as long
 
 
 def _bytes(value: object) -> str:

@@ -5,30 +5,48 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headway.cli.report_folder import folder_sections, restarts
-from headway.cli.report_section import ReportSection
-from headway.cli.report_settings import changed_settings
+from headway.cli.report_folder import FolderSections, restarts
+from headway.cli.report_section import ReportSection, side_by_side
+from headway.cli.report_settings import changed_settings, provenance
 from headway.errors import LogError
 from headway.explain.compare import MeanStep, mean_step
 from headway.explain.records import METRICS, UNFINISHED, explain_with_records
 from headway.explain.text import as_text, markdown_table
 from headway.explain.unprofiled import UNSEPARATED
 from headway.explain.waterfall import JobExplanation
+from headway.log.jsonl import as_object
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
-from headway.report import Column, format_count, format_duration, format_flops, format_ms, format_rate, format_share
+from headway.report import (
+    Column,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_flops,
+    format_ms,
+    format_rate,
+    format_share,
+)
 from headway.report.charts import bar_chart, histogram, line_chart
 from headway.report.hover import SCRIPT
 from headway.report.numbers import number
-from headway.report.page import CHART_STYLE, html_page, html_table, safe, sentence, with_code
+from headway.report.page import CHART_STYLE, fact_list, html_page, safe, sentence, with_code
 from headway.report.secrets import without_secrets
 
 SCHEMA_VERSION = 1
 _LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
+_FEW = 2  # steps, of whose times a spread can be told
+_SLOW, _MOST_SLOW = 1.5, 10  # a step that is told by its number took so many times the median
+_TOLD = 0.1  # share of a step, or of its tokens, that may explain it
+_TERMS = "MFU: useful model FLOPs / (wall time x peak). Convention: what counts as useful. "
+_GOODPUT = "Goodput: time of the steps that were not lost / wall time of the run. "
+_RECORD = "A record is a step, or a window of steps."
 _Format = Callable[[float], str]
 
 
@@ -36,17 +54,25 @@ def _plain(value: float) -> str:
     return f"{value:.4g}"
 
 
-SERIES: tuple[tuple[str, str, _Format], ...] = (
+_Series = tuple[tuple[str, str, _Format], ...]  # key of a record, title, and how a value reads
+_LEARNING: _Series = (
     ("loss", "Loss", _plain),
     ("flow_loss", "Loss of drawn images", _plain),
     ("lr", "Learning rate", _plain),
     ("grad_norm", "Gradient norm", _plain),
+)
+_SPEED: _Series = (
     ("mfu", "MFU", format_share),
     ("tokens_per_s", "Tokens per second", lambda value: f"{value:,.0f}"),
     ("step_s", "Time of a step", format_duration),
+)
+_DATA: _Series = (
     ("data_wait_share", "Waiting for data, share of a step", format_share),
     ("padding_share", "Padding, share of slots", format_share),
+    ("fill", "Fill, tokens over the room of the packs", format_share),
+    ("balance", "Balance, mean over most FLOPs of the ranks", format_share),
 )
+SERIES = (*_LEARNING, *_SPEED, *_DATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +152,16 @@ def _without_search_for_cycles() -> Iterator[None]:
 
 def report_page(seen: ReportedRun) -> str:
     """Render a run as one HTML page."""
-    parts = [f"<h1>{safe(seen.name)}</h1>", f'<p class="verdict">{safe(verdict(seen))}</p>']
-    parts.append(html_table(["what", "value"], facts(seen)))
-    parts += [section.as_html() for section in (_waterfall(seen), *_goodput(seen))]
+    parts = [f"<h1>{safe(seen.name)}</h1>", f'<p class="verdict">{safe(verdict(seen))}</p>', fact_list(facts(seen))]
+    parts.append(f'<p class="note">{_TERMS}{"" if seen.goodput is None else _GOODPUT}{_RECORD}</p>')
+    parts.append(side_by_side([_waterfall(seen), *_goodput(seen)]))
     if seen.explanation.findings:
         parts.append("<h2>What to do first</h2>")
     for one in seen.explanation.findings:
         cost = f"{format_share(one.share)} of a step at most"
         why = f"Likely: {with_code(one.cause)} Try: {with_code(one.next)} ({safe(cost)})"
         parts.append(f"<p><strong>{sentence(one.seen)}</strong> {why}</p>")
-    parts += [section.as_html() for section in _over_the_run(seen)]
+    parts += [f"<h2>{name}</h2>{side_by_side(sections)}" for name, sections in _over_the_run(seen).items()]
     parts.append("<h2>What to know of these numbers</h2>")
     parts += [f'<p class="note">{sentence(note)}</p>' for note in seen.notes]
     for name, text in seen.beside.items():
@@ -147,25 +173,23 @@ def report_page(seen: ReportedRun) -> str:
 def report_markdown(seen: ReportedRun) -> str:
     """Render a run as Markdown: verdict, facts, what `headway explain` says, and the tables below the page's charts."""
     table = markdown_table([Column("what", "left"), Column("value", "left")], facts(seen), None)
-    tables = [section.as_markdown() for section in [*_goodput(seen), *_over_the_run(seen)]]
+    sections = [*_goodput(seen), *chain.from_iterable(_over_the_run(seen).values())]
     explained = as_text(seen.explanation, markdown=True)
-    return "\n\n".join([f"**{safe(verdict(seen))}**", table, explained, *tables])
+    return "\n\n".join([f"**{safe(verdict(seen))}**", table, explained, *(one.as_markdown() for one in sections)])
 
 
-def _over_the_run(seen: ReportedRun) -> list[ReportSection]:
-    """Numbers over the steps and sums of all of them."""
-    sections = []
-    for key, title, form in SERIES:
-        values = [number(record.get(key)) for record in seen.records]
-        if any(value is not None for value in values):
-            sections.append(_series(seen, title, values, form))
-    times = [value for record in seen.records if (value := number(record.get("step_s"))) is not None]
-    if len(times) > 1:
-        spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
-        chart = histogram(title := "How long steps took", times, form=format_duration)
-        sections.append(ReportSection(title, ["percentile of steps", "time"], spread, chart=chart))
+def _over_the_run(seen: ReportedRun) -> dict[str, list[ReportSection]]:
+    """Numbers over the steps and sums of all of them, by what they are about."""
+    of = partial(_series, seen)
+    folder = FolderSections(seen.path, seen.records)
     settings = changed_settings(seen.beside.get("config.yaml", ""), seen.beside.get("run.json", ""))
-    return [*sections, *_components(seen), *_sources(seen), *folder_sections(seen.path, seen.records), *settings]
+    found = {
+        "Learning": [*of(_LEARNING), *folder.learnt()],
+        "Speed and memory": [*of(_SPEED), *_times(seen), *_components(seen), *folder.speed()],
+        "Data": [*of(_DATA), *_sources(seen), *folder.data()],
+        "The run": [*folder.history(), *settings, *provenance(seen.beside.get("run.json", ""))],
+    }
+    return {name: sections for name, sections in found.items() if sections}
 
 
 def verdict(seen: ReportedRun) -> str:
@@ -189,7 +213,7 @@ def facts(seen: ReportedRun) -> list[tuple[str, str]]:
     """Names and values of the first screen."""
     last = seen.records[-1]
     first = seen.explanation.steps[0].step - int(number(seen.records[0].get("num_steps")) or 1) + 1
-    rows = [("steps", f"{first} to {last['step']}, {len(seen.records)} records")]
+    rows = []
     if mfu := _known(seen, "mfu"):
         low, middle, high = (format_share(float(one)) for one in np.percentile(mfu, [5, 50, 95]))
         rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
@@ -199,26 +223,36 @@ def facts(seen: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("convention", last["convention"]))
     if (peak := number(last.get("peak_flops_per_s"))) is not None:
         rows.append(("peak of a device", f"{format_rate(peak)}, {last.get('peak_dtype')}: {last.get('peak_source')}"))
+    if seen.goodput is not None:
+        rows.append(("goodput", format_share(seen.goodput.goodput)))
+        rows.append(("restarts", format_count(seen.goodput.restarts)))
+    rows.append(("steps", f"{first} to {last['step']}, {len(seen.records)} records"))
+    made = as_object(seen.beside.get("run.json", "").encode()) or {}
+    model, device = (one if isinstance(one := made.get(key), Mapping) else {} for key in ("model", "device"))
+    if (parameters := number(model.get("parameters"))) is not None:
+        rows.append(("model", f"{model.get('class')}, {parameters / 1e6:,.4g} M parameters"))
     if (ranks := number(last.get("world_size"))) is not None:
-        rows.append(("ranks", f"{ranks:g}"))
+        rows.append(("ranks", f"{ranks:g}" + (f" x {device['name']}" if "name" in device else "")))
     if loss := _known(seen, "loss"):
         rows.append(("loss, first and last", f"{_plain(loss[0])}, {_plain(loss[-1])}"))
     if tokens := _known(seen, "tokens"):
         rows.append(("tokens", format_count(int(sum(tokens)))))
-    if seen.goodput is not None:
-        rows.append(("goodput", format_share(seen.goodput.goodput)))
-        rows.append(("restarts", format_count(seen.goodput.restarts)))
+    if memory := _known(seen, "peak_memory_bytes"):
+        rows.append(("memory, most of a rank", format_bytes(max(memory))))
+    if len(energy := _known(seen, "energy_j")) == len(seen.records):
+        rows.append(("energy, as the devices measured it", f"{sum(energy) / 3.6e6:.4g} kWh"))
     return rows
 
 
 def _waterfall(seen: ReportedRun) -> ReportSection:
     mean = seen.mean
-    bars = [(name, max(ns, 0) / 1e9) for name, ns in mean.lines.values()]
+    bars = [(name, ns / 1e9) for name, ns in mean.lines.values() if ns > 0]
     rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
     title = f"Where the time of a step went (mean of {mean.num_steps} records)"
     chart = bar_chart(title, bars, form=format_duration, stacked=True)
-    return ReportSection(title, ["part", "time [ms]", "share"], rows, chart=chart)
+    says = "Each bar begins where the one before ends; together they are the step."
+    return ReportSection(title, ["part", "time [ms]", "share"], rows, says, chart)
 
 
 def _goodput(seen: ReportedRun) -> list[ReportSection]:
@@ -231,14 +265,63 @@ def _goodput(seen: ReportedRun) -> list[ReportSection]:
     return [ReportSection(title, ["bucket", "time", "share"], rows, chart=chart)]
 
 
-def _series(seen: ReportedRun, title: str, values: list[float | None], form: _Format) -> ReportSection:
-    summary = _summary(seen.records, values)
+def _series(seen: ReportedRun, series: _Series) -> list[ReportSection]:
+    """Charts over the steps of what the records hold; what is the same in all of them is a row of one table."""
     steps = [float(record["step"]) for record in seen.records]
-    chart = line_chart(title, steps, values, form=form, marks=seen.restarts)
-    rows = [[name, form(summary[name])] for name in ("5 %", "50 %", "95 %")]
-    rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", form(summary["smallest"])])
-    rows.append([f"largest, step {summary['step of largest']:.0f}", form(summary["largest"])])
-    return ReportSection(title, ["of the records", "value"], rows, chart=chart)
+    sections, constant = [], []
+    for key, title, form in series:
+        values = [number(record.get(key)) for record in seen.records]
+        if all(value is None for value in values):
+            continue
+        summary = _summary(seen.records, values)
+        if summary["smallest"] == summary["largest"] and len(values) > 1:
+            constant.append([title, form(summary["smallest"])])
+            continue
+        chart = line_chart(title, steps, values, form=form, marks=seen.restarts)
+        rows = [[name, form(summary[name])] for name in ("5 %", "50 %", "95 %")]
+        rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", form(summary["smallest"])])
+        rows.append([f"largest, step {summary['step of largest']:.0f}", form(summary["largest"])])
+        sections.append(ReportSection(title, ["of the records", "value"], rows, chart=chart))
+    if constant:
+        sections.append(ReportSection("The same in every record", ["what", "value"], constant))
+    return sections
+
+
+def _times(seen: ReportedRun) -> list[ReportSection]:
+    """How the times of steps are spread, and which steps took longest, with what their records say of it."""
+    known = [(value, one) for one in seen.records if (value := number(one.get("step_s"))) is not None]
+    times = [value for value, _ in known]
+    if len(times) < _FEW:
+        return []
+    spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
+    chart = histogram(title := "How long steps took", times, form=format_duration)
+    sections = [ReportSection(title, ["percentile of steps", "time"], spread, chart=chart)]
+    usual_s = float(np.median(times))
+    slow = sorted((one for one in known if one[0] > _SLOW * usual_s), key=lambda one: -one[0])
+    usual_tokens = float(np.median(_known(seen, "tokens") or [0.0]))
+    rows = [
+        [f"{record['step']:,}", format_duration(time_s), f"{time_s / usual_s:.1f}", _why_slow(record, usual_tokens)]
+        for time_s, record in slow[:_MOST_SLOW]
+    ]
+    if rows:
+        says = f"{len(slow):,} of {len(times):,} took more than {_SLOW} times the median, {format_duration(usual_s)}."
+        headings = ["step", "time", "x median", "its record says"]
+        if not any(why for *_, why in rows):
+            headings, rows = headings[:-1], [row[:-1] for row in rows]
+        sections.append(ReportSection("The slowest steps", headings, rows, says))
+    return sections
+
+
+def _why_slow(record: Mapping[str, Any], usual_tokens: float) -> str:
+    """What a slow step's own record tells of why; mostly nothing does."""
+    told = []
+    if (waited := number(record.get("data_wait_share")) or 0.0) >= _TOLD:
+        told.append(f"waited for data {format_share(waited)}")
+    if usual_tokens and (tokens := number(record.get("tokens")) or 0.0) >= (1 + _TOLD) * usual_tokens:
+        told.append(f"{tokens / usual_tokens:.1f} times the usual tokens")
+    if number(record.get("recompiles")):
+        told.append("compiled again")
+    return ", ".join(told)
 
 
 def _summary(records: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:

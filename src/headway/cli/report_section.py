@@ -7,6 +7,8 @@ from headway.explain.text import markdown_table
 from headway.report import Column
 from headway.report.page import chart_figure, html_table, safe, with_code
 
+_NARROW = 3  # columns of a table that stands beside others
+
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
@@ -27,11 +29,12 @@ class ReportSection:
     chart: str = ""
 
     def as_html(self) -> str:
-        """Render it for a page; the table of a chart opens below it."""
-        says = f"<p>{with_code(self.says)}</p>" if self.says else ""
+        """Render it for a page; the table of a chart opens below it, and one of many columns has the page's width."""
+        says = f'<p class="note">{with_code(self.says)}</p>' if self.says else ""
         if self.chart:
-            return chart_figure(self.title, self.chart, self.headings, self.rows) + says
-        return f"<h2>{safe(self.title)}</h2>{says}{html_table(self.headings, self.rows)}"
+            return chart_figure(self.title, self.chart, self.headings, self.rows, says)
+        width = ' class="whole"' if len(self.headings) > _NARROW else ""
+        return f"<section{width}><h3>{safe(self.title)}</h3>{says}{html_table(self.headings, self.rows)}</section>"
 
     def as_markdown(self) -> str:
         """Render it for an issue."""
@@ -39,3 +42,8 @@ class ReportSection:
         parts = [f"## {safe(self.title)}", *([safe(self.says)] if self.says else [])]
         rows = [[cell.replace("<", "&lt;") for cell in row] for row in self.rows]
         return "\n\n".join([*parts, markdown_table(columns, rows, None)])
+
+
+def side_by_side(sections: Sequence[ReportSection]) -> str:
+    """Sections as HTML, in two columns where the window is wide."""
+    return '<div class="charts">' + "\n".join(section.as_html() for section in sections) + "</div>"

@@ -1,12 +1,14 @@
-"""Settings of a run: which differ from its recipe's file, and which from the defaults."""
+"""Which settings of a run differ from its recipe's file or the defaults, and what the run was made with."""
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
 from headway.cli.report_section import ReportSection
+from headway.log.jsonl import as_object
 from headway.report.secrets import HIDDEN
 from headway.train.config import TrainConfig
 from headway.train.config.tree import ITEM, Setting, walk
@@ -47,6 +49,25 @@ def changed_settings(config: str, facts: str) -> list[ReportSection]:
         headings, rows = [*headings[:2], headings[3]], [[*row[:2], row[3]] for row in rows]
     says = f"The recipe is {path}: {len(overridden)} settings were given another value than it says." if path else ""
     return [ReportSection("Settings that are not the defaults", headings, rows, says)] if rows else []
+
+
+def provenance(facts: str) -> list[ReportSection]:
+    """Command, host, device and versions of a run; nothing where the text is no run's.
+
+    Args:
+        facts: run.json, without secrets; empty where there is none.
+    """
+    run = as_object(facts.encode()) or {}
+    command, device, software = run.get("command"), run.get("device"), run.get("software")
+    found = {
+        "command": shlex.join(map(str, command)) if isinstance(command, list) else command,
+        "host": run.get("host"),
+        "device": device.get("name") if isinstance(device, Mapping) else None,
+        "precision": run.get("precision"),
+        **(software if isinstance(software, Mapping) else {}),
+    }
+    rows = [[name.replace("_", " "), str(value)] for name, value in found.items() if value is not None]
+    return [ReportSection("Made with", ["what", "value"], rows)] if rows else []
 
 
 def _leaves(node: Any, known: Mapping[str, Setting], name: str = "") -> Iterator[tuple[str, Any, str]]:

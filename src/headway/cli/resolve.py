@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.cli.output import needs_extra
 from headway.errors import UnknownModelError, WorkloadError
+from headway.log.working import working
 
 if TYPE_CHECKING:
     from headway.conventions import Architecture
@@ -35,7 +36,10 @@ def resolve_cost_model(name: str) -> "CostModel":
     shipped = shipped_name(name)
     if shipped is not None and (shipped == name.lower() or not Path(name).exists()):
         return load_cost_model(shipped)
-    with needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"):
+    with (
+        needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"),
+        working(f"tracing {name}"),
+    ):
         from headway.tracing import trace
 
         return trace(resolve_config(name))

@@ -10,6 +10,7 @@ from headway.cli import options
 from headway.cli.output import needs_extra, print_json
 from headway.cli.resolve import resolve_config
 from headway.errors import HeadwayError, UsageError
+from headway.log.working import working
 from headway.report import Column, format_count, render_pairs, render_table
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def verify(
 
     Exit code 1 if any difference is not explained.
     """
-    with needs_extra("running a model"):
+    with needs_extra("running a model"), working(f"running a step of {model}"):
         lines, unseen, name = _run(model, layers, device)
     folded = _fold(lines)
     differences = [line for line in folded if line["explanation"] is None]

@@ -91,11 +91,21 @@ def prepared(cost_model: "CostModel", workload: "Workload", supervised: int | No
 
 
 def check_vision_tokens(cost_model: "CostModel", workload: "Workload") -> None:
-    """Refuse grids that need more tokens than the segments have, where the model merges patches into tokens.
+    """Refuse grids that need more tokens than there are for them, where patches are known to be tokens.
 
     Raises:
         WorkloadError: they do.
     """
+    from headway.count.splits import FULL, tokens_of
+
+    if "latents" in cost_model.towers:  # each patch is a token of a full run, beside clean latents
+        referred = int(workload.references.prod(axis=1).sum())
+        room = (tokens_of(workload.splits, FULL) if len(workload.splits) else workload.tokens) - referred
+        if workload.patches > room:
+            raise WorkloadError(
+                f"The images hold {workload.patches} patches, each a token of a full run of {cost_model.name}, and "
+                f"such runs have {room} tokens for them: R x C patches are a run full:N of N = R x C + 2 tokens."
+            )
     group = cost_model.merge_group
     if group == 1 or not workload.patches:  # a resampler, a class token, cross attention: positions are not patches
         return

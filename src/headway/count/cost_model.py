@@ -72,6 +72,11 @@ class CostModel:
         return frozenset(drivers.tower(row.driver) for row in self.rows)
 
     @cached_property
+    def draws(self) -> bool:
+        """Whether any row counts latent patches."""
+        return "latents" in self.towers
+
+    @cached_property
     def block_towers(self) -> dict[str, str]:
         """Tower of each block by the block's name: `language`, `vision` or `audio`."""
         return towers_of_blocks(self.rows)
@@ -191,7 +196,7 @@ class CostModel:
                 f"The workload has splits, runs of tokens that see each other in full, and {self.name} takes none: its "
                 "own mask is what its code says. `with_splits` counts it under the mask of the splits."
             )
-        if workload.latent_patches and "latents" not in self.towers:
+        if workload.latent_patches and not self.draws:
             raise WorkloadError(
                 f"{self.name} draws no images, but the workload holds {workload.latent_patches} latent patches. Leave "
                 "them out, or name a model that draws."

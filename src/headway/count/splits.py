@@ -141,8 +141,12 @@ def check_kinds(tokens: int, runs: Ints, drawn: int, read: int, supervised: int 
                 f"The {MODES[mode]} runs hold {room:,} tokens, and {patches:,} latent patches are {what}: each patch "
                 f"is a token of a {MODES[mode]} run."
             )
-    if supervised is not None and not 0 <= supervised <= tokens:
-        raise WorkloadError(f"supervised must be 0 to the {tokens:,} tokens of the workload, got {supervised}.")
+    words = tokens - drawn - read
+    if supervised is not None and not 0 <= supervised <= words:
+        raise WorkloadError(
+            f"supervised must be 0 to the {words:,} tokens of the workload that are no latent patches, got "
+            f"{supervised}."
+        )
 
 
 def joined_runs(segments: Sequence[Ints], runs: Sequence[Ints]) -> Ints:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from headway.count import Workload
@@ -18,6 +19,7 @@ from headway.data.media.joining import Joinable, joined
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
+from headway.models.parallel.sequence import local_slots
 from headway.models.pixel_patches import normalised
 from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders
@@ -135,6 +137,25 @@ class Batch:
         if self.drawing is None:
             return self
         return replace(self, drawing=self.drawing.noised(self.origins, seed, step, shift))
+
+    def dealt(self, group: ProcessGroup | None) -> "Batch":
+        """This process's part of a pack that draws and that a group shares; models cut other packs themselves."""
+        if self.drawing is None or group is None:
+            return self
+        given = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}
+        if self.pixels_PD is not None:
+            given["pixel_values"] = self.pixels_PD
+        return replace(self, pixels_PD=None, drawing=self.drawing.dealt(given, group))
+
+    def local_slots(self, group: ProcessGroup | None) -> slice | torch.Tensor:
+        """The slots that this process computes, for cutting labels and sources; all of them where nobody shares.
+
+        Raises:
+            TrainingError: the pack has fewer slots than the group has processes.
+        """
+        if self.drawing is not None:
+            return slice(0, self.slots) if self.drawing.slots_H is None else self.drawing.slots_H
+        return local_slots(self.slots, group)
 
     def pin_memory(self) -> "Batch":
         """The same pack in page-locked memory, from which a CUDA device copies without waiting."""

@@ -12,7 +12,7 @@ Source: data/t2i_dataset.py, vlm_dataset.py and interleave_datasets/ of ByteDanc
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,17 @@ class _Planned:
     labels: list[int] = field(default_factory=list)
     read: list[torch.Tensor] = field(default_factory=list)
     latents: list[torch.Tensor] = field(default_factory=list)
+
+    def open_text(self, start: int) -> None:
+        """Begin a text that is to be written, with the token before it."""
+        self.parts.append(SamplePart("text", 1))
+        self.ids.append(start)
+        self.labels.append(IGNORED)
+
+    def shorten(self) -> None:
+        """Take the token after the last text away, so that it can go on."""
+        self.parts[-1] = replace(self.parts[-1], tokens=self.parts[-1].tokens - 1)
+        del self.ids[-1], self.labels[-1]
 
 
 class DrawingEncoder(Encoder):
@@ -128,17 +139,41 @@ class DrawingEncoder(Encoder):
             first_target=targets[0] if targets else 0,
             media_end=_media_end(planned),
             image_grids=tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "read"),
+            parts=tuple(part.numbers for part in planned.parts),
+            key=sample.origin.key,
         )
 
-    def encode_prompt(self, sample: Chat) -> EncodedSample:
-        """Refuse: transformers' generation does not know how this model goes on.
+    def encode_prompt(self, sample: Sample) -> EncodedSample:
+        """Encode a chat up to its last assistant turn, or a document to be continued, opened for words to follow.
 
         Raises:
-            DataError: always.
+            DataError: as `encode`; or the chat begins with its only answer.
         """
-        raise DataError(
-            f"{sample.where}: answers of models that draw are not generated during training. Set eval.generate=null."
-        )
+        planned = _Planned()
+        if isinstance(sample, Document):
+            self._text(planned, sample.content, sample.where, learns=False)
+            planned.shorten()
+        else:
+            turns = [i for i, message in enumerate(sample.messages) if message.role == "assistant"]
+            shown = replace(sample, messages=sample.messages[: turns[-1]] if turns else sample.messages)
+            if not shown.messages:
+                raise DataError(
+                    f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer."
+                )
+            pieces = list(_pieces(shown))
+            self._pieces(planned, pieces, sample.where, before=_drawn_before(pieces), draws=False)
+            planned.open_text(self._around["text"][0])
+        return self._encoded(sample, planned)
+
+    def encode_request(self, sample: Chat) -> EncodedSample:
+        """Encode a chat that a picture answers: its images as an edit's, which are read and given as latents too.
+
+        Raises:
+            DataError: as `encode`.
+        """
+        planned, pieces = _Planned(), list(_pieces(sample))
+        self._pieces(planned, pieces, sample.where, before=len(pieces), draws=False)
+        return self._encoded(sample, planned)
 
     def blank_image(self) -> None:
         """Packs without an image get a blank patch that no token takes."""
@@ -163,23 +198,36 @@ class DrawingEncoder(Encoder):
             self._text(planned, sample.content, sample.where, learns=True)
         else:
             pieces = list(_pieces(sample))
-            drawn = [i for i, (part, answers) in enumerate(pieces) if answers and isinstance(part, ImagePart)]
-            for i, (part, answers) in enumerate(pieces):
-                if isinstance(part, TextPart):
-                    self._text(planned, part.text, sample.where, learns=answers)
-                    continue
-                if i in drawn:
-                    self._image(planned, "draw", part.media, sample.where, decodes)
-                if i not in drawn or i < len(pieces) - 1:
-                    if drawn and i <= drawn[-1]:
-                        self._image(planned, "reference", part.media, sample.where, decodes)
-                    self._image(planned, "read", part.media, sample.where, decodes)
+            self._pieces(planned, pieces, sample.where, before=_drawn_before(pieces), draws=True, decodes=decodes)
         if not any(label != IGNORED for label in planned.labels) and not any(p.kind == "draw" for p in planned.parts):
             raise DataError(
                 f"{sample.where}: there is nothing to learn from the sample: no assistant turn has words or an image. "
                 "Add the answer, or delete the line."
             )
         return planned
+
+    def _pieces(
+        self,
+        planned: _Planned,
+        pieces: Sequence[tuple[TextPart | ImagePart, bool]],
+        where: str,
+        *,
+        before: int,
+        draws: bool,
+        decodes: bool = True,
+    ) -> None:
+        """Take a chat's pieces; the images among the first `before` are given as clean latents too."""
+        for i, (part, answers) in enumerate(pieces):
+            if isinstance(part, TextPart):
+                self._text(planned, part.text, where, learns=answers)
+                continue
+            is_drawn = draws and answers
+            if is_drawn:
+                self._image(planned, "draw", part.media, where, decodes)
+            if not is_drawn or i < len(pieces) - 1:
+                if i < before:
+                    self._image(planned, "reference", part.media, where, decodes)
+                self._image(planned, "read", part.media, where, decodes)
 
     def _text(self, planned: _Planned, text: str | tuple[int, ...], where: str, *, learns: bool) -> None:
         if isinstance(text, str) and len(text) > self.max_characters:
@@ -238,11 +286,18 @@ def _pieces(sample: Chat) -> Iterator[tuple[TextPart | ImagePart, bool]]:
             yield part, message.role == "assistant"
 
 
+def _drawn_before(pieces: Sequence[tuple[TextPart | ImagePart, bool]]) -> int:
+    """One past the last piece that is drawn; 0 where none is."""
+    return max(
+        (i + 1 for i, (part, answers) in enumerate(pieces) if answers and isinstance(part, ImagePart)), default=0
+    )
+
+
 def _media_end(planned: _Planned) -> int:
     """One past the last token of an image; a sample that draws is never cut [tokens]."""
     end = place = 0
     for part in planned.parts:
-        place += part.tokens or part.rows * part.columns + 2
+        place += part.length
         end = end if part.kind == "text" else place
     return place if end else 0
 

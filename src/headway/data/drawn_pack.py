@@ -1,6 +1,6 @@
 """What a pack holds for a model that draws: where its tokens lie, who sees whom, and the noise of a step.
 
-Tensor letters: L latent patches, C numbers per latent patch, G latent grids.
+Tensor letters: L latent patches, C numbers per latent patch, G latent grids, H slots that a process holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +9,11 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
+from headway.architectures.bagel.deal import deal
 from headway.data.samples import Origin
+from headway.models.parallel.exchange import split_over
 from headway.models.split_attention import SplitMask
 
 
@@ -25,6 +28,7 @@ class DrawnPack:
         features: numbers of a latent patch.
         patch_values: numbers of a patch that is read.
         shift: the model's own shift of the flow's times.
+        slots_H: of a pack that several processes share, the slots that this one holds; None of a whole pack.
     """
 
     inputs: dict[str, Any]
@@ -33,6 +37,7 @@ class DrawnPack:
     features: int
     patch_values: int
     shift: float
+    slots_H: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DrawnPack":
         """The same with its tensors changed: moved, or pinned."""
@@ -43,10 +48,11 @@ class DrawnPack:
             return change(value) if isinstance(value, torch.Tensor) else value
 
         inputs = {name: changed(value) for name, value in self.inputs.items()}
-        return replace(self, inputs=inputs, mask=self.mask.each(change))
+        slots_H = None if self.slots_H is None else change(self.slots_H)
+        return replace(self, inputs=inputs, mask=self.mask.each(change), slots_H=slots_H)
 
     def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float | None = None) -> "DrawnPack":
-        """Draw the noise of a step, and the time of each image that is drawn.
+        """Draw the noise of a step, the time of each image that is drawn, and the noise of an autoencoder's latents.
 
         Each sample has a generator of its own, so that neither the packing nor the number of processes changes what is
         drawn, nor does a resumed run.
@@ -64,12 +70,35 @@ class DrawnPack:
             return self
         shift = self.shift if shift is None else shift
         generators = [_generator(origin, seed, step) for origin in origins]
-        noise, times = [], []
+        noise, times, encoder_noise = [], [], []
+        encodes = "latent_pixels" in self.inputs
         for sample, patches, is_drawn in self.grids:
             drawn = torch.sigmoid(torch.randn((), generator=generators[sample]))
             times.append(shift * drawn / (1 + (shift - 1) * drawn) if is_drawn else torch.zeros(()))
             noise.append(torch.randn(patches, self.features, generator=generators[sample]))
-        return replace(self, inputs={**self.inputs, "noise": torch.cat(noise), "timesteps": torch.stack(times)})
+            if encodes:
+                encoder_noise.append(torch.randn(patches, self.features, generator=generators[sample]))
+        given = {"noise": torch.cat(noise), "timesteps": torch.stack(times)}
+        if encodes:
+            given["encoder_noise"] = torch.cat(encoder_noise)
+        return replace(self, inputs={**self.inputs, **given})
+
+    def dealt(self, given: dict[str, Any], group: ProcessGroup) -> "DrawnPack":
+        """This process's part of a pack that several share; attention sees all of it.
+
+        Args:
+            given: tokens, positions and pixels of the whole pack, by the names of the model's arguments.
+            group: the processes, all with the same pack.
+
+        Raises:
+            TrainingError: the pack has fewer slots than there are processes.
+        """
+        split = split_over(group, given["input_ids"].shape[1])
+        part = deal({**given, **self.inputs}, split.rank, split.degree)
+        inputs = {**part.arguments, "pack_split": split}
+        if part.patches:
+            inputs["image_split"] = split_over(group, part.patches)
+        return replace(self, inputs=inputs, mask=self.mask.of_rows(part.order_T), slots_H=part.slots_H)
 
 
 def _generator(origin: Origin, seed: int, step: int) -> torch.Generator:

@@ -126,6 +126,8 @@ class EncodedSample:
             image_grids=tuple((t, h, w) for t, h, w in self.grids_M3.tolist()),
             video_grids=tuple((t, h, w) for t, h, w in self.video_grids_M3.tolist()),
             audio_lengths=tuple(self.audio_lengths_A.tolist()),
+            parts=tuple(part.numbers for part in self.parts),
+            key=self.origin.key if self.parts else 0,
         )
 
     def truncated(self, tokens: int) -> "EncodedSample | None":

@@ -5,7 +5,7 @@ Everything is taken from what training uses: the encoder's tensors, the length i
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -175,7 +175,7 @@ def used_of(items: Items, source: int, row: int) -> list[tuple[int, int]]:
         row: place in the source, from 0.
     """
     numbers = np.arange(items.offsets[source], items.offsets[source + 1])
-    origins = items.locate(numbers)
+    origins = replace(items, varying=()).locate(numbers)  # whole, whatever is left of it in an epoch
     made = origins.row == row
     return list(zip(origins.start[made].tolist(), origins.stop[made].tolist(), strict=True))
 
@@ -211,7 +211,7 @@ def show_packs(plan: Plan, count: int) -> list[ShownPack]:
                 PackedItem(plan.items.names[source], row, start, stop)
                 for source, row, start, stop in zip(*(column.tolist() for column in columns), strict=True)
             )
-            packs.append(ShownPack(number, held, int(plan.items.patches[items].sum()), flops))
+            packs.append(ShownPack(number, held, int(plan.items.sizes_of(items).patches.sum()), flops))
         if len(packs) >= count:
             break
     return packs

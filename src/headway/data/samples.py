@@ -1,6 +1,7 @@
 """Samples as types: chats and documents, their media, where each came from, and how long it is once encoded."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -36,6 +37,12 @@ class Origin:
 
     def __str__(self) -> str:
         return f"{self.file}, {self.place}"
+
+    @property
+    def key(self) -> int:
+        """A number of 63 bits for file and row, the same wherever the file's folder is moved."""
+        name = f"{self.file.rpartition('/')[2]}\0{self.row}".encode(errors="surrogatepass")
+        return int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +218,8 @@ class SampleLengths:
         image_grids: (t, h, w) of each image [patches].
         video_grids: (t, h, w) of each video [patches].
         audio_lengths: feature frames of each sound [frames].
+        parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
+        key: `Origin.key`, for a model that draws; 0 for others.
     """
 
     tokens: int
@@ -220,6 +229,8 @@ class SampleLengths:
     image_grids: tuple[Grid, ...] = ()
     video_grids: tuple[Grid, ...] = ()
     audio_lengths: tuple[int, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
+    key: int = 0
 
     @property
     def patches(self) -> int:

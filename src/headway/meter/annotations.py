@@ -173,11 +173,16 @@ def _whole(model: "nn.Module") -> "nn.Module":
 
 
 def _compiled_around() -> dict[int, Any]:
-    """Find what torch.compile made of modules, by the module: a model does not tell that its loop calls it compiled."""
+    """Find what torch.compile made of modules, by the module: a model does not tell that its loop calls it compiled.
+
+    An object refers to its class. A list of all objects would do as well, and would hold the tuples that other threads
+    are making just then, which Python ends with a SystemError ("bad argument to internal function") in those threads.
+    """
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # where nobody imported it, nothing is compiled
     if dynamo is None:
         return {}
-    return {id(one._orig_mod): one for one in gc.get_objects() if type(one) is dynamo.OptimizedModule}
+    made = gc.get_referrers(dynamo.OptimizedModule)
+    return {id(one._orig_mod): one for one in made if type(one) is dynamo.OptimizedModule}
 
 
 def _units(model: "nn.Module", outside: dict[int, Any]) -> "Iterator[tuple[str, nn.Module]]":

@@ -37,11 +37,14 @@ class SplitMask:
         place_3T: number of the segment and of the run, and the run's mode, of each slot, int32.
         blocks: which blocks of keys each block of queries sees in part and in full, each as a number, shape (Q,), and
             indices, shape (Q, Q); int32.
+        order: where each slot lies among the rows that attention is given, and the slot of each row, shape (T,) each;
+            empty where rows are the slots in order.
     """
 
     groups: tuple[tuple[Runs, torch.Tensor], ...]
     place_3T: torch.Tensor
     blocks: tuple[torch.Tensor, ...]
+    order: tuple[torch.Tensor, ...] = ()
     _made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -75,9 +78,12 @@ class SplitMask:
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SplitMask":
         """The same mask with its tensors changed: moved, or pinned."""
         groups = tuple((runs, change(slots)) for runs, slots in self.groups)
-        return replace(
-            self, groups=groups, place_3T=change(self.place_3T), blocks=tuple(map(change, self.blocks)), _made={}
-        )
+        blocks, order = tuple(map(change, self.blocks)), tuple(map(change, self.order))
+        return replace(self, groups=groups, place_3T=change(self.place_3T), blocks=blocks, order=order, _made={})
+
+    def of_rows(self, slots_T: torch.Tensor) -> "SplitMask":
+        """The same mask for rows that are the slots in another order, such as that of the processes that hold them."""
+        return replace(self, order=(slots_T.argsort(), slots_T))
 
     def dense(self) -> torch.Tensor:
         """Whether each query sees each key, shape (1, 1, T, T)."""
@@ -139,6 +145,16 @@ def split_attention(
         raise WorkloadError(f"the mask is of {mask.place_3T.shape[1]} slots, and attention of {len(q_THD)}.")
     if q_THD.shape[1] == 0:  # more processes than heads: this one has none to attend with
         return q_THD.reshape(len(q_THD), 0, v_TKD.shape[2])
+    if not mask.order:
+        return _in_order(q_THD, k_TKD, v_TKD, mask, scale, dropout)
+    rows_T, slots_T = mask.order
+    q_THD, k_TKD, v_TKD = (x.index_select(0, rows_T) for x in (q_THD, k_TKD, v_TKD))
+    return _in_order(q_THD, k_TKD, v_TKD, mask, scale, dropout).index_select(0, slots_T)
+
+
+def _in_order(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, mask: SplitMask, scale: float, dropout: float
+) -> torch.Tensor:
     if q_THD.is_cuda:
         if dropout > 0.0:
             raise ConfigError(f"Attention under splits has no dropout on CUDA, and {dropout} is asked for: set 0.")

@@ -100,6 +100,12 @@ def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
     return None
 
 
+def tower_of_all(model: PreTrainedModel) -> torch.nn.Module | None:
+    """The vision tower that runs on a pack of every process or of none, by blank images; None without such a one."""
+    whole: Any = model
+    return whole.vit_model if getattr(model, "draws", False) else vision_tower(model)
+
+
 def patch_size_of(config: PreTrainedConfig) -> int | None:
     """Side of a patch of a model's vision tower [pixels], by its configuration; None where it names none."""
     found = next((part.patch_size for part in subconfigs(config) if getattr(part, "patch_size", None)), None)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headway.count import CostModel
 from headway.errors import ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget, segment_costs
+from headway.packing.parts import Dropout, PartCosts, PartTable
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 """What happens to a sample that is longer than a pack: an error, or it is left out, cut, or cut in pieces."""
@@ -54,12 +55,14 @@ class Origins(NamedTuple):
         row: row of that source.
         start: first token that is used.
         stop: one past the last token that is used.
+        epoch: how often the item has played before.
     """
 
     source: Numbers
     row: Numbers
     start: Numbers
     stop: Numbers
+    epoch: Numbers
 
 
 @dataclass(slots=True)
@@ -97,6 +100,9 @@ class OverlongCounts:
 class Items:
     """Samples, or pieces of split ones, numbered from 0 source by source.
 
+    Where conditions are left out at random, an item is drawn with its epoch: its number plus the number of items for
+    each time that it has played before.
+
     Attributes:
         tokens: length of each item [tokens], int32, shape (N,).
         patches: vision patches of each item [patches], int32, shape (N,).
@@ -106,6 +112,7 @@ class Items:
         rows: row of each item in its source, shape (N,); None where items and rows are the same.
         cut: items that are part of a row, ascending, shape (C,).
         starts: first token of the row that each of those uses, shape (C,).
+        varying: what is left of the items of each source whose conditions are left out at random; empty without.
     """
 
     tokens: Numbers
@@ -116,6 +123,7 @@ class Items:
     rows: Numbers | None = None
     cut: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     starts: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    varying: tuple["_Varying", ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -145,6 +153,7 @@ class Items:
         budget: Budget,
         overlong: Overlong = "error",
         cost_model: CostModel | None = None,
+        dropout: Dropout | None = None,
     ) -> tuple["Items", dict[str, OverlongCounts]]:
         """Number the samples of all sources, by the policy for those that exceed a pack.
 
@@ -155,6 +164,7 @@ class Items:
                 out if that would cut media, their patches exceed the budget or no target would be left; "split" makes
                 several items of those without media, one for each pack's worth, and leaves the others out.
             cost_model: the trained model's costs; None plans by tokens.
+            dropout: of conditions, which sources with `parts` and `part_costs`, as a length index's, have.
 
         Returns:
             The items, and what became of the samples of each source.
@@ -179,18 +189,32 @@ class Items:
             None if same else _joined(rows, np.int64),
             _joined([part.cut + first for part, first in zip(parts, offsets, strict=False)], np.int64),
             _joined([part.starts for part in parts], np.int64),
+            tuple(
+                _Varying(name, int(first), len(part.tokens), part.rows, lengths, dropout, cost_model)
+                for (name, lengths), part, first in zip(sources.items(), parts, offsets, strict=False)
+                if dropout is not None
+            ),
         )
         return items, counts
 
     def locate(self, items: Numbers) -> Origins:
         """Look up source, row and tokens of items."""
+        drawn, (epoch, items) = items, np.divmod(items, len(self))
         source = np.searchsorted(self.offsets, items, side="right") - 1
         row = items - self.offsets[source] if self.rows is None else self.rows[items]
         start = np.zeros(len(items), dtype=np.int64)
         if len(self.cut):
             at = np.minimum(np.searchsorted(self.cut, items), len(self.cut) - 1)
             start = np.where(self.cut[at] == items, self.starts[at], 0)
-        return Origins(source, row, start, start + self.tokens[items])
+        return Origins(source, row, start, start + self.sizes_of(drawn).tokens, epoch)
+
+    def sizes_of(self, items: Numbers) -> "Sizes":
+        """Look up the lengths and costs of items, as drawn: without the conditions that are left out in their epoch."""
+        epoch, item = np.divmod(items, len(self)) if self.varying else (items, items)
+        sizes = Sizes(self.tokens[item].astype(np.int64), self.patches[item].astype(np.int64), self.costs[item])
+        for varying in self.varying:
+            varying.write(item, epoch, sizes)
+        return sizes
 
     def fingerprint(self) -> str:
         """Changes when any item does."""
@@ -198,7 +222,58 @@ class Items:
         for column in (self.tokens, self.patches, self.costs, self.offsets, self.rows, self.cut, self.starts):
             if column is not None:
                 digest.update(np.ascontiguousarray(column).data)
+        for varying in self.varying:
+            digest.update(repr(varying.dropout).encode())
         return digest.hexdigest()
+
+
+class Sizes(NamedTuple):
+    """What items take, one entry each.
+
+    Attributes:
+        tokens: length [tokens].
+        patches: vision patches [patches].
+        costs: useful FLOPs of training on it, or its tokens where those are planned by.
+    """
+
+    tokens: Numbers
+    patches: Numbers
+    costs: Numbers
+
+
+class _Varying:
+    """The items of a source whose conditions are left out at random."""
+
+    def __init__(
+        self,
+        source: str,
+        first: int,
+        count: int,
+        rows: Numbers | None,
+        lengths: Any,
+        dropout: Dropout,
+        cost_model: CostModel | None,
+    ) -> None:
+        self.dropout = dropout
+        self._source, self._first, self._stop, self._rows = source, first, first + count, rows
+        self._parts: PartTable = lengths.parts
+        has_conditions = np.bincount(self._parts.sample, self._parts.conditions(), minlength=len(lengths.tokens)) > 0
+        self._may_vary = has_conditions if rows is None else has_conditions[rows]
+        self._costs = None if cost_model is None else PartCosts.of(cost_model, self._parts.values)
+
+    def write(self, items: Numbers, epochs: Numbers, sizes: Sizes) -> None:
+        """Write the sizes of this source's items in their epochs."""
+        at = np.flatnonzero((items >= self._first) & (items < self._stop))
+        at = at[self._may_vary[items[at] - self._first]]
+        own = items[at] - self._first
+        rows = own if self._rows is None else self._rows[own]
+        parts = self._parts.take(rows)
+        kept = self.dropout.kept(parts, epochs[at], self._source)
+        sizes.tokens[at], sizes.patches[at] = parts.sizes(kept)
+        if self._costs is None:
+            sizes.costs[at] = sizes.tokens[at]
+        else:
+            sizes.costs[at] = self._costs.take(self._parts.places(rows)).of_samples(parts, kept)
 
 
 class _Part(NamedTuple):

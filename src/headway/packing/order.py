@@ -91,6 +91,7 @@ class Order:
         stages: the curriculum; every source in proportion to its size, endlessly, when None.
         seed: seed of the shuffling.
         shuffle: whether to shuffle inside sources.
+        tells_epochs: whether `draw` adds the number of items, for each time that an item has played before.
 
     Raises:
         ConfigError: an unknown or empty source, a weight or number of epochs that is not positive, or an endless stage
@@ -109,6 +110,7 @@ class Order:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        tells_epochs: bool = False,
     ) -> None:
         if not any(sizes.values()):
             raise ConfigError("There is nothing to order: the sources hold no samples. Give at least one that does.")
@@ -117,6 +119,7 @@ class Order:
         firsts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         numbers = {name: number for number, name in enumerate(sizes)}
         self.seed, self.shuffle = seed, shuffle
+        self._lap = sum(sizes.values()) if tells_epochs else 0
         self._stages: list[list[_Part]] = []
         self._ends: list[int] = []  # where each stage ends; the last may never
         self._epoch: Fraction | None = None
@@ -204,7 +207,8 @@ class Order:
             places = permute(places, part.used, keys)
             if part.used < part.size:
                 places = permute(places, part.size, key_of(self.seed, part.source, _SUBSET))
-        return part.first + places
+        found: NDArray[np.int64] = part.first + places + epochs * self._lap
+        return found
 
 
 def _parts(
@@ -294,7 +298,7 @@ def key_of(*parts: int) -> int:
     """
     key = 0
     for part in parts:
-        key = int(_mixed(np.array([(key ^ (part & _MASK)) + _GOLDEN & _MASK], dtype=np.uint64))[0])
+        key = int(mixed(np.array([(key ^ (part & _MASK)) + _GOLDEN & _MASK], dtype=np.uint64))[0])
     return key
 
 
@@ -329,10 +333,10 @@ def permute(places: NDArray[Any], size: int, key: int | Unsigned) -> NDArray[np.
 
 def shuffled(size: int, key: int) -> NDArray[np.int64]:
     """Shuffle 0 .. size - 1 as a whole."""
-    mixed = _mixed(np.arange(size, dtype=np.uint64) + np.uint64(key))
+    scrambled = mixed(np.arange(size, dtype=np.uint64) + np.uint64(key))
     # A radix sort by the highest 32 bits, 16 at a time, since numpy sorts so few in linear time.
-    order = np.argsort((mixed >> np.uint64(32)).astype(np.uint16), kind="stable")
-    return order[np.argsort((mixed >> np.uint64(48)).astype(np.uint16)[order], kind="stable")]
+    order = np.argsort((scrambled >> np.uint64(32)).astype(np.uint16), kind="stable")
+    return order[np.argsort((scrambled >> np.uint64(48)).astype(np.uint16)[order], kind="stable")]
 
 
 def _network(values: Unsigned, size: int, keys: Unsigned) -> Unsigned:
@@ -343,9 +347,9 @@ def _network(values: Unsigned, size: int, keys: Unsigned) -> Unsigned:
     left, right = values >> np.uint64(low), values & np.uint64((1 << low) - 1)
     for number in range(_FEISTEL_ROUNDS):
         if number % 2 == 0:
-            left = left ^ (_mixed(right + _round_key(keys, number)) >> widths[0])
+            left = left ^ (mixed(right + _round_key(keys, number)) >> widths[0])
         else:
-            right = right ^ (_mixed(left + _round_key(keys, number)) >> widths[1])
+            right = right ^ (mixed(left + _round_key(keys, number)) >> widths[1])
     return (left << np.uint64(low)) | right
 
 
@@ -354,7 +358,7 @@ def _round_key(keys: Unsigned, number: int) -> Unsigned:
         return keys + np.uint64(number * _GOLDEN & _MASK)
 
 
-def _mixed(values: Unsigned) -> Unsigned:
+def mixed(values: Unsigned) -> Unsigned:
     """Scramble 64 bits; the high ones come out best mixed."""
     values = (values ^ (values >> np.uint64(30))) * _FIRST
     values = (values ^ (values >> np.uint64(27))) * _SECOND

@@ -193,7 +193,7 @@ class Plan:
         packs = [packed.items[low:high] for low, high in itertools.pairwise(bounds.tolist())]
         packs += [packed.items[:0]] * (self.packs_per_step - len(packs))
         pack_of = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
-        costs = self.items.costs[packed.items[bounds[0] : bounds[-1]]]
+        costs = self.items.sizes_of(packed.items[bounds[0] : bounds[-1]]).costs
         return PlannedStep(packs, sums_of(pack_of, costs, len(packs)), before + int(bounds[-1]))
 
     def _ends(self, packed: _Packed) -> bool:
@@ -226,10 +226,11 @@ class Plan:
             count = 2 * len(items)
 
     def _window(self, items: Ints, start: _Start) -> Candidates:
+        sizes = self.items.sizes_of(items)
         return Candidates(
-            self.items.tokens[items].astype(np.int64),
-            self.items.patches[items].astype(np.int64),
-            whole_costs(self.items.costs[items], self._shift),
+            sizes.tokens,
+            sizes.patches,
+            whole_costs(sizes.costs, self._shift),
             self.budget,
             start.packs_per_step,
             start.accumulation,

@@ -18,7 +18,7 @@ from headway.plan.memory import Sharing, State
 from headway.plan.mesh import MeshShape
 from headway.plan.moments import FLOAT32
 from headway.plan.slices import rows_of, sliced, spread_over
-from headway.plan.units import chosen_blocks, head_features, remembered, unit_names
+from headway.plan.units import chosen_blocks, head_features, remembered, unit_names, unit_of_tower
 
 
 def exchanges_of(
@@ -90,7 +90,7 @@ def _computed(cost_model: CostModel, saved: SavedActivations, pack: Workload) ->
     units = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
     compute: Counter[str] = Counter()
     for row in cost_model.rows:
-        compute[_unit_of(row, saved)] += row.forward * units[row.driver]
+        compute[_unit_of(row, cost_model, saved)] += row.forward * units[row.driver]
     return compute
 
 
@@ -176,12 +176,12 @@ def _attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: i
         if row.op != "attention" or row.block not in saved.blocks:
             continue
         inside = [
-            (number > place, other.features, other.driver)
+            (number > place, other.features)
             for number, other in enumerate(cost_model.rows)
             if other.features and other.block == row.block and other.module.startswith(f"{row.module}.")
         ]
-        before = [features for behind, features, _ in inside if not behind]
-        after = [features for behind, features, _ in inside if behind]
+        before = [features for behind, features in inside if not behind]
+        after = [features for behind, features in inside if behind]
         kept = saved.blocks[row.block].attention
         if not before or not after or not kept:
             continue
@@ -191,7 +191,8 @@ def _attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: i
         key_heads = heads
         if len(before) > 2 and before[-2][1] * given == before[-1][1] * queries:
             key_heads = max(1, before[-2][1] * heads // queries)
-        found.append(_Attention(row.block, inside[0][2], heads, key_heads, queries // heads, given // heads))
+        # what attention keeps is of all its tokens, where a projection may be of some
+        found.append(_Attention(row.block, next(iter(kept)), heads, key_heads, queries // heads, given // heads))
     return found
 
 
@@ -219,7 +220,7 @@ def _of_activations(
             sent = one.sent(pack, sharing.sequence, unit)
             yield from through(one.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)
             yield from through(one.block, sent["heads for tokens"], sent["gradients of tokens"], sharing.sequence)
-        merged = _merged_width(cost_model)
+        merged = 0 if cost_model.draws else _merged_width(cost_model)  # a patch's token is where the patch is
         if merged and pack.patches:  # every process is given all visual tokens, and gradients come back
             tokens = pack.patches // cost_model.merge_group
             local = -(-tokens // sharing.sequence)
@@ -259,7 +260,9 @@ def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[
     """Units that have a backward: a parameter in the unit, or in a unit before it, is trained."""
     trained = cost_model.trained
     alive = {
-        _unit_of(row, saved) for row in cost_model.rows if any(gradient.runs(trained) for gradient in row.gradients)
+        _unit_of(row, cost_model, saved)
+        for row in cost_model.rows
+        if any(gradient.runs(trained) for gradient in row.gradients)
     }
     learning = {
         unit for unit, one in zip(unit_names(cost_model, saved), cost_model.parameters, strict=True) if one.trainable
@@ -267,12 +270,12 @@ def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[
     return alive | learning
 
 
-def _unit_of(row: Row, saved: SavedActivations) -> str:
+def _unit_of(row: Row, cost_model: CostModel, saved: SavedActivations) -> str:
     if row.block in saved.blocks and row.block:
         return row.block
     if row.component == "language.head":
         return "(head)"
-    return "(vision)" if row.component.startswith("vision.") else "(root)"
+    return unit_of_tower(row.component, cost_model)
 
 
 def _gathered_again(order: Sequence[str], alive: set[str]) -> set[str]:

@@ -149,6 +149,8 @@ def plan_memory(
         cost_model, in_slices, state.muon, UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards)
     )
     batch = _pixels(cost_model, pack, state.compute_bytes)
+    if cost_model.draws:  # whose processes are each given their own patches; others cut all of them
+        batch = -(-batch // sharing.sequence)
     host = 0
     if sharing.offload:
         host = held + gradients + optimizer + average

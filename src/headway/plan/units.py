@@ -90,7 +90,16 @@ def unit_names(cost_model: CostModel, saved: SavedActivations) -> list[str]:
 def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: int | None) -> str:
     if head is not None and parameter.numel == cost_model.parameters[head].numel and not is_tied(cost_model, head):
         return "(head)" if number == head else "(embedding)"
-    return "(vision)" if parameter.component.startswith("vision.") else "(root)"
+    return unit_of_tower(parameter.component, cost_model)
+
+
+def unit_of_tower(component: str, cost_model: CostModel) -> str:
+    """Name the unit of what is outside of blocks: that of the tower, or the root.
+
+    What leads from the tower to the text is in the tower, but where a model draws beside it.
+    """
+    inside = component.startswith("vision.") and not (cost_model.draws and component == "vision.merger")
+    return "(vision)" if inside else "(root)"
 
 
 @remembered

@@ -18,10 +18,9 @@ _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 12, 40  # room for ticks and units
 _CHARACTER = 7.5  # width of a digit at most
 _BAR, _GAP = 22, 8
-NUM_BUCKETS = 240  # of a long series: each keeps its smallest and its largest value
+NUM_BUCKETS = 200  # of a long series: each keeps its smallest and its largest value
 _SHADES = 20  # of a heat strip; cells side by side of one shade are drawn as one
-NUM_COLOURS = 8  # --c0 to --c7 on the page
-_LINE_COLOURS = (0, 2, 3, 4, 5, 6, 7)  # --c1 is the band's
+_COLOURS = (0, 2, 3, 4, 5, 6, 7)  # --c0 to --c7 on the page; --c1 is the band's, too light for a line or bar
 _MOST_WHOLE = 1e15  # larger places are told to six digits
 
 Format = Callable[[float], str]
@@ -93,7 +92,7 @@ def lines_chart(
         drawn.append(_band(*read[0][1:], x_of, y_of))
     told = []
     for number, (name, xs, ys) in enumerate(read):
-        points, colour = reduced(xs, ys), f"var(--c{_LINE_COLOURS[number]})"
+        points, colour = reduced(xs, ys), f"var(--c{_COLOURS[number]})"
         drawn.append(_hovered(name, points, ends, x_name, form))
         drawn += _drawn_line([(x_of(x), y_of(y)) for x, y in points], colour, is_dashed=number > 0)
         drawn.append("</g>")
@@ -162,7 +161,9 @@ def _finite(values: "np.ndarray") -> "np.ndarray":
     return np.asarray(values[np.isfinite(values)])
 
 
-def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, stacked: bool = False) -> str:
+def bar_chart(
+    title: str, bars: Sequence[tuple[str, float]], *, form: Format, stacked: bool = False, kinds: Sequence[int] = ()
+) -> str:
     """Draw named values as horizontal bars; stacked ones each begin where the one before ends (a waterfall).
 
     Args:
@@ -170,6 +171,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, st
         bars: name and value of each, not below 0.
         form: a value with its unit.
         stacked: the bars are parts of their sum.
+        kinds: which kind each bar is of, from 0, where they are of several; a kind has a colour.
 
     Raises:
         ValueError: there is no bar, or a value is below 0 or not finite.
@@ -181,7 +183,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, form: Format, st
     drawn, before = [], 0.0
     for place, (name, value) in enumerate(bars):
         y, x, width = _TOP + place * (_BAR + _GAP), left + room * before / whole, room * value / whole
-        colour = place % NUM_COLOURS if stacked else 0
+        colour = _COLOURS[place % len(_COLOURS) if stacked else kinds[place] if kinds else 0]
         drawn.append(f'<rect x="{_fixed(x)}" y="{y}" width="{_fixed(width)}" height="{_BAR}" fill="var(--c{colour})"/>')
         drawn.append(_text(left - 8, y + 15, _cut(name), "end"))
         drawn.append(_text(x + width + 6, y + 15, form(value), "start"))

@@ -5,6 +5,8 @@ import math
 
 def number(value: object) -> float | None:
     """A finite number; None for anything else."""
+    if type(value) is float:  # most of a million values
+        return value if math.isfinite(value) else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

@@ -21,10 +21,14 @@ _COLOURS = """
 CHART_STYLE = (
     _COLOURS
     + """* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 80rem; padding: 0 1rem;
   color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.4rem; } .verdict { font-size: 1.15rem; }
-figure { margin: 1rem 0; } figcaption { font-weight: 600; } svg { display: block; width: 100%; max-width: 48rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.2rem; margin: 2rem 0 0.4rem; } .verdict { font-size: 1.15rem; }
+h3, figcaption { font-size: 1rem; font-weight: 600; margin: 0 0 0.3rem; } figure { margin: 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem, 1fr)); gap: 0.4rem 1.5rem; }
+.facts > div { border-top: 1px solid var(--grid); padding-top: 0.2rem; } dt { color: var(--soft); font-size: 0.85rem; }
+dd { margin: 0; } .charts { display: grid; gap: 1.2rem 2rem; align-items: start; }
+.charts > * { min-width: 0; margin-bottom: 0.5rem; } svg { display: block; width: 100%; max-width: 48rem; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); } summary, .note { color: var(--soft); }
 .said { margin: 0; min-height: 1.5em; }
 table { border-collapse: collapse; font-size: 0.9rem; } td, th { padding: 0.15rem 0.7rem 0.15rem 0; text-align: right;
@@ -32,9 +36,10 @@ table { border-collapse: collapse; font-size: 0.9rem; } td, th { padding: 0.15re
 td:first-child, th:first-child, .words { text-align: left; } code { font-size: 0.9em; }
 .wide { overflow-x: auto; } pre { background: var(--card); padding: 0.7rem; white-space: pre-wrap; font-size: 0.8rem; }
 @media (max-width: 600px) { svg { min-width: 34rem; } }
+@media (min-width: 1100px) { .charts { grid-template-columns: 1fr 1fr; } .charts > .whole { grid-column: 1 / -1; } }
 @media print { .said { display: none; } @page { size: A4; margin: 15mm; } body { max-width: none; margin: 0; }
-  figure > .wide, tr { break-inside: avoid; }
-  h2, figcaption, summary { break-after: avoid; }
+  .charts { display: block; } .charts > * { margin-bottom: 1rem; } figure > .wide, tr { break-inside: avoid; }
+  h2, h3, figcaption, summary { break-after: avoid; }
   details::details-content { content-visibility: visible; display: block; } }
 """
 )
@@ -101,6 +106,12 @@ def with_code(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", safe(text))
 
 
+def fact_list(facts: Iterable[tuple[str, str]]) -> str:
+    """Render names and values, each value below its name."""
+    shown = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd></div>" for name, value in facts)
+    return f'<dl class="facts">{shown}</dl>'
+
+
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Render a table of plain text."""
     kinds = [
@@ -120,8 +131,9 @@ def _is_words(cells: Iterable[str]) -> bool:
     return any(" " in cell for cell in told) and not any(_NUMBER.fullmatch(cell) for cell in told)
 
 
-def chart_figure(caption: str, chart: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Render a chart with the table of its numbers, which opens below it."""
-    table = html_table(headings, rows)
-    below = f"<details><summary>Table</summary>{table}</details>"
+def chart_figure(
+    caption: str, chart: str, headings: Sequence[str], rows: Sequence[Sequence[str]], says: str = ""
+) -> str:
+    """Render a chart with the table of its numbers, which opens below it, and a sentence as HTML between them."""
+    below = f"{says}<details><summary>Table</summary>{html_table(headings, rows)}</details>"
     return f'<figure><figcaption>{safe(caption)}</figcaption><div class="wide">{chart}</div>{below}</figure>'

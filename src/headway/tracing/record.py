@@ -75,6 +75,7 @@ class Recorder:
     # like
     choices: defaultdict[str, list[Choice]] = field(default_factory=lambda: defaultdict(list))
     parameters_read: int = 0  # source bits of all parameters that forward read
+    met_nothing: int = 0  # source bits of the parameters that were applied to no row
     # elementwise products of activations by module path, and by whether one is spread over the other
     multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
@@ -229,6 +230,8 @@ class Recorder:
             for tensor in arg if isinstance(arg, list | tuple) else (arg,):
                 if isinstance(tensor, Phantom):
                     self.parameters_read |= tensor.sources
+                    if not tensor.fed and isinstance(out, torch.Tensor) and not out.numel():
+                        self.met_nothing |= tensor.sources
         if packet in ELEMENTWISE:
             self._multiply(args, out)
         if packet in _CHOICES:

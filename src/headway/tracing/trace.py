@@ -17,6 +17,7 @@ from headway.tracing import build, classify
 from headway.tracing.alternate_forwards import alternate_forwards, without_arguments
 from headway.tracing.experts import merge_experts
 from headway.tracing.fit import Fitted, candidates, fit
+from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.inputs.model_inputs import asking, backward_from, call, inputs_for
 from headway.tracing.loops import alike, check_loops, merged
 from headway.tracing.operation import Operation
@@ -66,6 +67,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     homes = classify.parameter_components(operations, names, parameters)
     shapes = [tuple(p.shape) for _, p in model.named_parameters()]
     in_use = classify.stacks_in_use(operations, fitted, shapes)
+    if isinstance(model_inputs, Drawings):  # a token is read or drawn, and meets one copy of the language model
+        apart = _run(model, model_inputs.text_alone(), backward=False).met_nothing
+        in_use |= {i: 0 for i, home in enumerate(homes) if apart >> i & 1 and home.startswith("language.")}
     source = _source(model, parameters) | model_inputs.notes
     if asked := {name for name, _ in asking(model, model_inputs.arguments(workloads[0]))}:
         source["input_gradients"] = ", ".join(sorted(asked))

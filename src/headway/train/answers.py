@@ -18,10 +18,9 @@ from torch.nn.functional import pad
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
 from headway.data.encode import EncodedSample
-from headway.data.samples import Chat
+from headway.data.samples import Chat, ImagePart
 from headway.errors import ConfigError
 from headway.models.losses import IGNORED
-from headway.models.parallel.sequence import local_slots
 from headway.packing.bins import pack
 from headway.packing.budget import Size
 from headway.report import printable
@@ -114,9 +113,9 @@ class GenerationEval:
         count: int,
         max_new_tokens: int,
     ) -> None:
-        chats = [sample for sample in samples if isinstance(sample, Chat)][:count]
+        chats = [sample for sample in samples if isinstance(sample, Chat) and not _is_drawn(sample)][:count]
         if not chats:
-            raise ConfigError("eval.generate is set, but data.eval holds no chat to answer. Take it out.")
+            raise ConfigError("eval.generate is set, but data.eval holds no chat to answer in words. Take it out.")
         self._tokenizer = encoder.tokenizer
         self._prompts = [encoder.encode_prompt(chat) for chat in chats]
         self._gold = [_last_answer(encoder.encode(chat)) for chat in chats]
@@ -177,7 +176,7 @@ class GenerationEval:
         going = list(indices)
         end, most = self._tokenizer.eos_token_id, self._max_new_tokens
         while any(self._ranks.gather_all(bool(going))):
-            batch = self._collator([texts[i] for i in indices]).to(device)
+            batch = self._collator([texts[i] for i in indices]).noised(seed=0, step=0).dealt(self._group).to(device)
             with autocast():
                 next_tokens = self._next(model, batch, len(indices))
             for i, token in zip(indices, next_tokens, strict=True):
@@ -189,11 +188,11 @@ class GenerationEval:
 
     def _next(self, model: torch.nn.Module, batch: Batch, num_texts: int) -> list[int]:
         """Most likely next token of each text of a pack; logits are computed at the ends of texts only."""
-        local = local_slots(batch.slots, self._group)
         ends_N = batch.cu_seqlens_N[1 : num_texts + 1].long() - 1
-        is_mine_N = (ends_N >= local.start) & (ends_N < local.stop)
-        mine_M = ends_N[is_mine_N] - local.start
-        logits_MV = model(**batch.model_inputs(), logits_to_keep=mine_M).logits[0]
+        held_L = torch.arange(batch.slots, device=ends_N.device)[batch.local_slots(self._group)]
+        is_mine_N = torch.isin(ends_N, held_L)
+        mine_M = torch.searchsorted(held_L, ends_N[is_mine_N])
+        logits_MV = model(**batch.model_inputs(), logits_to_keep=mine_M).logits.flatten(0, -2)
         if len(logits_MV) != len(mine_M):  # a model that returns all of them, whatever it is asked for
             logits_MV = logits_MV[mine_M]
         tokens_N = torch.zeros_like(ends_N)
@@ -208,6 +207,13 @@ class GenerationEval:
         return words.strip()
 
 
+def _is_drawn(chat: Chat) -> bool:
+    """Whether the last answer is a picture and nothing else."""
+    answers = [message for message in chat.messages if message.role == "assistant"]
+    last = answers[-1] if answers else None
+    return last is not None and bool(last.parts) and all(isinstance(part, ImagePart) for part in last.parts)
+
+
 def _last_answer(sample: EncodedSample) -> list[int]:
     is_target_S = sample.labels_S != IGNORED
     ends = is_target_S.nonzero()[-1].item() + 1
@@ -220,9 +226,10 @@ def _last_answer(sample: EncodedSample) -> list[int]:
 def _longer(sample: EncodedSample, token: int) -> EncodedSample:
     """Append a text token to a sample, at the next position on all axes."""
     position = int(sample.position_ids_RS.max()) + 1
-    types = sample.token_types_S
+    types, parts = sample.token_types_S, sample.parts
     return replace(
         sample,
+        parts=(*parts[:-1], replace(parts[-1], tokens=parts[-1].tokens + 1)) if parts else (),
         input_ids_S=pad(sample.input_ids_S, (0, 1), value=token),
         labels_S=pad(sample.labels_S, (0, 1), value=IGNORED),
         position_ids_RS=pad(sample.position_ids_RS, (0, 1), value=position),

@@ -24,7 +24,7 @@ from headway.models.parallel.experts import spread_experts
 from headway.models.parallel.sequence import share_packs
 from headway.models.products import align_widths
 from headway.models.recompute import recompute_blocks
-from headway.models.vision import vision_tower
+from headway.models.vision import tower_of_all
 from headway.tracing import trace
 from headway.train.checkpoint import Checkpoint, refuse_half_written
 from headway.train.config import TrainConfig
@@ -151,7 +151,7 @@ def distribute(
         reduce_dtype=getattr(torch, parallel.reduce_dtype),
         reshard=parallel.reshard,
         offload=parallel.offload,
-        vision=vision_tower(model),
+        vision=tower_of_all(model),
     )
     keep_on = torch.device("cpu") if parallel.offload else device
     with without_adapters(model):  # which have weights of their own later

@@ -17,6 +17,7 @@ from headway.data.index import LengthIndex, build_index
 from headway.data.sources import Source, open_source
 from headway.data.sources.opening import own_names
 from headway.errors import ConfigError
+from headway.log.working import measuring_rows
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
 from headway.packing.items import Items
@@ -59,7 +60,8 @@ def open_feed(
     sources, stages = open_stages(data, config.optim.epochs)
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
-    maker = PackMaker(sources, encoder, collator, bad.skips)
+    dropout = config.model.drawing.dropout(config.run.seed)
+    maker = PackMaker(sources, encoder, collator, bad.skips, dropout)
     accumulation = config.optim.accumulation
     share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
     if data.stream is not None:
@@ -77,8 +79,8 @@ def open_feed(
         )
         return StreamFeed(streaming, share, bad)
     indices = _indices(sources, encoder, data.workers, bad, ranks)
-    items, planned = Items.build(indices, budget_of(data), data.overlong, cost_model)
-    order = Order(items.sizes, stages, seed=data.seed)
+    items, planned = Items.build(indices, budget_of(data), data.overlong, cost_model, dropout)
+    order = Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None)
     plan = Plan(
         items,
         order,
@@ -119,7 +121,10 @@ def _indices(
     if not ranks.is_first:
         ranks.wait()
         bad = replace(bad, quarantine=None)  # the first rank has named them
-    found = {source.name: build_index(source, encoder, workers=workers, policy=bad) for source in sources}
+    found = {}
+    for source in sources:
+        with measuring_rows(source.name) as progress:
+            found[source.name] = build_index(source, encoder, workers=workers, policy=bad, progress=progress)
     if ranks.is_first:
         ranks.wait()
     return found

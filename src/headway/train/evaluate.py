@@ -22,7 +22,6 @@ from headway.data.collate import Collator
 from headway.data.encoders import collator_of
 from headway.errors import DataError
 from headway.models.head import ModelWithLoss
-from headway.models.parallel.sequence import local_slots
 from headway.models.vision import VisionGeometry
 from headway.packing.bins import pack
 from headway.packing.budget import over_budget
@@ -107,7 +106,7 @@ class EvalSet:
             together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
             needed = Modalities.union([Modalities.of(batch) for batch in together])
             batch = with_blanks(together[ranks.data_rank], needed, collator)
-            self._packs.append(batch.noised(seed=0, step=0))  # the same at every evaluation
+            self._packs.append(batch.noised(seed=0, step=0).dealt(group))  # the same at every evaluation
         self._ranks = ranks
         self._group = group
 
@@ -163,7 +162,7 @@ def judge(
     Returns:
         Samples, exact answers, summed cross-entropy [nats] and supervised tokens, shape (4,).
     """
-    local = local_slots(batch.slots, group)
+    local = batch.local_slots(group)
     labels_L = batch.labels_1T[0, local]
     with autocast():
         pack_loss = model_with_loss(batch.model_inputs(), labels_L, judge=True)

@@ -22,12 +22,12 @@ from headway.data import Batch
 from headway.data.feed import FeedReport, on_device
 from headway.data.wording import errors_in_words_of
 from headway.errors import TrainingError
+from headway.log.working import working
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.meter.goodput_report import Bucket
 from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
-from headway.models.parallel.sequence import local_slots
 from headway.train.answers import answer_line, answers_record
 from headway.train.billed import billed_by_conventions
 from headway.train.checkpoint import Checkpoint
@@ -79,7 +79,11 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         errors_in_words_of("yaml"),
         RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
     ):
-        return _loop(config, prepare(config, resume=resume, phase=phase, folder=folder), phase, start_ns)
+        with working("setting up the run") as tell:
+            phase.on_enter = lambda name: tell(f"setting up the run: {name}")
+            run = prepare(config, resume=resume, phase=phase, folder=folder)
+            phase.on_enter = None
+        return _loop(config, run, phase, start_ns)
 
 
 def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:  # noqa: C901, PLR0912, PLR0915
@@ -132,12 +136,15 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             # Forward and backward, pack by pack.
             loss_S = torch.zeros(len(run.feed.names), device=device)
             drawn_D = torch.zeros(int(run.draws), device=device)  # summed squared error of drawn patches
-            batches = [batch.noised(config.run.seed, step, drawing.timestep_shift) for batch in batches]
+            batches = [
+                batch.noised(config.run.seed, step, drawing.timestep_shift).dealt(run.sequence_group)
+                for batch in batches
+            ]
             per, per_drawn = max(1, whole.num_supervised), max(1, whole.workload.drawn)
             for number, batch in enumerate(on_device(batches, device), start=1):
                 phase.at("forward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
-                local = local_slots(batch.slots, run.sequence_group)
+                local = batch.local_slots(run.sequence_group)
                 labels_L = batch.labels_1T[0, local]
                 with run.precision.autocast():
                     pack = trained.model_with_loss(batch.model_inputs(), labels_L, per=per, per_drawn=per_drawn)

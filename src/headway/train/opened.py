@@ -138,12 +138,7 @@ def open_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device, f
         folder = found.path if any(Path(found.path).glob("tokenizer*")) else found.base
     else:
         model = load_model(found.path, dtype=dtype, device=device)
-    if for_generation and getattr(model, "draws", False):
-        raise ConfigError(
-            f"{found.path} draws images, and what it says in words is not generated here. `headway draw` draws with "
-            "it, and `headway evaluate` judges how it reads."
-        )
-    if for_generation:
+    if for_generation and not getattr(model, "draws", False):  # whose prompts are packs
         parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         use_attention(model, "sdpa" if all(part._supports_sdpa for part in parts) else "eager")
     model.train(False)

@@ -271,18 +271,10 @@ def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> ConfigError:
 
 
 def _check_drawing(config: TrainConfig, model: PreTrainedModel) -> None:
-    """Refuse `model.drawing` for a model that draws no images, and sequence parallelism for one that does."""
-    if not getattr(model, "draws", False):
-        if idle := sorted(changed(config.model.drawing)):
-            raise ConfigError(
-                f"model.drawing.{idle[0]} has no effect: {model_name(model)} draws no images. Take it out."
-            )
-        return
-    if config.parallel.sequence > 1:
-        raise ConfigError(
-            f"parallel.sequence is {config.parallel.sequence}, and {model_name(model)} lays out whole packs: processes "
-            "cannot share one. Set it to 1; parallel.shard shares the weights."
-        )
+    """Refuse `model.drawing` for a model that draws no images."""
+    idle = sorted(changed(config.model.drawing))
+    if idle and not getattr(model, "draws", False):
+        raise ConfigError(f"model.drawing.{idle[0]} has no effect: {model_name(model)} draws no images. Take it out.")
 
 
 def _sequence_group(mesh: Mesh | None) -> ProcessGroup | None:

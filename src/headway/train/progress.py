@@ -44,11 +44,12 @@ class Progress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[mfu]}"),
             console=self._console,
             disable=quiet or has_panel or not self._console.is_terminal,
             transient=True,
         )
-        self._task = self._bar.add_task("training", total=steps, completed=done)
+        self._task = self._bar.add_task("training", total=steps, completed=done, mfu="")
 
     def note(self, text: str) -> None:
         """Print a line of information."""
@@ -58,6 +59,8 @@ class Progress:
         """Show a finished step: a line if it is its turn, and the bar."""
         step = record["step"]
         self._bar.update(self._task, completed=step)
+        if (mfu := record.get("mfu")) is not None:
+            self._bar.update(self._task, mfu=f"MFU {format_share(mfu)}")
         if "epoch" in record:
             self._bar.update(self._task, description=f"epoch {epoch_of(record['epoch'], self._epochs)}")
         left = [] if self._console.is_terminal else self._left.after(step)  # a terminal's bar has it

@@ -90,11 +90,14 @@ class MixtureAttention(Pair):
         order: TokenOrder,
         rotary: tuple[torch.Tensor, torch.Tensor],
         attention_mask: Any,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend; hidden states in and out are in the order of the copies."""
         q, k, v = (self._heads(name, x_1TD, order) for name in "qkv")
         q, k = apply_rotary_pos_emb(q, k, *rotary)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout, is_causal=False, **kwargs)

@@ -25,6 +25,7 @@ class SamplePart:
         supervised: of these, the last ones, each learnt from the token before it [tokens].
         rows: of an image [patches, or latent patches].
         columns: of an image [patches, or latent patches].
+        skipped: positions that are left free before it: those of images that were left out.
     """
 
     kind: Kind
@@ -32,6 +33,17 @@ class SamplePart:
     supervised: int = 0
     rows: int = 0
     columns: int = 0
+    skipped: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens, those around an image included."""
+        return self.tokens if self.kind == "text" else self.rows * self.columns + 2
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The part by the columns of `headway.packing.parts`."""
+        return [*_MODES].index(self.kind), self.length, self.supervised, self.rows, self.columns
 
 
 _MODES = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
@@ -84,6 +96,7 @@ def lay_out(
         position, runs = 0, []
         for part in parts:
             start = pack.slot
+            position += part.skipped
             if part.kind == "text":
                 _check_text(part)
                 pack.text(part.tokens)

@@ -124,15 +124,21 @@ class BagelModel(PreTrainedModel):
         image_longest: int = 0,
         latents: torch.Tensor | None = None,
         latent_pixels: list[torch.Tensor] | None = None,
+        encoder_noise: torch.Tensor | None = None,
         latent_slots: torch.Tensor | None = None,
         latent_places: torch.Tensor | None = None,
         latent_grids: torch.Tensor | None = None,
         timesteps: torch.Tensor | None = None,
         noise: torch.Tensor | None = None,
         drawn_rows: torch.Tensor | None = None,
+        logits_to_keep: torch.Tensor | None = None,
+        latents_before: int = 0,
+        image_split: Any = None,
         **kwargs: Any,
     ) -> BagelOutput:
         """Run one pack; `headway.architectures.bagel.layout` makes the arguments that say where things lie.
+
+        Of a pack that several processes share, each is given its own slots (`headway.architectures.bagel.deal`).
 
         Args:
             input_ids: tokens, any at patches, shape (1, T).
@@ -147,19 +153,23 @@ class BagelModel(PreTrainedModel):
             image_longest: patches of the largest image.
             latents: clean latent patches, shape (L, C), already scaled.
             latent_pixels: in their place, the images that the VAE encodes, each (3, height, width) from -1 to 1.
+            encoder_noise: which latents of the VAE's distribution are taken, shape (L, C); its mean when None.
             latent_slots: their slots, shape (L,).
             latent_places: place of each in a square of the largest drawn image, shape (L,).
             latent_grids: which grid each belongs to, shape (L,).
             timesteps: time of the flow of each grid, 0 where it is clean, shape (G,).
             noise: shape (L, C); drawn here when None.
             drawn_rows: the latent patches that are drawn, shape (K,).
-            **kwargs: handed to attention.
+            logits_to_keep: slots of understood tokens whose logits are returned in place of the supervised ones'.
+            latents_before: latent patches of the first of `latent_pixels` that another process holds.
+            image_split: how several processes share the patches that are read; the tower's attention is told.
+            **kwargs: handed to attention; `past_key_values`, a cache of transformers', goes before the pack's own keys.
 
         Raises:
             TrainingError: latent patches without their places, times, or what they are of.
         """
         x_UD = self._understood(input_ids[0, understood_slots], pixel_values, image_rows, image_places,
-                                image_cu_seqlens, image_longest)  # fmt: skip
+                                image_cu_seqlens, image_longest, image_split)  # fmt: skip
         slots_T, target = understood_slots, None
         if latent_slots is not None and latent_slots.numel():
             if latent_places is None or latent_grids is None or timesteps is None:
@@ -169,7 +179,8 @@ class BagelModel(PreTrainedModel):
                     f"{len(latent_slots)} latent patches were given without {names}: each has a place and a grid, and "
                     "each grid a time of the flow, 0 where it is clean."
                 )
-            clean = self._encoded(latent_pixels) if latents is None else latents
+            clean = self._encoded(latent_pixels, encoder_noise) if latents is None else latents
+            clean = clean[latents_before : latents_before + len(latent_slots)]
             noise = torch.randn_like(clean) if noise is None else noise
             time_L1 = timesteps.to(clean.dtype)[latent_grids, None]
             noised = (1 - time_L1) * clean + time_L1 * noise
@@ -181,7 +192,8 @@ class BagelModel(PreTrainedModel):
         order = TokenOrder(len(understood_slots), slots_T, torch.argsort(slots_T))
         attention_mask = for_backend(attention_mask, self.config.text_config, x_UD.dtype)
         x_TD = self.language_model.model(x_UD[None], order, position_ids, attention_mask, **kwargs)[0]
-        logits = self.language_model.lm_head(x_TD[: order.understood][supervised_rows])
+        rows = supervised_rows if logits_to_keep is None else order.rows_T[logits_to_keep]
+        logits = self.language_model.lm_head(x_TD[: order.understood][rows])
         if target is None or drawn_rows is None:
             return BagelOutput(logits=logits)
         flow = self.llm2vae(x_TD[order.understood :][drawn_rows])
@@ -195,6 +207,7 @@ class BagelModel(PreTrainedModel):
         places: torch.Tensor | None,
         cu_M: torch.Tensor | None,
         longest: int,
+        split: Any,
     ) -> torch.Tensor:
         """Embed text, and put the features of patches in their places: (U, D)."""
         x_UD: torch.Tensor = self.language_model.model.embed_tokens(ids_U)
@@ -203,12 +216,12 @@ class BagelModel(PreTrainedModel):
         assert rows is not None
         assert places is not None
         assert cu_M is not None
-        seen_PD = self.connector(self.vit_model(pixel_values, places, cu_M, longest))
+        seen_PD = self.connector(self.vit_model(pixel_values, places, cu_M, longest, split))
         seen_PD = (seen_PD + self.vit_pos_embed(places)).to(x_UD.dtype)
         blank = 0.0 * seen_PD[len(rows) :].sum()  # patches that no row takes keep the towers of all processes in step
         return x_UD.index_copy(0, rows, seen_PD[: len(rows)] + blank)
 
-    def _encoded(self, images: list[torch.Tensor] | None) -> torch.Tensor:
+    def _encoded(self, images: list[torch.Tensor] | None, noise_LC: torch.Tensor | None) -> torch.Tensor:
         """Encode images into clean latent patches: (L, C)."""
         if images is None or self.vae_model is None:
             given = "neither latents nor latent_pixels" if images is None else "latent_pixels and no autoencoder"
@@ -216,4 +229,9 @@ class BagelModel(PreTrainedModel):
                 f"There are latent patches, and {given}. Give latents, clean and scaled, or latent_pixels to a model "
                 "whose configuration has a vae_config."
             )
-        return torch.cat([encode(self.vae_model, image, self.config.latent_patch_size) for image in images])
+        patch, unit = self.config.latent_patch_size, self.config.latent_pixels
+        parts: Any = [None] * len(images)
+        if noise_LC is not None:
+            parts = noise_LC.split([image[0].numel() // unit**2 for image in images])
+        vae = self.vae_model
+        return torch.cat([encode(vae, image, patch, noise) for image, noise in zip(images, parts, strict=True)])

@@ -74,7 +74,9 @@ class VisionTower(nn.Module):
         self.config = config
         self.vision_model = _Vision(config)
 
-    def forward(self, pixels: torch.Tensor, places_P: torch.Tensor, cu_M: torch.Tensor, longest: int) -> torch.Tensor:
+    def forward(
+        self, pixels: torch.Tensor, places_P: torch.Tensor, cu_M: torch.Tensor, longest: int, split: Any = None
+    ) -> torch.Tensor:
         """Encode patches.
 
         Args:
@@ -82,14 +84,15 @@ class VisionTower(nn.Module):
             places_P: place of each patch in a square of the largest image, row * side + column.
             cu_M: boundaries of the images [patches], int32, shape (M + 1,).
             longest: patches of the largest image.
+            split: how several processes share the patches, of which P are this one's; the images are those of all.
 
         Returns:
             Shape (P, tower's hidden size).
         """
         x = self.vision_model.embeddings(pixels, places_P)[None]
         if "flash" in str(self.config._attn_implementation):  # which take boundaries
-            lengths = {"max_length_q": longest, "max_length_k": longest}
-            x = self.vision_model.encoder(x, cu_seq_lens_q=cu_M, cu_seq_lens_k=cu_M, **lengths).last_hidden_state
+            more = {"max_length_q": longest, "max_length_k": longest} | ({} if split is None else {"pack_split": split})
+            x = self.vision_model.encoder(x, cu_seq_lens_q=cu_M, cu_seq_lens_k=cu_M, **more).last_hidden_state
         else:
             image_P = torch.bucketize(torch.arange(x.shape[1], device=cu_M.device), cu_M[1:], right=True)
             same = (image_P[:, None] == image_P)[None, None]

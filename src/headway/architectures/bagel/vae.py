@@ -29,14 +29,21 @@ def load_vae(config: dict[str, Any]) -> nn.Module:
 
 
 @torch.no_grad()
-def encode(vae: Any, image: torch.Tensor, patch: int) -> torch.Tensor:
+def encode(vae: Any, image: torch.Tensor, patch: int, noise_LC: torch.Tensor | None = None) -> torch.Tensor:
     """Encode an image (3, height, width) from -1 to 1 into clean latent patches (patches, patch**2 * channels).
 
-    They are the mean of the encoder's distribution: nothing is drawn, so that neither the packing nor the number of
-    processes changes them.
+    Args:
+        vae: diffusers' `AutoencoderKL`.
+        image: what is encoded.
+        patch: latents along the side of a patch.
+        noise_LC: standard normal numbers that say which latents of the encoder's distribution these are, mean +
+            standard deviation x noise, as in Bagel's training; the mean when None.
     """
-    latents = vae.encode(image[None].to(vae.dtype)).latent_dist.mean
-    return patches((latents[0] - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor, patch)
+    encoded = vae.encode(image[None].to(vae.dtype)).latent_dist
+    latents = patches(encoded.mean[0], patch)
+    if noise_LC is not None:
+        latents = latents + patches(encoded.std[0], patch) * noise_LC.to(latents)
+    return (latents - (vae.config.shift_factor or 0.0)) * float(vae.config.scaling_factor)
 
 
 def patches(latents: torch.Tensor, patch: int) -> torch.Tensor:

@@ -85,7 +85,8 @@ class IndexedFeed(Feed):
             for number in mine:
                 ids = step.packs[number]
                 pieces = [Piece(*one) for one in zip(*(part.tolist() for part in items.locate(ids)), strict=True)]
-                size = estimated_bytes(int(items.tokens[ids].sum()), int(items.patches[ids].sum()))
+                sizes = items.sizes_of(ids)
+                size = estimated_bytes(int(sizes.tokens.sum()), int(sizes.patches.sum()))
                 yield Job(pieces, size)
 
     def _settings(self) -> dict[str, Any]:

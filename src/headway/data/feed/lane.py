@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from headway.count import CostModel, Workload
 from headway.data.bad_rows import sample_error
+from headway.data.conditions import lengths_without
 from headway.data.feed.lane_source import LaneSource, ReadPosition
 from headway.data.feed.make import Dropped, FinishedPack, PackMaker, Piece, Skipped
 from headway.data.making import charged_to
@@ -22,6 +23,7 @@ from headway.packing.budget import Budget, Size, over_budget
 from headway.packing.items import Overlong
 from headway.packing.online import OnlinePacker
 from headway.packing.order import Stage, key_of
+from headway.packing.parts import workload_of
 from headway.packing.strategies import Strategy
 
 
@@ -74,6 +76,8 @@ class Streaming:
         """Useful FLOPs of training on a sample, or on so many tokens of it."""
         if self.cost_model is None:
             return float(tokens)
+        if lengths.parts and tokens == lengths.tokens:
+            return float(self.cost_model.count(workload_of(lengths.parts)).total)
         workload = Workload(
             [tokens], images=lengths.image_grids, videos=lengths.video_grids, audio=lengths.audio_lengths
         )
@@ -258,15 +262,17 @@ class Lane:
         """Measure a sample and hand it to the packer; one that exceeds a pack by the policy for those."""
         streaming, budget = self._streaming, self._streaming.budget
         try:
-            lengths = streaming.maker.encoder.measure(buffered.sample)
+            whole = streaming.maker.encoder.measure(buffered.sample)
         except DataError as error:
             self._skip(sample_error(error, buffered.sample.origin))
             return
-        most, fits = budget.tokens, budget.holds(Size(1, lengths.patches))
-        if budget.holds(lengths.size):
+        dropout, origin = streaming.maker.dropout, buffered.sample.origin
+        lengths = lengths_without(whole, origin, dropout, buffered.position.epoch)
+        most, fits = budget.tokens, budget.holds(Size(1, whole.patches))
+        if budget.holds(whole.size):  # as in a plan, which knows samples before their epochs
             spans = [(0, lengths.tokens)]
         elif streaming.overlong == "error":
-            raise DataError(over_budget(f"{buffered.sample.where}: the sample", lengths.size, budget))
+            raise DataError(over_budget(f"{buffered.sample.where}: the sample", whole.size, budget))
         elif streaming.overlong == "truncate" and fits and lengths.media_end <= most and lengths.first_target < most:
             spans = [(0, most)]
         elif streaming.overlong == "split" and lengths.media_end == 0:
@@ -285,7 +291,7 @@ class Lane:
 
     def _piece(self, one: BufferedSample) -> Piece:
         position = one.position
-        return Piece(self._source(position.stage, position.entry), position.row, one.start, one.stop)
+        return Piece(self._source(position.stage, position.entry), position.row, one.start, one.stop, position.epoch)
 
     def _begin_stage(self, stage: int, drawn: Sequence[int] = (), positions: Sequence[Any] = ()) -> None:
         num_sources = len(self._streaming.stages[stage].sources)

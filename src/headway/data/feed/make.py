@@ -9,11 +9,13 @@ import torch
 
 from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
+from headway.data.conditions import sample_without
 from headway.data.encode import EncodedSample, Encoder
 from headway.data.making import charged_to, take_charges
 from headway.data.samples import Origin, Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import DataError
+from headway.packing.parts import Dropout
 
 
 class Piece(NamedTuple):
@@ -24,12 +26,14 @@ class Piece(NamedTuple):
         row: place in the source.
         start: its first token in the sample [tokens].
         stop: one past its last token in the sample [tokens].
+        epoch: how often the sample has played before.
     """
 
     source: int
     row: int
     start: int
     stop: int
+    epoch: int = 0
 
 
 class Skipped(NamedTuple):
@@ -85,12 +89,14 @@ class PackMaker:
         encoder: turns samples into tensors.
         collator: lays them end to end.
         skips: whether a sample that cannot be used is left out and named, instead of ending the run.
+        dropout: of conditions of what is drawn; None where all samples are whole.
     """
 
     sources: tuple[Source, ...]
     encoder: Encoder
     collator: Collator
     skips: bool
+    dropout: Dropout | None = None
 
     def __call__(self, pieces: Sequence[Piece]) -> FinishedPack:
         """Make a pack; one of which nothing is left is a pack of padding.
@@ -112,7 +118,7 @@ class PackMaker:
                 with charged_to("read"):
                     sample = read()
                 try:
-                    whole = self.encoder.encode(sample)
+                    whole = sample_without(self.encoder.encode(sample), self.dropout, piece.epoch)
                     part = part_of(whole, piece.start, piece.stop)
                 except DataError as error:
                     raise sample_error(error, sample.origin) from error

@@ -118,6 +118,7 @@ class StreamFeed(Feed):
             "budget": asdict(streaming.budget),
             **{name: getattr(streaming, name) for name in ("strategy", "overlong", "lanes", "shuffle", "open_packs")},
             "seed": streaming.seed,
+            **({} if streaming.maker.dropout is None else {"dropout": asdict(streaming.maker.dropout)}),
         }
 
     def _position(self) -> dict[str, Any]:

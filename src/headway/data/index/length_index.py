@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.count import CostModel, Workload
-from headway.data.index.table import BAD, CLIPS, GRIDS, LAYOUT, NUMBERS, bad_rows
+from headway.data.index.table import BAD, CLIPS, GRIDS, KEY, LAYOUT, NUMBERS, PARTS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
 from headway.packing.budget import grid_costs, segment_costs
+from headway.packing.parts import COLUMNS, PartCosts, PartTable, workload_of
 
 Ints = np.ndarray[Any, np.dtype[Any]]
 
@@ -82,6 +83,8 @@ class LengthIndex:
         image_grids: (t, h, w) of each row's images [patches].
         video_grids: (t, h, w) of each row's videos [patches].
         audio_lengths: lengths of each row's clips [feature frames].
+        part_lists: of what each row is made, by the columns of `headway.packing.parts`, for a model that draws.
+        keys: a number for where each row is from, int64, shape (N,); 0 but for a model that draws.
         bad: why rows cannot be used, by row.
         description: source, fingerprints and versions that the index was made from.
         path: the Parquet file that it was read from; None for one made by hand.
@@ -95,6 +98,8 @@ class LengthIndex:
     image_grids: Ragged
     video_grids: Ragged
     audio_lengths: Ragged
+    part_lists: Ragged = field(default_factory=lambda: Ragged.empty(0, len(COLUMNS)))
+    keys: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     bad: dict[int, SampleError] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
@@ -132,6 +137,11 @@ class LengthIndex:
             ) from error
         return cls(**columns, description=description, path=path)
 
+    @cached_property
+    def parts(self) -> PartTable:
+        """The parts of each row."""
+        return PartTable(self.part_lists.offsets, self.part_lists.values, self.keys)
+
     def costs(self, cost_model: CostModel) -> Ints:
         """Count the useful FLOPs of training on each row, forward and backward.
 
@@ -143,6 +153,10 @@ class LengthIndex:
         Raises:
             WorkloadError: the model has no tower for what the rows hold.
         """
+        if len(self.part_lists.values):
+            rows = PartCosts.of(cost_model, self.part_lists.values).of_samples(self.parts)
+            _check_parts(self, rows, cost_model)
+            return rows
         rows = np.zeros(len(self))
         rows[self.ok] = segment_costs(cost_model, self.tokens[self.ok])
         parts: list[tuple[Literal["images", "videos", "audio"], Ragged]] = [
@@ -212,8 +226,8 @@ def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
 
 
 def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, Any]:
-    numbers = {name: np.empty(rows, np.int32) for name in NUMBERS}
-    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, CLIPS)}
+    numbers = {name: np.empty(rows, np.int32) for name in NUMBERS} | {KEY: np.empty(rows, np.int64)}
+    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, CLIPS, PARTS)}
     bad: dict[int, SampleError] = {}
     start = 0
     for table in tables:
@@ -223,7 +237,8 @@ def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, An
             parts += [_ragged(chunk) for chunk in table[name].chunks]
         bad |= {start + row: error for row, error in bad_rows(table[BAD], source).items()}
         start += len(table)
-    return numbers | {name: Ragged.join(parts) for name, parts in ragged.items()} | {"bad": bad}
+    found = numbers | {name: Ragged.join(parts) for name, parts in ragged.items()} | {"bad": bad}
+    return found | {"keys": found.pop(KEY), "part_lists": found.pop(PARTS)}
 
 
 def _ragged(chunk: pa.ListArray) -> Ragged:
@@ -235,6 +250,17 @@ def _ragged(chunk: pa.ListArray) -> Ragged:
     if not len(values):
         return Ragged.empty(len(chunk), *values.shape[1:])
     return Ragged(np.concatenate([[0], np.cumsum(chunk.value_lengths().to_numpy())]), values)
+
+
+def _check_parts(index: LengthIndex, rows: Ints, cost_model: CostModel) -> None:
+    """Count the row with the most tokens as a whole, too."""
+    row = int(index.tokens.argmax())
+    flops = cost_model.count(workload_of(index.part_lists[row].tolist())).total
+    if not np.isclose(rows[row], flops, rtol=1e-9):
+        raise CostModelError(
+            f"The cost of row {row} is {flops} FLOPs, but its parts alone make {rows[row]:.0f}: this model's cost does "
+            "not add up over them, so rows cannot be costed one by one. Plan by tokens instead."
+        )
 
 
 def _check_additive(index: LengthIndex, rows: Ints, cost_model: CostModel) -> None:

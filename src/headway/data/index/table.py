@@ -10,13 +10,16 @@ import pyarrow.parquet as pq
 
 from headway.cache import write_whole
 from headway.data.samples import Origin, SampleError, SampleLengths
+from headway.packing.parts import COLUMNS
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of the columns' names and meaning; part of every index's key."""
 
 NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches")
 GRIDS = ("image_grids", "video_grids")
 CLIPS = "audio_lengths"
+PARTS = "parts"
+KEY = "key"
 BAD = "bad"
 
 _COMPRESSION = "zstd"
@@ -24,13 +27,19 @@ _INT = pa.int32()
 _FAULT = pa.struct([("file", pa.string()), ("row", pa.int64()), ("place", pa.string()), ("reason", pa.string())])
 _GRID = pa.struct([pa.field(side, _INT, nullable=False) for side in "thw"])
 
-_NOTHING: dict[str, Any] = dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, CLIPS), ())  # a bad row's lengths
+_PART = pa.struct([pa.field(name, _INT, nullable=False) for name in COLUMNS])
+
+_NOTHING: dict[str, Any] = (
+    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, CLIPS, PARTS), ()) | {KEY: 0}
+)  # a bad row's lengths
 
 SCHEMA = pa.schema(
     [
         *(pa.field(name, _INT, nullable=False) for name in NUMBERS),
         *(pa.field(name, pa.list_(pa.field("grid", _GRID, nullable=False)), nullable=False) for name in GRIDS),
         pa.field(CLIPS, pa.list_(pa.field("frames", _INT, nullable=False)), nullable=False),
+        pa.field(PARTS, pa.list_(pa.field("part", _PART, nullable=False)), nullable=False),
+        pa.field(KEY, pa.int64(), nullable=False),
         pa.field(BAD, _FAULT),
     ]
 )
@@ -46,6 +55,7 @@ def table_of(rows: Sequence[SampleLengths | SampleError]) -> pa.Table:
         columns[BAD].append(fault)
     for name in GRIDS:
         columns[name] = [[dict(zip("thw", grid, strict=True)) for grid in grids] for grids in columns[name]]
+    columns[PARTS] = [[dict(zip(COLUMNS, part, strict=True)) for part in parts] for parts in columns[PARTS]]
     return pa.table(columns, schema=SCHEMA)
 
 

@@ -11,6 +11,15 @@ from statistics import median, quantiles
 from headway.explain.findings.finding import MOST, Finding
 from headway.report import format_duration, format_share
 
+FALLING = "falling-rate"
+WHY_FALLING = (
+    "clocks that fall as the device grows warm or its power is capped, memory that is cut into ever smaller pieces, "
+    "experts whose load grows uneven, or a host that does more each step (logs, lists that grow)."
+)
+AGAINST_FALLING = (
+    "nvidia-smi dmon, which shows clocks, power and temperature; and a run that begins at the last checkpoint: if that "
+    "is fast again, it is not the weights."
+)
 _PROFILE = "a profile (run.profile of `headway train`, `headway.profile` in other loops)"
 
 
@@ -195,13 +204,11 @@ def _drift(steady: Series) -> Finding | None:
     if not (first > middle > last and first - last > max(0.03 * first, 3 * scatter)):
         return None
     return steady.finding(
-        "falling-rate",
+        FALLING,
         f"the rate of the work fell by {format_share(1 - last / first)} from step {rated[0][1].step} to step "
         f"{rated[-1][1].step}, without a break.",
-        "clocks that fall as the device grows warm or its power is capped, memory that is cut into ever smaller "
-        "pieces, experts whose load grows uneven, or a host that does more each step (logs, lists that grow).",
-        "nvidia-smi dmon, which shows clocks, power and temperature; and a run that begins at the last checkpoint: if "
-        "that is fast again, it is not the weights.",
+        WHY_FALLING,
+        AGAINST_FALLING,
         sum(step.duration_ns * (1 - rate / first) for rate, step in rated),
     )
 

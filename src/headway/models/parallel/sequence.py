@@ -3,7 +3,8 @@
 `share_packs(model, group)` hooks a model so that `model(**batch.model_inputs())`, called with the same pack by every
 process of the group, gives each the logits of its own slots, `local_slots(batch.slots, group)`. The language model is
 cut behind the embedding, the vision tower behind its pixels (`sequence_vision`); all in between but attention works on
-slots one by one. Nothing of a model's code is replaced.
+slots one by one. Nothing of a model's code is replaced. The packs of a model that draws are cut on the CPU, by kinds of
+tokens (`Batch.dealt`): such a model is left as it is.
 
 A process's gradients are what its own slots contribute: summed over the group they are those of the whole pack. What is
 not a pack, generation for one, is left alone: every process of the group computes all of it.
@@ -45,8 +46,11 @@ def share_packs(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     degree = dist.get_world_size(group)
     if degree == 1:
         return
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    draws = getattr(model, "draws", False)
+    decoder: Any = model if draws else model.get_decoder()  # type: ignore[no-untyped-call]  # transformers leaves it so
     _check_attention(decoder, degree)
+    if draws:
+        return
     parameters = list(inspect.signature(decoder.forward).parameters)
 
     def cut(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -120,7 +124,7 @@ def _cut_deepstack(inputs: dict[str, Any], local: slice) -> None:
 
 
 def _check_attention(decoder: PreTrainedModel, degree: int) -> None:
-    config: Any = decoder.config
+    config: Any = decoder.config.get_text_config()
     mixing = _mixes_tokens(decoder)
     if mixing is not None:
         raise ConfigError(

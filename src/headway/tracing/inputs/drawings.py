@@ -48,6 +48,15 @@ class Drawings:
         """Plan four packs of unlike proportions."""
         return [*self._parts]
 
+    def text_alone(self) -> dict[str, Any]:
+        """Make the arguments of a pack without an image."""
+        parts = [SamplePart("text", 37, 11)]
+        given, workload = lay_out([parts], self.config)
+        return given | {
+            "input_ids": torch.zeros(1, workload.tokens, dtype=torch.long),
+            "attention_mask": torch.from_numpy(splits.mask(splits.all_causal(workload.segments)))[None, None],
+        }
+
     def arguments(self, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
         """Make the arguments of one forward; its mask is drawn cell by cell.
 

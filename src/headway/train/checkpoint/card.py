@@ -23,6 +23,7 @@ from headway.train.config.sections import changed
 from headway.train.record import CONFIG, METRICS, RUN, LossTally
 
 FILE_NAME = "README.md"
+_ON_HUB = "hf://datasets/"  # as fsspec names a dataset of the Hub, with OWNER/NAME[@REVISION]/FILE behind it
 _OF_DATA = ("tokens_per_pack", "patches_per_pack", "samples_per_pack", "strategy", "overlong", "seed")
 _OF_OPTIM = ("name", "lr", "schedule", "warmup_steps", "weight_decay", "betas", "clip", "accumulation", "steps")
 _FACTS = (Column("", "left"), Column("", "left"))
@@ -100,6 +101,7 @@ def _card(config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: in
     base = _base(config)
     front = ModelCardData(
         base_model=base,
+        datasets=_hub_datasets(config) or None,
         library_name="peft" if adapters else "transformers",
         pipeline_tag="image-text-to-text" if _sees(sums) else "text-generation",
         tags=["headway", *(["lora"] if config.model.lora is not None else [])],
@@ -163,6 +165,13 @@ def _data(config: TrainConfig, sums: _Sums) -> str:
         if tokens
     ]
     return markdown_table((Column("source", "left"), Column("tokens"), Column("share")), rows, None)
+
+
+def _hub_datasets(config: TrainConfig) -> list[str]:
+    """Names on the Hub of the datasets that were trained on; other places are not named."""
+    paths = [part.path or "" for stage in config.data.played for part in stage.parts]
+    found = (path.removeprefix(_ON_HUB).split("/") for path in paths if path.startswith(_ON_HUB))
+    return list(dict.fromkeys("/".join(parts[:2]).partition("@")[0] for parts in found if len(parts) > 1))
 
 
 def _name(path: str) -> str:

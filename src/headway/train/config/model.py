@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headway.count.recompute import TOWERS, is_for_training
+from headway.packing.parts import Dropout
 from headway.plan.mesh import MeshShape
 from headway.train.config.sections import Fraction, Positive, Section, Share, changed
 
@@ -40,6 +41,22 @@ class DrawingConfig(Section):
         description="Shift of the flow's times towards noise: 1 leaves them as drawn, larger is noisier; null for the "
         "model's own",
     )
+    drop_text: Fraction = Field(
+        default=0.0,
+        description="Share of the texts before a drawn image that are left out, anew in each epoch, so that guidance "
+        "has something to lead away from; texts that are learnt stay",
+    )
+    drop_read: Fraction = Field(
+        default=0.0, description="Share of the images before a drawn one that the tower does not read, likewise"
+    )
+    drop_reference: Fraction = Field(
+        default=0.0, description="Share of the images before a drawn one whose clean latents are left out, likewise"
+    )
+
+    def dropout(self, seed: int) -> Dropout | None:
+        """What is left out, by a run's seed; None where nothing is."""
+        shares = (self.drop_text, self.drop_read, self.drop_reference)
+        return Dropout(*shares, seed) if any(shares) else None
 
 
 class ModelConfig(Section):

@@ -1,0 +1,97 @@
+"""Conditions of what is drawn, left out of samples at random: of their lengths as of their tensors."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from headway.architectures.bagel.layout import SamplePart
+from headway.data.encode import EncodedSample
+from headway.data.samples import Origin, SampleLengths
+from headway.packing.parts import KINDS, Dropout, Numbers, PartTable
+
+
+def lengths_without(lengths: SampleLengths, origin: Origin, dropout: Dropout | None, epoch: int) -> SampleLengths:
+    """The lengths of what is left of a sample in an epoch.
+
+    Args:
+        lengths: of the whole sample.
+        origin: where it came from.
+        dropout: of its conditions; None for the whole.
+        epoch: how often it has played before.
+    """
+    if dropout is None or not lengths.parts:
+        return lengths
+    kept = _kept(lengths.parts, origin, dropout, epoch)
+    if kept.all():
+        return lengths
+    parts = tuple(part for part, stays in zip(lengths.parts, kept, strict=True) if stays)
+    sizes = np.array([part[1] for part in lengths.parts])
+    gone, ends = int(sizes[~kept].sum()), sizes.cumsum()
+    before = int(sizes[~kept & (ends <= lengths.first_target)].sum())
+    reads = kept[[part[0] == KINDS.index("read") for part in lengths.parts]]
+    return replace(
+        lengths,
+        parts=parts,
+        tokens=lengths.tokens - gone,
+        first_target=lengths.first_target - before,
+        media_end=lengths.tokens - gone,  # a sample that draws is never cut
+        image_grids=tuple(grid for grid, stays in zip(lengths.image_grids, reads, strict=True) if stays),
+    )
+
+
+def sample_without(sample: EncodedSample, dropout: Dropout | None, epoch: int) -> EncodedSample:
+    """What is left of a sample in an epoch; arguments as `lengths_without`.
+
+    An image that is left out keeps its rotary position, and a text does not.
+
+    Source: `PackedDataset.pack_sequence` of ByteDance-Seed/Bagel, data/dataset_base.py.
+    """
+    if dropout is None or not sample.parts:
+        return sample
+    kept = _kept([part.numbers for part in sample.parts], sample.origin, dropout, epoch)
+    if kept.all():
+        return sample
+    parts: list[SamplePart] = []
+    skipped = shift = 0  # positions of images that are gone since the last part, and those of texts that are
+    shifts = []
+    for part, stays in zip(sample.parts, kept.tolist(), strict=True):
+        shifts += [shift] * part.length
+        if stays:
+            parts.append(replace(part, skipped=part.skipped + skipped))
+            skipped = 0
+        elif part.kind == "text":
+            shift += part.tokens
+        else:
+            skipped += 1
+    stays_S = torch.from_numpy(np.repeat(kept, [part.length for part in sample.parts]))
+    pixels = None
+    if sample.pixels_PD is not None:
+        patches = [(part.rows * part.columns, stays) for part, stays in _of(sample, kept, "read")]
+        sizes, which = zip(*patches, strict=True)
+        pixels = sample.pixels_PD[torch.from_numpy(np.repeat(which, sizes))]
+    images = zip(sample.drawn_images, _of(sample, kept, "reference", "draw"), strict=True)
+    reads = torch.tensor([bool(stays) for _, stays in _of(sample, kept, "read")], dtype=torch.bool)
+    return replace(
+        sample,
+        input_ids_S=sample.input_ids_S[stays_S],
+        labels_S=sample.labels_S[stays_S],
+        position_ids_RS=(sample.position_ids_RS - torch.tensor(shifts))[:, stays_S],
+        pixels_PD=pixels if pixels is not None and len(pixels) else None,
+        grids_M3=sample.grids_M3[reads],
+        media_end=int(stays_S.sum()),
+        parts=tuple(parts),
+        drawn_images=tuple(image for image, (_, stays) in images if stays),
+    )
+
+
+def _of(sample: EncodedSample, kept: Numbers, *kinds: str) -> list[tuple[SamplePart, bool]]:
+    """The parts of some kinds, and whether each stays."""
+    return [(part, stays) for part, stays in zip(sample.parts, kept.tolist(), strict=True) if part.kind in kinds]
+
+
+def _kept(
+    parts: "list[tuple[int, ...]] | tuple[tuple[int, ...], ...]", origin: Origin, dropout: Dropout, epoch: int
+) -> Numbers:
+    one = PartTable(np.array([0, len(parts)]), np.array(parts), np.array([origin.key]))
+    return dropout.kept(one, np.array([epoch]), origin.source)

@@ -1,0 +1,174 @@
+"""Samples that are made of parts, some of which are left out at random: what is left of each, and what it costs.
+
+A sample that draws is a row of parts: texts, images that are read or referred to, images that are drawn. Its conditions
+are the parts before its last drawn image of which nothing is learnt. Training leaves some of them out, so that guidance
+has something to lead away from. What is left out depends on a seed, on where the sample came from and on its epoch
+alone; so a plan knows every length beforehand.
+
+Letters after names: N samples, M parts of all of them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.count import CostModel, Workload
+from headway.packing.order import key_of, mixed
+
+Numbers = NDArray[Any]
+
+KINDS = ("text", "read", "reference", "draw")
+"""Kinds of parts, by the numbers that stand for them."""
+COLUMNS = ("kind", "tokens", "supervised", "rows", "columns")
+"""What is told of a part: its kind's number, its tokens, of these the supervised ones, and the patches of an image."""
+_TEXT, _READ, _REFERENCE, _DRAW = range(4)
+_MODES = ("causal", "full", "full", "noise")
+
+
+class PartTable(NamedTuple):
+    """The parts of samples.
+
+    Attributes:
+        offsets: where each sample's parts begin, and where the last one's end, shape (N + 1,).
+        values: all parts end to end, by `COLUMNS`, shape (M, 5).
+        keys: a number for where each sample came from, shape (N,).
+    """
+
+    offsets: Numbers
+    values: Numbers
+    keys: Numbers
+
+    def take(self, samples: Numbers) -> "PartTable":
+        """The parts of some samples, each as often as it is named."""
+        offsets = np.concatenate([[0], np.cumsum(np.diff(self.offsets)[samples])])
+        return PartTable(offsets, self.values[self.places(samples)], self.keys[samples])
+
+    def places(self, samples: Numbers) -> Numbers:
+        """Where the parts of some samples are among all."""
+        starts, counts = self.offsets[:-1][samples], np.diff(self.offsets)[samples]
+        places: Numbers = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        return places
+
+    @property
+    def sample(self) -> Numbers:
+        """The sample of each part, shape (M,)."""
+        sample: Numbers = np.repeat(np.arange(len(self.keys)), np.diff(self.offsets))
+        return sample
+
+    def conditions(self) -> Numbers:
+        """Whether each part is a condition, shape (M,)."""
+        kind, place = self.values[:, 0], np.arange(len(self.values))
+        last = np.full(len(self.keys), -1)
+        drawn = kind == _DRAW
+        np.maximum.at(last, self.sample[drawn], place[drawn])
+        found: Numbers = (place < last[self.sample]) & ~drawn & (self.values[:, 2] == 0)
+        return found
+
+    def sizes(self, kept: Numbers | None = None) -> tuple[Numbers, Numbers]:
+        """Tokens and vision patches of what is left of each sample, shape (N,) each."""
+        kind, tokens, _, rows, columns = self.values.T.astype(np.int64)
+        left = np.ones(len(kind), dtype=bool) if kept is None else kept
+        per = [left * tokens, left * (kind == _READ) * rows * columns]
+        summed = [np.bincount(self.sample, one, minlength=len(self.keys)) for one in per]
+        return summed[0].astype(np.int64), summed[1].astype(np.int64)
+
+
+def workload_of(parts: Iterable[Sequence[int]]) -> Workload:
+    """What training on one sample computes, from the numbers of its parts."""
+    listed = list(parts)
+
+    def grids(kind: int) -> list[tuple[int, int, int]]:
+        return [(1, rows, columns) for one, _, _, rows, columns in listed if one == kind]
+
+    return Workload(
+        splits=[[(_MODES[kind], tokens) for kind, tokens, *_ in listed]],
+        images=grids(_READ),
+        references=grids(_REFERENCE),
+        latents=grids(_DRAW),
+        supervised=sum(part[2] for part in listed),
+    )
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """How often conditions are left out, a fraction of each kind.
+
+    Attributes:
+        text: of texts.
+        read: of images that are read.
+        reference: of clean latents that are referred to.
+        seed: of the choice.
+    """
+
+    text: float = 0.0
+    read: float = 0.0
+    reference: float = 0.0
+    seed: int = 0
+
+    def kept(self, parts: PartTable, epochs: Numbers, source: str) -> Numbers:
+        """Choose the parts that are left, shape (M,).
+
+        Args:
+            parts: of samples.
+            epochs: how often each sample has played before, shape (N,).
+            source: name of the source that all of them are from.
+        """
+        number = np.arange(len(parts.values)) - parts.offsets[:-1][parts.sample]
+        named = int.from_bytes(blake2b(source.encode(), digest_size=8).digest(), "big")
+        key = np.uint64(key_of(self.seed, named))
+        hashed_N = mixed(parts.keys.astype(np.uint64) ^ key)
+        hashed_N = mixed(hashed_N ^ mixed(epochs.astype(np.uint64) + key))
+        hashed_M = mixed(hashed_N[parts.sample] ^ mixed(number.astype(np.uint64) + key))
+        share = (hashed_M >> np.uint64(11)).astype(np.float64) / 2.0**53
+        limits = np.array([self.text, self.read, self.reference, 0.0])[parts.values[:, 0]]
+        kept: Numbers = ~(parts.conditions() & (share < limits))
+        return kept
+
+
+@dataclass(frozen=True, eq=False)
+class PartCosts:
+    """FLOPs of training on parts, forward and backward.
+
+    Attributes:
+        own: of each part by itself, shape (M,).
+        pair: of one (query, key) pair between two parts.
+    """
+
+    own: Numbers
+    pair: float
+
+    @classmethod
+    def of(cls, cost_model: CostModel, values: Numbers) -> "PartCosts":
+        """Count parts: texts by what a token, a target and a pair cost, each grid of an image once."""
+
+        def flops(*parts: Sequence[int]) -> int:
+            return cost_model.count(workload_of(parts)).total
+
+        one, two, learnt = ((_TEXT, tokens, supervised, 0, 0) for tokens, supervised in ((1, 0), (2, 0), (2, 1)))
+        pair = flops(one, one) - 2 * flops(one)  # the second sees the first
+        token, target = flops(one) - pair, flops(learnt) - flops(two)
+        _, tokens, supervised, _, _ = values.T.astype(np.float64)
+        own = token * tokens + target * supervised + pair * tokens * (tokens + 1) / 2
+        is_image = values[:, 0] != _TEXT
+        distinct, which = np.unique(values[is_image], axis=0, return_inverse=True)
+        images = np.array([flops(part) for part in distinct.tolist()], dtype=np.float64)
+        own[is_image] = images[which.reshape(-1)]
+        return cls(own, float(pair))
+
+    def take(self, places: Numbers) -> "PartCosts":
+        """The costs of some of the parts."""
+        return PartCosts(self.own[places], self.pair)
+
+    def of_samples(self, parts: PartTable, kept: Numbers | None = None) -> Numbers:
+        """FLOPs of what is left of each sample, shape (N,); parts are those that were counted."""
+        left = np.ones(len(self.own)) if kept is None else kept.astype(np.float64)
+        tokens = left * parts.values[:, 1]
+        visible = np.where(parts.values[:, 0] == _DRAW, 0.0, tokens)  # nobody sees what is noised
+        passed = np.concatenate([[0.0], np.cumsum(visible)])
+        before = passed[:-1] - passed[parts.offsets[:-1]][parts.sample]
+        flops = left * self.own + self.pair * tokens * before
+        return np.bincount(parts.sample, flops, minlength=len(parts.keys))
