@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from headway.count import CostModel
 from headway.count.drivers import tower
 from headway.count.recompute import run_again
-from headway.count.rows import Row
+from headway.count.rows import Parameter, Row
 from headway.errors import UsageError
 from headway.meter.clock import sharded_groups
 from headway.meter.memory_traffic import ParameterBytes, Traffic
@@ -91,6 +91,12 @@ def traffic_of(
     return Traffic(always, towers, saved.rows, saved.left_out)
 
 
+def _met(parameter: Parameter) -> int:
+    """Elements that are read: of experts, those of one token at least; of what is not for text, all."""
+    is_for_others = not parameter.active and not parameter.component.endswith(".experts")
+    return parameter.numel if is_for_others else parameter.active
+
+
 def _parts(
     cost: CostModel,
     held: Sequence[_Held],
@@ -104,7 +110,7 @@ def _parts(
     read = _read(cost, trained, recompute)
     gated = _of_towers(cost, read)
     cast = autocast.itemsize if autocast else sys.maxsize
-    sizes = [p.active * min(h.dtype.itemsize, cast) for h, p in zip(held, cost.parameters, strict=True)]
+    sizes = [_met(p) * min(h.dtype.itemsize, cast) for h, p in zip(held, cost.parameters, strict=True)]
     parts = []
     for kept in (~gated, gated):
         forward, dgrad, recomputed = (sum(n for i, n in enumerate(sizes) if (bits & kept) >> i & 1) for bits in read)
