@@ -160,8 +160,9 @@ def test_a_resumed_run_leaves_out_the_same_conditions(folder, tmp_path, plain, d
 
 
 @pytest.mark.dist
-def test_two_processes_leave_out_the_same_conditions(folder, tmp_path, dropped):
-    found = spread(dropping(folder, tmp_path / "run", processes=2), 2)
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_two_processes_leave_out_the_same_conditions(folder, tmp_path, dropped, sequence):
+    found = spread(dropping(folder, tmp_path / "run", processes=2, parallel={"sequence": sequence}), 2)
     assert work(found) == work(steps_of(dropped))
     assert_same(found, steps_of(dropped))
 

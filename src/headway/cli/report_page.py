@@ -41,7 +41,7 @@ from headway.report.secrets import without_secrets
 
 SCHEMA_VERSION = 1
 _LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
-_FEW = 2  # steps, of whose times a spread can be told
+_FEW = 2  # steps; fewer have no percentiles
 _SLOW, _MOST_SLOW = 1.5, 10  # a step that is told by its number took so many times the median
 _TOLD = 0.1  # share of a step, or of its tokens, that may explain it
 _TERMS = "MFU: useful model FLOPs / (wall time x peak). Convention: what counts as useful. "
@@ -179,7 +179,7 @@ def report_markdown(seen: ReportedRun) -> str:
 
 
 def _over_the_run(seen: ReportedRun) -> dict[str, list[ReportSection]]:
-    """Numbers over the steps and sums of all of them, by what they are about."""
+    """Charts over the steps and tables of totals, by the heading that they stand under."""
     of = partial(_series, seen)
     folder = FolderSections(seen.path, seen.records)
     settings = changed_settings(seen.beside.get("config.yaml", ""), seen.beside.get("run.json", ""))
@@ -266,7 +266,7 @@ def _goodput(seen: ReportedRun) -> list[ReportSection]:
 
 
 def _series(seen: ReportedRun, series: _Series) -> list[ReportSection]:
-    """Charts over the steps of what the records hold; what is the same in all of them is a row of one table."""
+    """A chart over the steps for each number of the records; numbers that never change share one table."""
     steps = [float(record["step"]) for record in seen.records]
     sections, constant = [], []
     for key, title, form in series:
@@ -288,7 +288,7 @@ def _series(seen: ReportedRun, series: _Series) -> list[ReportSection]:
 
 
 def _times(seen: ReportedRun) -> list[ReportSection]:
-    """How the times of steps are spread, and which steps took longest, with what their records say of it."""
+    """Percentiles of step times, and the slowest steps with the reasons that their records give."""
     known = [(value, one) for one in seen.records if (value := number(one.get("step_s"))) is not None]
     times = [value for value, _ in known]
     if len(times) < _FEW:

@@ -22,6 +22,8 @@ from headway.errors import WorkloadError
 
 MODES = ("causal", "full", "noise")
 CAUSAL, FULL, NOISE = range(3)
+MODE_OF_PART = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
+"""Modes of the runs that a sample's parts are: text, images that are read or referred to, images that are drawn."""
 
 NO_RUNS: Ints = np.zeros((0, 2), dtype=np.int64)
 NO_RUNS.flags.writeable = False

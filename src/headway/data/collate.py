@@ -148,7 +148,7 @@ class Batch:
         return replace(self, pixels_PD=None, drawing=self.drawing.dealt(given, group))
 
     def local_slots(self, group: ProcessGroup | None) -> slice | torch.Tensor:
-        """The slots that this process computes, for cutting labels and sources; all of them where nobody shares.
+        """The slots that this process computes, by which labels and source ids are cut; all slots of an unshared pack.
 
         Raises:
             TrainingError: the pack has fewer slots than the group has processes.

@@ -1,4 +1,4 @@
-"""Conditions of what is drawn, left out of samples at random: of their lengths as of their tensors."""
+"""Condition dropout: leaves conditions of a drawn image out of a sample's tensors, and out of its lengths alike."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from headway.packing.parts import KINDS, Dropout, Numbers, PartTable
 
 
 def lengths_without(lengths: SampleLengths, origin: Origin, dropout: Dropout | None, epoch: int) -> SampleLengths:
-    """The lengths of what is left of a sample in an epoch.
+    """The lengths of a sample after condition dropout in an epoch.
 
     Args:
         lengths: of the whole sample.
@@ -41,7 +41,7 @@ def lengths_without(lengths: SampleLengths, origin: Origin, dropout: Dropout | N
 
 
 def sample_without(sample: EncodedSample, dropout: Dropout | None, epoch: int) -> EncodedSample:
-    """What is left of a sample in an epoch; arguments as `lengths_without`.
+    """A sample after condition dropout in an epoch; arguments as `lengths_without`.
 
     An image that is left out keeps its rotary position, and a text does not.
 

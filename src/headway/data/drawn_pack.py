@@ -84,7 +84,7 @@ class DrawnPack:
         return replace(self, inputs={**self.inputs, **given})
 
     def dealt(self, given: dict[str, Any], group: ProcessGroup) -> "DrawnPack":
-        """This process's part of a pack that several share; attention sees all of it.
+        """Cut a pack to the slots of this process; attention still spans the whole pack.
 
         Args:
             given: tokens, positions and pixels of the whole pack, by the names of the model's arguments.

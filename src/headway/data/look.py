@@ -175,7 +175,7 @@ def used_of(items: Items, source: int, row: int) -> list[tuple[int, int]]:
         row: place in the source, from 0.
     """
     numbers = np.arange(items.offsets[source], items.offsets[source + 1])
-    origins = replace(items, varying=()).locate(numbers)  # whole, whatever is left of it in an epoch
+    origins = replace(items, varying=()).locate(numbers)  # places in the whole sample, before condition dropout
     made = origins.row == row
     return list(zip(origins.start[made].tolist(), origins.stop[made].tolist(), strict=True))
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Tell = Callable[[str], None]
-"""Says what is done now, in place of what was said before."""
+"""A function that replaces the text on show, such as by "tracing the model"."""
 RowsTold = Callable[[int, int, int], None]
 """Told rows that are measured, all rows, and rows that cannot be used."""
 

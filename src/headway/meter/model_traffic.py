@@ -92,7 +92,7 @@ def traffic_of(
 
 
 def _met(parameter: Parameter) -> int:
-    """Elements that are read: of experts, those of one token at least; of what is not for text, all."""
+    """Elements read in a pass: of experts those of one token, the least; of a copy for latent patches all."""
     is_for_others = not parameter.active and not parameter.component.endswith(".experts")
     return parameter.numel if is_for_others else parameter.active
 

@@ -242,7 +242,7 @@ class Sizes(NamedTuple):
 
 
 class _Varying:
-    """The items of a source whose conditions are left out at random."""
+    """The items of a source with condition dropout, whose lengths and costs depend on the epoch."""
 
     def __init__(
         self,

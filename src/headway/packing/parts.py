@@ -17,16 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.count import CostModel, Workload
+from headway.count.splits import MODE_OF_PART
 from headway.packing.order import key_of, mixed
 
 Numbers = NDArray[Any]
 
-KINDS = ("text", "read", "reference", "draw")
+KINDS = tuple(MODE_OF_PART)
 """Kinds of parts, by the numbers that stand for them."""
 COLUMNS = ("kind", "tokens", "supervised", "rows", "columns")
 """What is told of a part: its kind's number, its tokens, of these the supervised ones, and the patches of an image."""
 _TEXT, _READ, _REFERENCE, _DRAW = range(4)
-_MODES = ("causal", "full", "full", "noise")
+_MODES = tuple(MODE_OF_PART.values())
 
 
 class PartTable(NamedTuple):
@@ -69,7 +70,7 @@ class PartTable(NamedTuple):
         return found
 
     def sizes(self, kept: Numbers | None = None) -> tuple[Numbers, Numbers]:
-        """Tokens and vision patches of what is left of each sample, shape (N,) each."""
+        """Count the tokens and the vision patches of each sample's parts, of those kept alone: shape (N,) each."""
         kind, tokens, _, rows, columns = self.values.T.astype(np.int64)
         left = np.ones(len(kind), dtype=bool) if kept is None else kept
         per = [left * tokens, left * (kind == _READ) * rows * columns]

@@ -168,8 +168,8 @@ class Generator:
     def _encoded(self, chat: Sample) -> dict[str, Any]:
         """Inputs of one chat with videos or sounds, as in training."""
         encoder = make_encoder(self._opened.processor, self._opened.model)
-        assert isinstance(chat, Chat)
-        answered = replace(chat, messages=(*chat.messages, Message("assistant", (TextPart("."),))))  # which is cut off
+        answered = with_answer(chat)
+        assert isinstance(answered, Chat)
         encoded = encoder.encode_prompt(answered)
         inputs = Collator(pixel_scale=encoder.pixel_scale)([encoded]).model_inputs()
         return {name: value for name, value in inputs.items() if name not in _OF_PACKS}
@@ -214,6 +214,13 @@ class Generator:
         after = text[slice(*spans[-1])].rpartition("b")[2].strip() if spans else ""
         ids = self.tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
         return {token for token in ids[:1] if token in self.tokenizer.added_tokens_decoder}
+
+
+def with_answer(prompt: Sample) -> Sample:
+    """Give a chat a last answer, which `encode_prompt` cuts off again; a document stays as it is."""
+    if not isinstance(prompt, Chat):
+        return prompt
+    return replace(prompt, messages=(*prompt.messages, Message("assistant", (TextPart("."),))))
 
 
 def question_of(chat: Chat) -> tuple[Chat, str | None]:

@@ -6,7 +6,6 @@ Tensor letters: N prompts of a pack, G of them whose answers go on, K tokens in 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
-from headway.data.samples import Chat, Message, Sample, TextPart
-from headway.train.generate import Decoding, Generated, Generator
+from headway.data.samples import Sample
+from headway.train.generate import Decoding, Generated, Generator, with_answer
 from headway.train.opened import OpenedModel, make_encoder
 
 
@@ -60,7 +59,7 @@ class PackedGenerator:
     def _generated(
         self, prompts: Sequence[Sample], decoding: Decoding, drawn: torch.Generator, streamer: Any
     ) -> list[Generated]:
-        encoded = [self._encoder.encode_prompt(_unanswered(prompt)) for prompt in prompts]
+        encoded = [self._encoder.encode_prompt(with_answer(prompt)) for prompt in prompts]
         batch = self._collator(encoded).noised(seed=0, step=0).to(self._device)
         lasts_N = batch.cu_seqlens_N[1:].long() - 1
         positions_N = batch.position_ids_R1T[0, 0, lasts_N]
@@ -111,13 +110,6 @@ class PackedGenerator:
         """Images and latents in the type of the weights."""
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(self._model.dtype) if is_float else value
-
-
-def _unanswered(prompt: Sample) -> Sample:
-    """A chat with a last answer, which `encode_prompt` leaves out."""
-    if not isinstance(prompt, Chat):
-        return prompt
-    return replace(prompt, messages=(*prompt.messages, Message("assistant", (TextPart("."),))))
 
 
 def _chosen(logits_GV: torch.Tensor, decoding: Decoding, drawn: torch.Generator) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _cut_patches(given: dict[str, Any], rank: int, degree: int) -> int:
 
 
 def _cut_latents(given: dict[str, Any], mine_T: torch.Tensor, place_T: torch.Tensor) -> None:
-    """Leave a process's latents, and of the images that are still to be encoded those that hold one of them."""
+    """Cut latents to the process's own patches, and images for the autoencoder to those that hold such a patch."""
     slots, grids = given["latent_slots"], given["latent_grids"]
     mine_L = mine_T[slots]
     given["drawn_rows"] = _renumbered(given["drawn_rows"], mine_L, mine_L.cumsum(0) - 1)

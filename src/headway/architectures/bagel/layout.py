@@ -9,6 +9,7 @@ import torch
 
 from headway.architectures.bagel.configuration import BagelConfig
 from headway.count import Workload
+from headway.count.splits import MODE_OF_PART
 from headway.errors import DataError
 
 Kind = Literal["text", "read", "reference", "draw"]
@@ -43,10 +44,7 @@ class SamplePart:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The part by the columns of `headway.packing.parts`."""
-        return [*_MODES].index(self.kind), self.length, self.supervised, self.rows, self.columns
-
-
-_MODES = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
+        return [*MODE_OF_PART].index(self.kind), self.length, self.supervised, self.rows, self.columns
 
 
 @dataclass
@@ -108,7 +106,7 @@ def lay_out(
                 _image(pack, part, sides.get(part.kind, config.max_latent_size), grids)
                 pack.positions += [position] * (pack.slot - start)
                 position += part.kind != "draw"
-            runs.append((_MODES[part.kind], pack.slot - start))
+            runs.append((MODE_OF_PART[part.kind], pack.slot - start))
         splits.append(runs)
     ends = np.cumsum([0, *(h * w for _, h, w in grids["read"])])
     workload = Workload(

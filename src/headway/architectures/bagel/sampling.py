@@ -151,7 +151,8 @@ def draw_images(
     image = SamplePart("draw", rows=rows, columns=columns)
     led, plain = (_Pack(model, [*chain(*which)], image, around, mask_of) for which in (variants, variants[:1]))
     config = model.config
-    generator = torch.Generator().manual_seed(seed)  # image by image, so that more of them change none before
+    generator = torch.Generator().manual_seed(seed)
+    # Noise is drawn image by image, so that the first image's does not depend on how many follow.
     noise = [torch.randn(rows * columns, config.latent_features, generator=generator) for _ in requests]
     x_NRC = torch.stack(noise).to(led.device)
     even = torch.linspace(1, 0, steps + 1)
