@@ -639,7 +639,7 @@ def test_no_text_of_a_chart_is_cut(tmp_path, steps):
 
 
 def stops_before(browser, target):
-    """Press Tab until an element has the focus; list the stops before it, of which some are the browser's own choice."""
+    """Press Tab until an element has the focus; list the stops before it, some of the browser's own choice."""
     stops = []
     for _ in range(browser.value("document.querySelectorAll('*').length")):
         browser.press("Tab")
