@@ -204,7 +204,6 @@ def search_of(
     Raises:
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
     """
-    from headway.count.models import shipped_name
     from headway.devices import named_device
     from headway.train.dry_run import learning_model
     from headway.train.forecast import Forecaster
@@ -216,7 +215,7 @@ def search_of(
     found = named_device(name) if name is not None else None
     room = _room(memory, found)
     cost_model = resolve_cost_model(config.model.path)
-    architecture = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
+    architecture = resolve_architecture(config.model.path, cost_model)
     learning = learning_model(config, cost_model)
     wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
     space = Space.of(
