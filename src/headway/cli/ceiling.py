@@ -254,6 +254,7 @@ def _render(around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", 
         pairs.append(("driver", around["driver"]))
     for found in (*products, copy):
         state = "from the cache; --refresh measures again" if found.is_cached else "just now"
+        state = state if found.is_settled else "unsure: other work kept the device busy; measure when it does not"
         pairs.append((f"{found.what} measured", f"{found.measured_at:%Y-%m-%d %H:%M} UTC, {state}"))
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 
