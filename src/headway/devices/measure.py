@@ -23,7 +23,7 @@ class Measurement:
     shape: tuple[int, ...]  # (m, k, n) of a product of m x k with k x n, or (bytes,) of a copy
     work: int  # FLOPs of one product, or bytes that one copy reads and writes
     durations_s: tuple[float, ...]  # seconds of each repetition
-    core_share: float | None = None  # processor time of all repetitions over time x threads, where several share a product
+    core_share: float | None = None  # processor time of all over time x threads, where several share a product
 
     @property
     def is_steady(self) -> bool:
