@@ -62,7 +62,12 @@ def in_patches(model: str | None, images: str | None) -> str | None:
     """
     if model is None or images is None or "px" not in images:
         return images
-    vision = _raw_config(model).get("vision_config") or {}
+    vision = _raw_config(model).get("vision_config")
+    if not vision:
+        raise WorkloadError(
+            f"{model} has no vision tower, but --images {images[:80]!r} names pictures. Leave them out, or name a "
+            "vision-language model."
+        )
     patch, merge = vision.get("patch_size"), vision.get("spatial_merge_size")
     if not isinstance(patch, int) or not isinstance(merge, int):
         raise WorkloadError(
