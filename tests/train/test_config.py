@@ -105,6 +105,7 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("data.train.5.path=x", "data.train has items 0 to 0, and no '5'"),
         ("optim.lr.x=1", "optim.lr is '1e-3', which has no"),
         ("optim.lr=[1", "is not YAML"),
+        ("checkpoint={keep: 1, keep: 2}", "the key 'keep' stands twice"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(minimal, override, message):
@@ -146,6 +147,9 @@ def test_a_missing_key_says_what_it_means(tmp_path):
         ("a: [", "is not YAML"),
         ("a:\n\tb: 1", "line 2, column 1 begins with a tab. Indent with spaces"),
         ("- 1", "holds no"),
+        ("model: {path: m}\nrun: {}\nmodel: {path: q}\n", "line 3, column 1: the key 'model' stands twice .* lines 1 and 3"),
+        ("optim:\n  lr: 1\n  'lr': 2\n", "the key 'lr' stands twice in one mapping, in lines 2 and 3"),
+        ("data: {train: [{path: a, path: b}]}", "the key 'path' stands twice in one mapping, in line 1"),
     ],
 )
 def test_a_file_that_is_no_configuration(tmp_path, text, message):
@@ -153,6 +157,13 @@ def test_a_file_that_is_no_configuration(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(path)
+
+
+def test_a_key_that_a_merged_mapping_has_too_stands_once(tmp_path):
+    path = tmp_path / "c.yaml"
+    optim = "optim: {<<: &common {steps: 100, lr: 1.0}, lr: 1.0e-3}\neval: {<<: {every: null}, every: null}"
+    path.write_text(MINIMAL.replace("optim: {steps: 100, lr: 1e-3}", optim))
+    assert load_config(path).optim.lr == 1e-3
 
 
 def test_a_missing_file(tmp_path):

@@ -18,6 +18,7 @@ from headway.train.config.optim import OptimConfig
 from headway.train.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.train.config.sections import Section
 from headway.train.config.tree import walk
+from headway.train.config.yaml_text import load_yaml
 
 EXTENDS = "extends"
 _EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "train"}
@@ -172,7 +173,7 @@ def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in extending:
         raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}. Give the path of a YAML file."
@@ -256,9 +257,12 @@ def _assign(raw: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"--set {override!r} is no assignment; write section.key=value, such as optim.lr=1e-3.")
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value {text!r} is not YAML; quote it if it is a string.") from error
+        raise ConfigError(
+            f"--set {override!r}: the value {text!r} is not YAML ({_what_is_wrong(error).rstrip('.')}); "
+            "quote it if it is a string."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--set {dotted}: the value cannot be read: {_beyond(error)}.") from error
     node: Any = raw
