@@ -51,6 +51,7 @@ def test_one_section_or_setting_is_printed_with_type_unit_default_and_meaning(he
     [
         (("optm",), "There is no setting 'optm'. Did you mean optim?"),
         (("epochs",), "There is no setting 'epochs'. Did you mean"),
+        (("learning_rate",), "In Headway it is `optim.lr`."),
         (("zzz",), "Sections: model, data, optim"),
         (("optim.lr", "--json"), "optim.lr is no section"),
         (("optim", "--markdown"), "--markdown prints the whole page"),

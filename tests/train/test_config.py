@@ -1,3 +1,4 @@
+import re
 from typing import get_args
 
 import pytest
@@ -9,7 +10,9 @@ from headway.errors import ConfigError
 from headway.train.config import TrainConfig, load_config, parse_config
 from headway.train.config.advice import warnings
 from headway.train.config.data import DataConfig, DatasetConfig
+from headway.train.config.other_tools import ABSENT, SAME
 from headway.train.config.sections import Section
+from headway.train.config.tree import walk
 
 MINIMAL = """
 model: {path: some/model}
@@ -75,6 +78,8 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("optim.schedule=triangle", "optim.schedule = 'triangle': input should be 'cosine', 'constant', 'linear'"),
         ("optim.steps=null", "say how long the run is, with 'steps' or with 'epochs'"),
         ("lr=1", "unknown key 'lr', did you mean 'optim.lr'?"),
+        ("seed=1", "unknown key 'seed', did you mean 'data.seed' or 'run.seed'?"),
+        ("model.lora.r=8", "unknown key 'model.lora.r', in Headway it is `model.lora.rank`"),
         ("optim.xyz=1", "unknown key 'optim.xyz', allowed here: name, steps, epochs, lr"),
         ("optim.lr=-1", "`headway config optim` lists what can be set"),
         ("optim.betas=[0.9, 1.0]", "both must be below 1"),
@@ -115,6 +120,53 @@ def test_a_wrong_setting_is_one_clear_error(minimal, override, message):
     assert caught.value.exit_code == 2
 
 
+NAMES = {setting.name for setting in walk(TrainConfig)}
+SECTIONS = ["", *(f"{setting.name}." for setting in walk(TrainConfig) if setting.section and not setting.is_list)]
+
+
+@pytest.mark.parametrize("answer", sorted({*SAME.values(), *ABSENT.values()}))
+def test_every_setting_that_stands_for_another_tools_exists_and_takes_the_value(answer, minimal):
+    settings = [text for text in re.findall(r"`([^`]+)`", answer) if not text.startswith("headway ")]
+    assert settings
+    for text in settings:
+        name, equals, _ = text.partition("=")
+        assert name in NAMES
+        if equals:
+            load_config(minimal, (text,))
+
+
+def test_no_word_of_another_tool_is_a_setting_here_at_the_same_time():
+    """Or the table would speak of a setting that was only put into the wrong section."""
+    assert not {name.rpartition(".")[2] for name in NAMES} & (SAME.keys() | ABSENT.keys())
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
+    """Of LLaMA-Factory, ms-swift, TRL and axolotl in turn, with the settings that were looked up by hand."""
+    for word, setting in [
+        ("learning_rate", "`optim.lr`"),
+        ("cutoff_len", "`data.tokens_per_pack`"),
+        ("per_device_train_batch_size", "`data.tokens_per_pack`"),
+        ("lora_rank", "`model.lora.rank`"),
+        ("freeze_vit", "`model.freeze=[vision]`"),
+        ("report_to", "`run.trackers`"),
+        ("load-in-4bit", "nearest: `run.dtype=bfloat16-params`"),
+        ("gradient_checkpointing", "`speed.recompute=full`"),
+        ("sample_packing", "`data.strategy`"),
+        ("stage", "without DPO"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load_config(minimal, (f"{section}{word}=x",))
+        assert f"unknown key '{section}{word}', " in str(caught.value)
+        assert setting in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["tokens", "grip", "datum", "loss", "callbacks", "mode", "use_kl"])
+def test_a_name_that_is_near_nothing_is_not_guessed(minimal, key):
+    with pytest.raises(ConfigError, match=f"unknown key 'optim.{key}', allowed here: name, steps"):
+        load_config(minimal, (f"optim.{key}=1",))
+
+
 def test_a_resolved_configuration_can_be_read_again(minimal):
     """A resumed run compares itself with what the first one wrote, all defaults included."""
     config = load_config(minimal, ("optim.schedule=constant",))
@@ -147,7 +199,10 @@ def test_a_missing_key_says_what_it_means(tmp_path):
         ("a: [", "is not YAML"),
         ("a:\n\tb: 1", "line 2, column 1 begins with a tab. Indent with spaces"),
         ("- 1", "holds no"),
-        ("model: {path: m}\nrun: {}\nmodel: {path: q}\n", "line 3, column 1: the key 'model' stands twice .* lines 1 and 3"),
+        (
+            "model: {path: m}\nrun: {}\nmodel: {path: q}\n",
+            "line 3, column 1: the key 'model' stands twice .* lines 1 and 3",
+        ),
         ("optim:\n  lr: 1\n  'lr': 2\n", "the key 'lr' stands twice in one mapping, in lines 2 and 3"),
         ("data: {train: [{path: a, path: b}]}", "the key 'path' stands twice in one mapping, in line 1"),
     ],

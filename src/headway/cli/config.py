@@ -99,17 +99,17 @@ def _general(name: str) -> str:
 
 def _check_name(name: str) -> None:
     from headway.train.config import TrainConfig
+    from headway.train.config.mistakes import hint_for
     from headway.train.config.tree import walk
 
     names = [one.name for one in walk(TrainConfig)]
     general = _general(name)
     if any(f"{one}.".startswith(f"{general}.") for one in names):
         return
-    last = {one.rpartition(".")[2]: one for one in reversed(names)}
-    near = difflib.get_close_matches(general, names, n=3, cutoff=0.7) or [
-        last[one] for one in difflib.get_close_matches(general.rpartition(".")[2], list(last), n=3, cutoff=0.7)
-    ]
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Sections: {', '.join(TrainConfig.model_fields)}."
+    near = difflib.get_close_matches(general, names, n=3, cutoff=0.7)
+    hint = f"did you mean {' or '.join(near)}?" if near else hint_for(general, (), TrainConfig)
+    hint = hint or f"sections: {', '.join(TrainConfig.model_fields)}"
+    hint = f"{hint[0].upper()}{hint[1:]}".rstrip("?.") + ("?" if hint.endswith("?") else ".")
     raise UsageError(f"There is no setting {name!r}. {hint}")
 
 
