@@ -18,6 +18,7 @@ from headway.cli.train import SetOption, find_inputs
 from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.log.working import working
+from headway.report.quantity import SIZE_UNITS, bytes_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -251,7 +252,6 @@ def search_of(
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
     """What each device may hold [bytes]; None where nothing says so."""
-    from headway.train.config.model import SIZE_UNITS, bytes_in
     from headway.train.dry_run import USABLE
 
     whole = None if device is None else device.memory_bytes

@@ -12,7 +12,7 @@ from pydantic import PrivateAttr, ValidationError, model_validator
 
 from headway.errors import ConfigError
 from headway.train.config.data import DataConfig
-from headway.train.config.mistakes import describe
+from headway.train.config.mistakes import describe_all
 from headway.train.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.train.config.optim import OptimConfig
 from headway.train.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
@@ -226,7 +226,7 @@ def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> T
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        mistakes = "; ".join(describe(item, TrainConfig) for item in found)
+        mistakes = "; ".join(describe_all(found, TrainConfig))
         end = "" if mistakes.endswith("?") else "."
         sections = {str(item["loc"][0]) for item in found if item["loc"]} & TrainConfig.model_fields.keys()
         page = f"headway config {sections.pop()}" if len(sections) == 1 else "headway config"
