@@ -11,7 +11,7 @@ from headway.cli.index import build_indices
 from headway.cli.options import ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
-from headway.errors import UsageError
+from headway.errors import DataError, UsageError
 from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
 
@@ -61,6 +61,12 @@ def init(
         sources = [open_source(path, columns=columns) for path in data]
         path = located(model)
     indices = build_indices(sources, path, None)
+    if any(index.bad for index in indices):
+        from headway.data.encoders import open_encoder
+
+        tokeniser = open_encoder(path).tokeniser
+        if tokeniser.missing_rows:  # of which no setting makes a row usable
+            raise DataError(f"{model} cannot be trained on these data. {tokeniser.added_tokens()}")
     from headway.train.suggest import EPOCHS, suggest
 
     with working("planning a run"):

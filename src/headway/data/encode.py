@@ -271,6 +271,8 @@ class Encoder:
         }
         if self.media.processed is not None:
             key["patch_size"] = self.media.processed.patch
+        if self.tokeniser.missing_rows:  # rows that hold such tokens cannot be used, until the model has them too
+            key["missing_rows"] = self.tokeniser.missing_rows
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
     @contextmanager

@@ -33,11 +33,17 @@ def open_encoder(
         UnknownModelError: nothing of that name.
         CheckpointError: its tokenizer or processor cannot be read.
     """
-    processor = load_processor(model)
-    if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config := _config(model), BagelConfig):
+    processor, config = load_processor(model), _config(model)
+    if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config, BagelConfig):
         return DrawingEncoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
-    return Encoder(processor, max_image_pixels=max_image_pixels, max_characters=max_characters, patch_size=patch_size)
+    return Encoder(
+        processor,
+        num_embeddings=None if config is None else getattr(config.get_text_config(), "vocab_size", None),
+        max_image_pixels=max_image_pixels,
+        max_characters=max_characters,
+        patch_size=patch_size,
+    )
 
 
 def _config(model: str) -> PreTrainedConfig | None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from headway import hub
 from headway.cache import write_whole
 from headway.errors import TrainingError
 from headway.log.jsonl import LineFile, append_whole
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from io import FileIO
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
-CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", "export", "samples.jsonl", "resumes.jsonl"
+CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", hub.EXPORTS, "samples.jsonl", "resumes.jsonl"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
