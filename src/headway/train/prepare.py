@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +54,20 @@ from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
 from headway.train.run_folder import RunFolder, from_weights_of
 from headway.train.watch import LoopPhase
+
+
+class Place(NamedTuple):
+    """Where a process stands after a step: what a checkpoint holds of it besides tensors.
+
+    Attributes:
+        step: number of the step.
+        feed: its place in the data, as `Feed.state_dict` gives it.
+        random: the state of its random generators.
+    """
+
+    step: int
+    feed: dict[str, Any]
+    random: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +123,10 @@ class Run:
         ]
         lines += [*self.trained.notes, *self.notes]
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
+
+    def place(self, step: int) -> Place:
+        """Where this process stands now, after a step."""
+        return Place(step, self.feed.state_dict(), random_state())
 
     def write_model(self, folder: Path) -> None:
         """Write config, generation config, adapter config and processor."""
@@ -299,21 +317,23 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
-def save(run: Run, step: int, behind: Mapping[str, Any]) -> None:
+def save(run: Run, place: Place, behind: Mapping[str, Any], *, goes_on: bool = True) -> None:
     """Begin to save everything after a step, all ranks together.
 
     Args:
         run: its parts.
-        step: the last one taken.
+        place: where this process stood after the step.
         behind: what the run has behind it, for the recorder of a continuation.
+        goes_on: whether training may go on meanwhile.
 
     Raises:
         CheckpointError: the checkpoint before could not be written, or this one.
     """
-    position = {**run.feed.merged(run.ranks.gather(run.feed.state_dict())), **behind}
+    position = {**run.feed.merged(run.ranks.gather(place.feed)), **behind}
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
-    run.saver.save(step, Contents(tensors, random_state(), position, asdict(shape), run.write_model))
+    contents = Contents(tensors, place.random, position, asdict(shape), run.write_model)
+    run.saver.save(place.step, contents, goes_on=goes_on)
 
 
 def _facts(run: Run) -> dict[str, Any]:
