@@ -75,6 +75,7 @@ def test_records_that_the_disk_refuses_are_one_warning_and_follow_once_there_is_
     log = MetricsLog(path, last_step=4)
     with a_full_disk(path.stat().st_size), pytest.warns(RuntimeWarning, match="Records in"):
         log.write({"step": 5})
+    with a_full_disk(path.stat().st_size):
         log.__exit__(None, None, None)
     assert log.num_missing == 1  # which the run's summary tells
 

@@ -262,6 +262,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
         last_step=step,
         trackers=settings.trackers,
         lost=settings.folder / RESUMES if run.resumes else None,
+        damaged=run.damaged,
         boundary=run.meter.boundary,
     )
     writes_samples = ranks.is_first and run.generation_eval is not None

@@ -36,6 +36,7 @@ from headway.train.checkpoint import (
     CheckpointSaver,
     Contents,
     find_checkpoint,
+    newest_sound,
     random_state,
     restore,
     restore_random_state,
@@ -90,6 +91,7 @@ class Run:
     eval_set: EvalSet | None
     generation_eval: GenerationEval | None
     resumes: bool
+    damaged: tuple[str, ...]
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
     exports: Exports
@@ -122,6 +124,7 @@ class Run:
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
         lines += [*self.trained.notes, *self.notes]
+        lines += [f"warning: {fault} It is set aside, and the steps since are taken again." for fault in self.damaged]
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
     def place(self, step: int) -> Place:
@@ -157,9 +160,13 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     mesh = make_mesh(config.parallel, ranks, device)
     phase.at("opening the run folder")
-    resume = ranks.by_first(lambda: folder.open(config, resume=resume))
+    resumes = ranks.by_first(lambda: folder.open(config, resume=resume))
     phase.at("checking the newest checkpoint")
-    checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
+    root, checkpoint, damaged = config.run.folder / CHECKPOINTS, None, tuple[str, ...]()
+    if resumes and resume is None:  # a job that restarts by itself goes on from what is there
+        checkpoint, damaged = newest_sound(root, ranks)
+    elif resumes:
+        checkpoint = find_checkpoint(root, ranks)
     if checkpoint is not None and config.optim.steps is not None and checkpoint.step >= config.optim.steps:
         raise _nothing_left(config, checkpoint)
 
@@ -226,7 +233,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
         generation_eval=generation_eval,
-        resumes=resume,
+        resumes=resumes,
+        damaged=damaged,
         checkpoint=checkpoint,
         saver=saver,
         exports=exports,
