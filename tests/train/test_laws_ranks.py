@@ -5,12 +5,11 @@ every sample of a step is, or is left out as over-long.
 """
 
 import json
-import math
-import sys
+import shutil
+from pathlib import Path
 
 import pytest
 import yaml
-from PIL import Image
 
 from headway.train.check import check_run
 from headway.train.checkpoint import latest_checkpoint
@@ -20,41 +19,140 @@ from helpers.processes import TRAIN, run_processes
 from helpers.run_records import read_metrics
 
 PACKS = 24  # of a step, which 1, 2, 3, 4 and 8 ranks share evenly
-SAMPLES = 29  # of which the second, last step of an epoch has five: fewer than half of eight ranks have one
-RANKS = [2, 3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (4, 8))]
+BROKEN, LONG, SAMPLES = (3, 28), 11, 30  # 29 packs of one sample: the last step has five, on five of the ranks at most
+RANKS = [2, pytest.param(3, marks=pytest.mark.core), *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8))]
+FORMS = ["indexed", pytest.param("streamed", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
 def rows(digits, tmp_path_factory):
-    """Samples of one picture each, of which two are broken behind their header, and one is longer than a pack."""
-    folder = tmp_path_factory.mktemp("rows")
-    lines = [json.loads(line) for line in (digits / "data/one_digit.jsonl").read_text().splitlines()[:SAMPLES]]
-    for number, line in enumerate(lines):
-        (name,) = line["images"]
-        content = (digits / "data" / name).read_bytes()
-        (folder / f"{number}.png").write_bytes(content[:-40] if number in (3, 28) else content)
-        line["images"] = [f"{number}.png"]
-        with Image.open(folder / f"{number}.png"):
-            pass  # the header is sound, so that the row is measured as a good one
-    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    """Samples of a picture each, of which two are broken behind their header, and one is longer than a pack."""
+    folder, lines = tmp_path_factory.mktemp("rows"), []
+    for number, text in enumerate((digits / "data/one_digit.jsonl").read_text().splitlines()[:SAMPLES]):
+        row = json.loads(text)
+        picture, words = sorted(row["messages"][0]["content"], key=lambda part: part["type"])
+        content = (digits / "data" / picture["image"]).read_bytes()
+        picture["image"] = f"{number}.png"
+        (folder / picture["image"]).write_bytes(content[: len(content) // 2] if number in BROKEN else content)
+        words["text"] *= 9 if number == LONG else 1
+        lines.append(json.dumps(row) + "\n")
+    (folder / "rows.jsonl").write_text("".join(lines))
     return folder / "rows.jsonl"
 
 
-def recipe(raw, rows, run, ranks, *, epochs=1, streamed=False):
-    """One sample a pack; as many packs in a step, however many ranks share them."""
-    part = {"path": str(rows), "epochs": epochs} if streamed else {"path": str(rows)}
-    data = {"train": [part], "tokens_per_pack": 60, "workers": 0, "overlong": "drop"}
-    data |= {"index": False, "open_packs": 1} if streamed else {"strategy": "best_fit"}
-    data |= {"bad": {"policy": "skip", "fraction": None}}
-    optim = {"lr": 2e-3, "accumulation": PACKS // ranks} | ({"steps": 9} if streamed else {"epochs": epochs})
-    changes = {"data": data, "optim": optim, "checkpoint": {"every": 1}, "run": raw["run"] | {"folder": str(run)}}
-    return raw | changes
+def recipe(raw, rows, run, ranks, form):
+    """A sample a pack, and as many packs in a step, however many ranks share them."""
+    data = {
+        "train": str(rows),
+        "tokens_per_pack": 40,
+        "samples_per_pack": 1,
+        "overlong": "drop",
+        "bad": {"policy": "skip", "fraction": None},
+    }
+    optim = {"lr": 2e-3, "accumulation": PACKS // ranks, "epochs": 1}
+    if form == "streamed":
+        data |= {"train": {"path": str(rows), "epochs": 1}, "stream": {"lanes": PACKS, "shuffle": 1, "open_packs": 1}}
+        optim |= {"steps": 9, "epochs": None}
+    return raw | {
+        "data": raw["data"] | data,
+        "optim": optim,
+        "checkpoint": {"every": 1},
+        "run": raw["run"] | {"folder": str(run)},
+    }
 
 
 def steps_of(folder):
     return [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "step"]
 
 
-def samples_of(folder):
+def digests(records):
+    return [(record["step"], record["samples_digest"], record["tokens"]) for record in records]
+
+
+def sum_of(found):
+    """Digest and tokens of all steps together."""
+    return sum(int(digest, 16) for _, digest, _ in found) % 2**64, sum(tokens for *_, tokens in found)
+
+
+@pytest.fixture(scope="module")
+def alone(raw_of_module, rows, tmp_path_factory):
+    """The steps of one process, by the form of the data."""
+    found = {}
+
+    def steps(form):
+        if form not in found:
+            folder = tmp_path_factory.mktemp(form) / "run"
+            assert train(parse_config(recipe(raw_of_module, rows, folder, 1, form))).is_complete
+            found[form] = steps_of(folder)
+        return found[form]
+
+    return steps
+
+
+@pytest.fixture(scope="module")
+def raw_of_module(digits):
+    return {
+        "model": {"path": str(digits / "model"), "random_init": True},
+        "data": {"workers": 0, "prefetch_bytes": 0},
+        "run": {"device": "cpu", "threads": 1},
+    }
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_uneven_ranks_end_with_all_samples_trained_once_as_one_process_does(
+    raw_of_module, rows, alone, tmp_path, ranks, form
+):
+    folder, path = tmp_path / "run", tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(raw_of_module, rows, folder, ranks, form)))
+    run_processes([*TRAIN, path], ranks)
+
+    together = steps_of(folder)
+    # Once a lane of a stream has ended, its rank reads on in its other lanes: the same samples, in steps of their own.
+    assert sum_of(digests(together)) == sum_of(digests(alone(form)))
+    if form == "indexed":
+        assert digests(together) == digests(alone(form))
+    for step, expected in zip(together, alone(form), strict=True) if form == "indexed" else ():
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert (step["flops"], step["world_size"]) == (expected["flops"], ranks)
     samples = latest_checkpoint(folder / "checkpoints").position()["report"]["samples"]
-    return samples
+    (counts,) = samples.values()
+    assert counts["used"]["samples"] == SAMPLES - len(BROKEN) - 1
+    assert counts["skipped"]["samples"] == len(BROKEN)
+    assert len(list((folder / "export").iterdir())) == 1
+    check = check_run(folder)
+    assert (check.faults, check.steps) == ((), len(together))
+
+    # the last step again, from the checkpoint before it
+    last = latest_checkpoint(folder / "checkpoints").folder
+    shutil.rmtree(last)
+    run_processes([*TRAIN, path, "--resume"], ranks)
+    again = steps_of(folder)
+    assert [(r["loss"], r["grad_norm"]) for r in again] == [(r["loss"], r["grad_norm"]) for r in together]
+    assert digests(again) == digests(together)
+    assert latest_checkpoint(folder / "checkpoints").folder == Path(last)
+
+
+def test_a_step_whose_every_sample_is_left_out_changes_nothing_and_the_run_goes_on(raw_of_module, rows, tmp_path):
+    """A sample a step: steps 4 and 29 of the data's own order have none."""
+    raw = recipe(raw_of_module, rows, tmp_path / "run", PACKS, "indexed")
+    raw["optim"]["weight_decay"] = 0.5  # which would act without a gradient, as momentum would
+    raw["checkpoint"] = {"every": 1, "keep": SAMPLES}
+    config = parse_config(raw)
+    summary = train(config)
+    records = steps_of(config.run.folder)
+    empty = [record["step"] for record in records if record.get("empty")]
+    assert (len(records), len(empty), summary.empty, summary.skipped) == (SAMPLES - 1, 2, 2, 0)
+    assert "2 with nothing to learn from" in summary.as_table()
+    for record in records:
+        assert (record["loss"] is None) == (record["step"] in empty)
+        assert (record["tokens"] == 0) == (record["step"] in empty)
+    for step in empty:
+        weights = [config.run.folder / f"checkpoints/step-{n:06d}/__0_0.distcp" for n in (step - 1, step)]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+    shutil.rmtree(config.run.folder / f"checkpoints/step-{SAMPLES - 1:06d}")
+    train(config, resume=True)
+    assert [r["loss"] for r in steps_of(config.run.folder)] == [r["loss"] for r in records]
