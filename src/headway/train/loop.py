@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         is_smoke: whether the run may take the place of an earlier smoke run in its folder.
 
     Returns:
-        What the run did; incomplete if Ctrl-C or SIGTERM stopped it, which save a checkpoint first.
+        What the run did; incomplete if a signal stopped it (`STOPPING`), which saves a checkpoint first.
 
     Raises:
         ConfigError: a setting that cannot take effect here.

@@ -126,14 +126,12 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def set_aside(folders: Iterable[Path]) -> int:
-    """Rename damaged checkpoints, so that they are none any more; how many."""
-    number = 0
-    for number, folder in enumerate(folders, start=1):
+def set_aside(folders: Iterable[Path]) -> None:
+    """Rename damaged checkpoints, so that they are none any more."""
+    for folder in folders:
         aside = folder.with_name(f"damaged-{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
-    return number
 
 
 def clear_unfinished(root: Path) -> None:

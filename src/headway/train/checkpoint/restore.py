@@ -74,7 +74,8 @@ def newest_sound(root: Path, ranks: Ranks) -> tuple[Checkpoint | None, tuple[str
         except CheckpointError as damage:
             faults.append(damage)
             continue
-        ranks.by_first(lambda: set_aside(folders[len(folders) - len(faults) :]))
+        if ranks.is_first:
+            set_aside(folders[len(folders) - len(faults) :])
         return checkpoint, tuple(map(str, faults))
     if faults:
         raise with_way_out(faults[0], folders[-1]) from faults[0]
