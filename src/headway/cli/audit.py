@@ -31,8 +31,9 @@ LogArgument = Annotated[
     Path,
     typer.Argument(
         metavar="LOG",
-        help="Log of torchtitan, MaxText, Megatron-LM/Bridge, Primus, nanoGPT, nanochat, OLMo-core, llm-foundry, verl "
-        "or LMMs-Engine, a trainer_state.json, or Headway's metrics.jsonl or run folder.",
+        help="Log of torchtitan, MaxText, Megatron-LM, Megatron-Bridge, Primus, nanoGPT, nanochat, OLMo-core, "
+        "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl or LMMs-Engine, a trainer_state.json, or "
+        "Headway's metrics.jsonl or run folder.",
     ),
 ]
 ModelOption = Annotated[

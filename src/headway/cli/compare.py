@@ -98,12 +98,13 @@ def compare(
     step = Step(workload, row_length, recompute)
     if seq_len is None:
         note_row_length(workload, row_length)
+    forward_macs = cost_model.count(workload).forward // 2
     rows = compare_step(resolve_architecture(model, cost_model), step, step_time, peak, ranks)
     warn_of_unknown(cost_model.unknown)
     if as_json:
-        print_json(_record(cost_model.name, step, step_time, ranks, peak, rows))
+        print_json({**_record(cost_model.name, step, step_time, ranks, peak, rows), "forward_macs": forward_macs})
     else:
-        print(_render(cost_model.name, step, step_time, ranks, peak, rows))
+        print(_render(cost_model.name, step, step_time, ranks, peak, rows, forward_macs))
     impossible = [row.convention.name for row in rows if row.mfu is not None and row.mfu > 1]
     if "useful" in impossible:
         warn(
@@ -153,7 +154,9 @@ def _record(
     }
 
 
-def _render(model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]") -> str:
+def _render(
+    model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]", forward_macs: int
+) -> str:
     columns = [Column("convention", "left"), Column("FLOPs"), Column("TFLOP/s"), Column("peak"), Column("MFU")]
     columns += [Column("x useful")]
     table = render_table(columns, [_cells(row) for row in rows])
@@ -163,6 +166,7 @@ def _render(model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", r
         ("model", model),
         ("workload", describe(step.workload)),
         ("row length", f"{format_count(step.seq_len)} tokens, what tools that bill the configured length take"),
+        ("forward", f"{format_flops(forward_macs).replace('FLOP', 'MAC')}, what papers and vision libraries call FLOPs"),
         ("step time", format_duration(step_s)),
         ("device", devices),
     ]
