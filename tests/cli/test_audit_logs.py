@@ -124,6 +124,16 @@ def test_nemo_rl(audit, headway, tokens):
     assert data["useful_mfu_mean"] == pytest.approx(2 * work / 7 / 8 / 989.5e12, rel=1e-3)
 
 
+def test_a_cut_out_of_nemo_rls_summary(audit, headway):
+    # NVIDIA-NeMo/RL#632 quotes the line by itself
+    text = "  • Training FLOPS: 774.91 TFLOPS (96.86 TFLOPS per rank)\n" * 2
+    data = audit(text, "--model", "llama-3.1-8b", "--seq-len", 4096, "--device", "H100")
+    assert [(row["step"], row["reported"]["tflops"]) for row in data["rows"]] == [(1, 96.86), (2, 96.86)]
+    tool = THEIRS["nemo-rl"]["llama-3.1-8b"]["row"]
+    share = useful(headway, "llama-3.1-8b", "--segments", 4096) / tool
+    assert data["useful_mfu_mean"] == pytest.approx(96.86e12 * share / H100, rel=1e-4)
+
+
 def test_nemo_automodel_counts_tokens_without_padding_and_bills_rows(audit, headway):
     # by its own function: two rows of 4096, which hold 3500 real tokens
     flops, seconds = THEIRS["nemo-automodel"]["qwen3-8b"]["padded packs"], 0.9

@@ -183,8 +183,10 @@ def _lmms_engine(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow
 
 
 def _nemo_rl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read NeMo RL's summaries: a step's marker, then its rates in any order."""
-    for step, block in _split(lines, _RL_HEAD):
+    """Read NeMo RL's summaries: a step's marker, then its rates in any order; without markers, from rate to rate."""
+    lines = list(lines)
+    marked = [(int(marker[1]), block) for marker, block in _split(lines, _RL_HEAD)]
+    for step, block in marked or list(enumerate((block for _, block in _split(lines, _RL_RATE)), 1)):
         rates = [match[1] for line in block if (match := _RL_RATE.search(line))]
         values = {
             name: match[1] for line in block for name, pattern in _RL_VALUES.items() if (match := pattern.search(line))
@@ -314,17 +316,17 @@ def _blocks(
         yield step, values
 
 
-def _split(lines: Iterable[str], head: re.Pattern[str]) -> Iterator[tuple[int, list[str]]]:
-    """Give the number in each marker, and the lines up to the next one."""
-    step, block = None, list[str]()
+def _split(lines: Iterable[str], head: re.Pattern[str]) -> Iterator[tuple[re.Match[str], list[str]]]:
+    """Give each marker, and its line with those up to the next one."""
+    marker, block = None, list[str]()
     for line in lines:
         if (match := head.search(line)) is not None:
-            if step is not None:
-                yield step, block
-            step, block = int(match[1]), []
+            if marker is not None:
+                yield marker, block
+            marker, block = match, []
         block.append(line)
-    if step is not None:
-        yield step, block
+    if marker is not None:
+        yield marker, block
 
 
 def _seconds(stamp: re.Match[str]) -> float:

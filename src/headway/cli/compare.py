@@ -161,12 +161,13 @@ def _render(
     columns += [Column("x useful")]
     table = render_table(columns, [_cells(row) for row in rows])
     dtype = "" if peak.dtype == "bf16" else f" in {peak.dtype}"
+    macs = format_flops(forward_macs).replace("FLOP", "MAC")
     devices = f"{peak.name} x {ranks}, {format_rate(peak.flops_per_s)} each{dtype} ({peak.source.partition(' (')[0]})"
     pairs = [
         ("model", model),
         ("workload", describe(step.workload)),
         ("row length", f"{format_count(step.seq_len)} tokens, what tools that bill the configured length take"),
-        ("forward", f"{format_flops(forward_macs).replace('FLOP', 'MAC')}, what papers and vision libraries call FLOPs"),
+        ("forward", f"{macs}, what papers and vision libraries call FLOPs"),
         ("step time", format_duration(step_s)),
         ("device", devices),
     ]

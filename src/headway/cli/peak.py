@@ -20,8 +20,8 @@ def stated_peak(device: str | None, dtype: str | None) -> "Peak | None":
         UsageError: `--dtype` is no list of dtypes and shares, or cannot take effect.
         UnknownDeviceError: the device, or a dtype on it, is not known.
 
-    >>> stated_peak("B200", "fp8:0.75,bf16:0.25").flops_per_s / 1e12  # 1 / (0.75 / 4500 + 0.25 / 2250)
-    3600.0
+    >>> round(stated_peak("B200", "fp8:3,bf16:1").flops_per_s / 1e12)  # 4 / (3 / 4500 + 1 / 2250)
+    3600
     """
     from headway.devices import named_peak, weighted_peak
 

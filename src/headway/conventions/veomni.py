@@ -137,6 +137,8 @@ def _setup(model: Architecture) -> _Setup:
 
 def _check_targets(model: Architecture, cost_model: CostModel, adapters: Iterable[Parameter]) -> None:
     """Refuse adapters on modules that its rule has no name for, or on some layers only, which it cannot be told."""
+    if model.delta:
+        raise NotExpressibleError(f"VeOmni's LoRA rule for the model type {model.model_type!r} is not kept here")
     known = _TARGETS.get(model.model_type)
     if known is None:
         raise NotExpressibleError(f"VeOmni has no LoRA rule for the model type {model.model_type!r}: it prints 0")
