@@ -191,6 +191,16 @@ def test_lightnings_throughput_monitor(audit, headway):
     assert data["useful_mfu_mean"] == pytest.approx(mean, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["training.jsonl", "logging.jsonl"])
+def test_explain_takes_json_lines_of_other_tools_for_logs(headway, tmp_path, name):
+    automodel = [{"step": i, "epoch": 0, "tps_per_gpu": 100.0, "mfu": 30.0 + i} for i in range(4)]
+    rows = automodel if name == "training.jsonl" else [swift(i, 0.3) for i in range(1, 5)]
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    result = headway("explain", tmp_path / name)
+    assert result.code == 0, result.err
+    assert ("NeMo Automodel" if name == "training.jsonl" else "ms-swift") in result.out
+
+
 CONSOLE = "{'loss': 2.31, 'grad_norm': 1.2, 'learning_rate': 1e-05, 'epoch': 0.1}\n"
 WITHOUT_RATES = [
     (CONSOLE, "is what the Hugging Face Trainer prints, which has no FLOPs. Give the trainer_state.json"),
@@ -212,6 +222,23 @@ WITHOUT_RATES = [
 @pytest.mark.parametrize(("text", "quoted"), WITHOUT_RATES)
 def test_a_known_tools_log_without_a_rate_says_what_is_wanted(audit, text, quoted):
     assert quoted in audit(text, "--model", "qwen3-8b", code=1)
+
+
+@pytest.mark.parametrize("number", ["0", "1", "0.5e-1", "1e999", "9" * 400, "-0.1", "NaN", "null", "1.2.3"])
+def test_numbers_that_no_step_has_are_no_rows_and_no_traceback(headway, tmp_path, number):
+    texts = {
+        "swift": json.dumps(swift(5, 0.25)).replace("0.25", number),
+        "automodel": '{"step": 1, "epoch": 0, "tps": N, "tps_per_gpu": N, "mfu": N, "num_tokens_per_step": N, "x": 1}',
+        "lightning": "step,train/device/flops_per_sec,train/device/mfu\n9,N,N\n",
+        "rl": f"{'=' * 9} Step 1/9 {'=' * 9}\nTraining FLOPS: N TFLOPS (N TFLOPS per rank)\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text.replace("N", number) + "\n", encoding="utf-8")
+        result = headway(
+            "audit", tmp_path / name, "--model", "qwen3-8b", "--seq-len", 4096, "--device", "H100", "--json"
+        )
+        assert result.code in (0, 1)  # a command's own errors; another one would come through the fixture
+        assert result.code == 0 or result.err.startswith("Error: ")
 
 
 def test_every_tool_whose_lines_are_read_is_named_in_the_error_the_help_and_the_docs(audit, headway):

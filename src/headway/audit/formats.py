@@ -16,6 +16,7 @@ from headway.audit.rows import Counted, LogRow, near, printed
 _WHOLE = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
+_JSON_NUMBER = r"([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?\d{1,2})?)(?![0-9.eE])"
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3})")
 _RATES = rf"\btps:\s*{_NUMBER}(?:\s+tflops:\s*{_NUMBER})?(?:\s+mfu:\s*{_NUMBER}%)?"
 _TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{_WHOLE}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
@@ -52,12 +53,13 @@ _RL_VALUES = {
     "tokens": re.compile(rf"Policy Training \(Tokens/sec/gpu\): {_NUMBER}"),
     "seconds": re.compile(rf"policy_training: {_NUMBER}s"),
 }
-_AUTOMODEL = re.compile(rf'"step": {_WHOLE}, .*?"tps_per_gpu": {_ANY}, "mfu": (?:{_ANY}|null)')
+_AUTOMODEL = re.compile(rf'"step": {_WHOLE}, .*?"tps_per_gpu": {_JSON_NUMBER}, "mfu": (?:{_JSON_NUMBER}|null)')
+_AUTOMODEL_TOKENS = re.compile(rf'"tps": {_JSON_NUMBER}, .*"num_tokens_per_step": {_JSON_NUMBER}')
 _AUTOMODEL_TIME = re.compile(rf"Max iter time: {_NUMBER} seconds")
 _AUTOMODEL_MFU = re.compile(rf"(?<!Average )MFU: {_NUMBER}%")
 _SWIFT_STEP = re.compile(r"['\"]global_step/max_steps['\"]: ['\"](\d{1,18})/\d+['\"]")
-_SWIFT_MFU = re.compile(rf"['\"]MFU['\"]: {_ANY}")
-_SWIFT_SPEED = re.compile(rf"['\"]train_speed\(s/it\)['\"]: {_ANY}")
+_SWIFT_MFU = re.compile(rf"['\"]MFU['\"]: {_JSON_NUMBER}")
+_SWIFT_SPEED = re.compile(rf"['\"]train_speed\(s/it\)['\"]: {_JSON_NUMBER}")
 _LIGHTNING = {  # columns, with the stage and the separator that its user chose before them
     "mfu": re.compile(r"(?:train\W)?device\Wmfu"),
     "flops": re.compile(r"(?:train\W)?device\Wflops_per_sec"),
@@ -212,7 +214,13 @@ def _automodel(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
         if mfu is None or not float(mfu):
             skipped["a step whose MFU is null or 0, which stands for a model or a device that it does not know"] += 1
             continue
-        yield LogRow(int(step), mfu=near(float(mfu) / 100, 1e-6), tokens_per_s=near(float(rate), 1e-6))
+        job = _AUTOMODEL_TOKENS.search(line)  # tokens/s and tokens of a step, all devices together
+        yield LogRow(
+            int(step),
+            mfu=near(float(mfu) / 100, 1e-6),
+            tokens_per_s=near(float(rate), 1e-6),
+            step_s=near(float(job[2]) / float(job[1]), 1e-6) if job and float(job[1]) else None,
+        )
 
 
 def _automodel_benchmark(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
@@ -263,7 +271,7 @@ def _lightning(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
 
 
 def _is_number(text: str) -> bool:
-    return re.fullmatch(_ANY, text) is not None
+    return re.fullmatch(_JSON_NUMBER, text) is not None
 
 
 def _olmo_core(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
@@ -403,5 +411,12 @@ FORMATS = (
     Format("verl", "perf/mfu/actor:...", ("verl", "verl-2025-12"), _verl),
     Format("LMMs-Engine", "'train/mfu': ...", ("lmms-engine",), _lmms_engine),
 )
+
+
+def is_log(lines: Sequence[str]) -> bool:
+    """Whether some tool's reader finds a step in these lines."""
+    return any(next(iter(form.read(lines, Counter())), None) is not None for form in FORMATS)
+
+
 KNOWN_LINES = tuple(f"{form.tool} (`{form.lines}`)" for form in FORMATS)
 """Every tool with what its lines look like."""
