@@ -7,7 +7,8 @@ import pytest
 
 from headway.conventions import conventions, get_convention
 from headway.count.models import shipped_models
-from tools.their_rules.__main__ import agree, compare, render
+from tools.their_rules import render
+from tools.their_rules.__main__ import agree, compare
 from tools.their_rules.cases import EXTRA, PICTURES, TEXT, Case
 from tools.their_rules.checkouts import CheckoutError, Checkouts, Source
 from tools.their_rules.rules import RULES, UNCOMPARED

@@ -83,8 +83,8 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
             raise LogError(f"{where} {reason}")
     raise LogError(
         f"{where} has no line that is recognised. Known are the step lines of {', '.join(KNOWN_LINES)}, the Hugging "
-        "Face Trainer's trainer_state.json and Headway's own metrics.jsonl. Check that the file is the training log itself "
-        "and not cut off by a terminal."
+        "Face Trainer's trainer_state.json and Headway's own metrics.jsonl. Check that the file is the training log "
+        "itself and not cut off by a terminal."
     )
 
 

@@ -53,19 +53,15 @@ def automodel(model: Architecture, step: Step) -> Parts:
     GPT-2's kind is billed with MLPs four times as wide as the model, Llama, Mixtral and Nemotron with heads of hidden /
     heads, gpt-oss with exact pairs and windows, DeepSeek-V3 with one shared expert. Every other class of configuration
     is billed two matrices an MLP, and where it has experts half its layers with top-k of the MLP's width. Prediction
-    layers are in GLM-4.7-Flash's and Kimi's alone. What a tensor holds is billed whole, packs included.
+    layers are in GLM-4.7-Flash's, Kimi's and Qwen3.5's alone. What a tensor holds is billed whole, packs included.
 
     Source: NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py, get_flops_formula_for_hf_config, and
     nemo_automodel/_transformers/mfu.py, AutoMFU (commit 36044ad3d, 22 Aug 2026).
     """
     formula = _of_automodel(model)
-    tokens, length, predicting = step.row_slots, step.seq_len, 0
-    if formula is _LATENT and model.mtp_layers:  # each is one more layer with experts, a head and a projection
-        predicting = model.mtp_layers
-        model = replace(model, layers=model.layers + predicting, moe_layers=model.moe_layers + predicting)
-    if formula.state:
-        predicting = int((model.config.get("text_config") or model.config).get("mtp_num_hidden_layers") or 0)
-        model = replace(model, layers=model.layers + predicting, moe_layers=model.moe_layers + predicting)
+    tokens, length = step.row_slots, step.seq_len
+    predicting = _prediction_layers(model, formula)  # each is one more layer that attends, a head and a projection
+    model = replace(model, layers=model.layers + predicting, moe_layers=model.moe_layers + predicting)
     pairs: Number = listed.pairs(model, formula, [length]) / 2
     if formula.exact:
         pairs = sum(_exact(length, window) for window in model.windows)
@@ -101,6 +97,13 @@ def _of_automodel(model: Architecture) -> Formula:
     if model.model_type not in _AUTOMODEL and "text_config" in model.config:
         raise NotExpressibleError(f"NeMo Automodel's formula for the model type {model.model_type!r} {_NESTED}")
     return listed.chosen(model, {model.model_type: _FALLBACK, **_AUTOMODEL}, "NeMo Automodel")
+
+
+def _prediction_layers(model: Architecture, formula: Formula) -> int:
+    """Layers of multi-token prediction, in the formulas that ask for them."""
+    if formula.state:
+        return int((model.config.get("text_config") or model.config).get("mtp_num_hidden_layers") or 0)
+    return model.mtp_layers if formula is _LATENT else 0
 
 
 def _exact(length: int, window: int | None) -> int:
