@@ -11,10 +11,12 @@ from tools.their_rules import render
 from tools.their_rules.__main__ import agree, compare
 from tools.their_rules.cases import EXTRA, PICTURES, TEXT, Case
 from tools.their_rules.checkouts import CheckoutError, Checkouts, Source
+from tools.their_rules.peaks import same_peak
 from tools.their_rules.rules import RULES, UNCOMPARED
 
 (RECORD,) = Path("benchmarks/results").glob("their_rules_*.json")
-COMPARED = {rule["convention"]: rule for rule in json.loads(RECORD.read_text(encoding="utf-8"))["rules"]}
+FOUND = json.loads(RECORD.read_text(encoding="utf-8"))
+COMPARED = {rule["convention"]: rule for rule in FOUND["rules"]}
 
 
 def check(convention, models):
@@ -67,6 +69,14 @@ def test_the_record_spans_kinds_of_models_and_of_steps():
     assert not any(found["differences"] for found in COMPARED.values())
 
 
+@pytest.mark.parametrize("found", FOUND["peaks"], ids=lambda found: found["tool"])
+def test_the_peak_of_a_device_is_that_of_the_tools_own_function(found):
+    assert len(found["flops_per_s"]) > 100
+    assert [name for name, peak in found["flops_per_s"].items() if not same_peak(found["tool"], name, peak)] == []
+    numbers = [peak for peak in found["flops_per_s"].values() if isinstance(peak, int)]
+    assert len(set(numbers)) >= 4  # not one answer for all
+
+
 FLOPS_COUNTER = """
 import nothing_that_is_installed
 RATE = 6
@@ -87,7 +97,7 @@ def test_a_function_is_cut_out_of_a_checkout_and_what_differs_is_shown(tmp_path)
     row = compare(rule, Checkouts(tmp_path), [Case("qwen3-8b", "row")])
     assert (row["commit"], row["flops"]) == ("0.1.4", {"qwen3-8b": {"row": 6 * 4096 * 4096}})
     assert [difference["theirs"] for difference in row["differences"]] == [6 * 4096 * 4096]
-    table = render({"date": "2026-11-25", "headway": "0", "transformers": "5", "rules": [row]})
+    table = render({"date": "2026-11-25", "headway": "0", "transformers": "5", "rules": [row], "peaks": []})
     assert "| `lmms-engine` | EvolvingLMMs-Lab/lmms-engine | 0.1.4 | release | 1 | 0 | 0 | 1 |" in table
     assert "| `lmms-engine` | qwen3-8b | row | 100,663,296 |" in table
 

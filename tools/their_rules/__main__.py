@@ -16,6 +16,7 @@ import headway
 from headway.conventions import get_convention
 from tools.their_rules.cases import cases
 from tools.their_rules.checkouts import Checkouts
+from tools.their_rules.peaks import PEAKS, compare_peaks
 from tools.their_rules.rules import RULES
 from tools.their_rules.sizes import NotTheirsError
 from tools.their_rules.table import render
@@ -66,13 +67,14 @@ def _one_model_a_line(record: dict[str, Any]) -> str:
     """Write a record as JSON, the numbers of a model on one line, whole ones as integers."""
     marked: dict[str, str] = {}
 
-    def line(steps: dict[str, float | None]) -> str:
-        whole = {name: int(v) if v is not None and v == int(v) else v for name, v in steps.items()}
+    def line(steps: dict[str, float | str | None]) -> str:
+        whole = {name: int(v) if isinstance(v, float) and v == int(v) else v for name, v in steps.items()}
         marked[f'"@{len(marked)}@"'] = json.dumps(whole)
         return f"@{len(marked) - 1}@"
 
     rules = [{**r, "flops": {name: line(steps) for name, steps in r["flops"].items()}} for r in record["rules"]]
-    text = json.dumps({**record, "rules": rules}, indent=1)
+    peaks = [{**found, "flops_per_s": line(found["flops_per_s"])} for found in record["peaks"]]
+    text = json.dumps({**record, "rules": rules, "peaks": peaks}, indent=1)
     for mark, steps in marked.items():
         text = text.replace(mark, steps)
     return text + "\n"
@@ -91,12 +93,14 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", metavar="CONVENTION", help="rules to compare; all if not given")
     given = parser.parse_args()
+    checkouts = Checkouts(given.checkouts)
     now = datetime.now(UTC).date()
     rules = [rule for rule in RULES if not given.only or rule.convention in given.only]
     record = {
         "what": "tools.their_rules", "date": now.isoformat(), "headway": headway.__version__,
         "transformers": transformers.__version__,
-        "rules": [compare(rule, Checkouts(given.checkouts), cases()) for rule in rules],
+        "rules": [compare(rule, checkouts, cases()) for rule in rules],
+        "peaks": [compare_peaks(tool, checkouts) for tool in PEAKS if not given.only or tool in given.only],
     }  # fmt: skip
     if given.out is None:
         print(render(record))
@@ -104,7 +108,7 @@ def main() -> None:
         stem = given.out / f"their_rules_{now:%Y%m}"
         stem.with_suffix(".md").write_text(render(record), encoding="utf-8")
         stem.with_suffix(".json").write_text(_one_model_a_line(record), encoding="utf-8")
-    if any(rule["differences"] for rule in record["rules"]):
+    if any(rule["differences"] for rule in record["rules"]) or any(found["differ"] for found in record["peaks"]):
         sys.exit(1)
 
 

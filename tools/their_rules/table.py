@@ -35,4 +35,10 @@ def render(record: dict[str, Any]) -> str:
     for name, row in odd:
         theirs, ours = ("-" if row[key] is None else f"{row[key]:,.0f}" for key in ("theirs", "ours"))
         lines.append(f"| `{name}` | {row['model']} | {row['step']} | {theirs} | {ours} | {row['why']} |")
+    lines += ["", "Peaks that the tools divide by, for every device name that Headway knows:", ""]
+    lines += ["| tool | project | commit | date | names | equal |", "| --- | --- | --- | --- | ---: | ---: |"]
+    for found in record["peaks"]:
+        names, differ = len(found["flops_per_s"]), found["differ"]
+        cells = [f"`{found['tool']}`", found["project"], found["commit"], found["date"], str(names)]
+        lines.append(f"| {' | '.join(cells)} | {names - len(differ)}{''.join(f'; not {name}' for name in differ)} |")
     return "\n".join(lines) + "\n"

@@ -29,6 +29,8 @@ _TORCHTITAN: _Rules = (
     (("MI300X",), 1300e12),
     (("MI325X",), 1300e12),
     (("MI250X",), 191.5e12),
+    (("Data Center GPU Max 1550", "448 engines"), 298.1888e12),  # 512 x engines x 1.3 GHz, which it asks the device for
+    (("Data Center GPU Max 1550",), 340.7872e12),
     (("l40s",), 362e12),
     (("TPU", "v4"), 275e12),
     (("TPU", "v5e"), 197e12),
@@ -140,6 +142,8 @@ _NANOCHAT: _Rules = (
     (("mi300a",), 980.6e12),
     (("mi250x",), 383e12),
     (("mi250",), 362.1e12),
+    (("data center gpu max 1550", "448 engines"), 298.1888e12),  # as torchtitan
+    (("data center gpu max 1550",), 340.7872e12),
     (("5090",), 209.5e12),
     (("4090",), 165.2e12),
     (("3090",), 71e12),
