@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,11 @@ def test_a_padded_pack_of_a_dense_model(name):
 
 def test_every_convention_is_tested():
     assert {*QWEN3_8B, "bagel"} == {convention.name for convention in conventions()}  # Bagel's: test_bagel.py
+
+
+def test_the_readme_counts_the_rules_that_compare_shows():
+    number = {28: "twenty-eight"}[len(conventions("llama"))]
+    assert f"the same step as {number} tools and rules would print it" in Path("README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("seq_len", "gflops"), [(12288, 50.474024352), (8192, 40.810347936)])
