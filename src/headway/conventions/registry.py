@@ -98,7 +98,7 @@ _ALL = (
     ),
     Convention(
         "verl-2025-12", "2025-12", "verl",
-        "real tokens, full square of each segment, the embedding as a second head; vision free",
+        "real tokens, full square of each segment, the embedding as a second head",
         verl.verl_2025_12, "real", "segments",
     ),
     Convention(
