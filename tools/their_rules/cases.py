@@ -23,6 +23,16 @@ EXTRA: Mapping[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "intermediate_size": 21504, "vocab_size": 131072, "hidden_act": "xielu",
         "tie_word_embeddings": False,
     },
+    "command-r7b": {
+        "model_type": "cohere2", "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336, "vocab_size": 256000,
+        "sliding_window": 4096, "hidden_act": "silu",
+    },
+    "exaone-4-32b": {
+        "model_type": "exaone4", "hidden_size": 5120, "num_hidden_layers": 4, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 27392, "vocab_size": 102400,
+        "sliding_window": 4096, "sliding_window_pattern": 4, "hidden_act": "silu", "tie_word_embeddings": False,
+    },
     "gemma-2-9b": {
         "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 4, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000,
@@ -40,6 +50,18 @@ EXTRA: Mapping[str, dict[str, Any]] = {
         "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
         "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
         "vocab_size": 154880, "hidden_act": "silu", "tie_word_embeddings": False,
+    },
+    "gpt-oss-window-96": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 5, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "sliding_window": 96, "vocab_size": 201088, "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    },
+    "llama-4-scout": {
+        "model_type": "llama4_text", "hidden_size": 5120, "num_hidden_layers": 4, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+        "attention_chunk_size": 3000, "vocab_size": 202048, "hidden_act": "silu", "tie_word_embeddings": False,
     },
     "minimax-m2": {
         "model_type": "minimax_m2", "hidden_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 48,
@@ -69,6 +91,15 @@ EXTRA: Mapping[str, dict[str, Any]] = {
         "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 100278, "sliding_window": 4096,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "hidden_act": "silu",
         "tie_word_embeddings": False,
+    },
+    "opt-1.3b": {
+        "model_type": "opt", "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "ffn_dim": 8192,
+        "vocab_size": 50272, "word_embed_proj_dim": 2048,
+    },
+    "phi-3-mini": {
+        "model_type": "phi3", "hidden_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "sliding_window": 2047,
+        "hidden_act": "silu", "pad_token_id": 32000, "tie_word_embeddings": False,
     },
     "pythia-6.9b": {
         "model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 32,
@@ -136,13 +167,20 @@ EXTRA: Mapping[str, dict[str, Any]] = {
             "num_position_embeddings": 2304, "hidden_act": "gelu_pytorch_tanh",
         },
     },
+    "starcoder2-3b": {
+        "model_type": "starcoder2", "hidden_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 24,
+        "num_key_value_heads": 2, "intermediate_size": 12288, "vocab_size": 49152, "sliding_window": 4096,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
     "seed-oss-36b": {
         "model_type": "seed_oss", "hidden_size": 5120, "num_hidden_layers": 4, "num_attention_heads": 80,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 27648, "vocab_size": 155136,
         "hidden_act": "silu", "tie_word_embeddings": False,
     },
 }  # fmt: skip
-WITHOUT_GATE = frozenset({"apertus", "gpt2", "gpt_neox", "nemotron"})  # model types whose MLP has two matrices
+WITHOUT_GATE = frozenset(
+    {"apertus", "gpt2", "gpt_neox", "nemotron", "opt", "starcoder2"}
+)  # model types whose MLP has two matrices
 
 TEXT: Mapping[str, Step] = {
     "row": Step(Workload([4096]), 4096),

@@ -38,7 +38,7 @@ def torchtitan(checkouts: Checkouts, source: Source) -> Count:
 
     def count(case: Case) -> float | None:
         sizes, seq_len = Sizes(case), case.step.seq_len
-        if sizes.kind == "gpt2" or sizes.has_delta_rule:
+        if sizes.kind in ("gpt2", "opt") or sizes.has_delta_rule:
             raise NotTheirsError
         model, text_config = _meta(case), sizes.text
         heads = text_config.num_attention_heads

@@ -27,7 +27,7 @@ class _Names:
 def _megatron_arguments(case: Case) -> SimpleNamespace:
     """Megatron's arguments for a model, of its launch scripts and of its bridge alike."""
     sizes, text = Sizes(case), Sizes(case).text
-    if sizes.has_delta_rule:
+    if sizes.has_delta_rule or sizes.kind == "llama4_text":  # whose expert layers have flags of their own
         raise NotTheirsError
     latent = {}
     if sizes.is_latent:
@@ -121,7 +121,8 @@ def megatron_bridge(*, frames: bool = False, lengths: bool = True) -> Make:
 
 _BLOCKS = {
     "deepseek_v2": "DEEPSEEK", "deepseek_v3": "DEEPSEEK", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "gpt2": "GPT3",
-    "gpt_oss": "GPT_OSS", "llama": "LLAMA2", "mistral": "MISTRAL", "mixtral": "MIXTRAL", "olmo3": "OLMO3",
+    "gpt_oss": "GPT_OSS", "llama": "LLAMA2", "llama4_text": "LLAMA4", "mistral": "MISTRAL", "mixtral": "MIXTRAL",
+    "olmo3": "OLMO3",
     "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3_MOE", "qwen3_vl": "QWEN3", "qwen3_vl_moe": "QWEN3_MOE",
 }  # fmt: skip
 _NEWER_BLOCKS = ("GPT_OSS", "OLMO3", "QWEN3_MOE")  # which MaxText did not have in July 2025
@@ -155,9 +156,12 @@ def maxtext(checkouts: Checkouts, source: Source) -> Count:
             moe_mlp_dim=sizes.expert_ffn, mlp_activations=["silu", "linear"][: 1 + sizes.gated],
             vocab_size=text.vocab_size, num_experts=sizes.experts or 1, decoder_block=block,
             num_experts_per_tok=getattr(text, "num_experts_per_tok", 1), first_num_dense_layers=sizes.dense_first,
-            shared_experts=getattr(text, "n_shared_experts", None) or 0, share_kv_projections=False,
+            shared_experts=1 if block == "LLAMA4" else getattr(text, "n_shared_experts", None) or 0,
+            share_kv_projections=False,
             sliding_window_size=getattr(text, "sliding_window", None) or 0, use_multimodal=False, use_dpo=False,
-            gradient_accumulation_steps=1, engram_layers=[], mtp_num_layers=0, use_indexer=False, **latent,
+            gradient_accumulation_steps=1, engram_layers=[], mtp_num_layers=0, use_indexer=False,
+            nope_layer_interval=4, chunk_attn_window_size=getattr(text, "attention_chunk_size", None),
+            interleave_moe_layer_step=getattr(text, "interleave_moe_layer_step", None), **latent,
         )  # fmt: skip
         return float(space["calculate_tflops_training_per_device"](config, log=False)[0]) * 1e12
 

@@ -66,7 +66,9 @@ class Sizes:
     @property
     def ffn(self) -> int:
         """Inner width of a dense MLP."""
-        return int(getattr(self.text, "intermediate_size", None) or 4 * self.text.hidden_size)
+        names = ("intermediate_size_mlp", "intermediate_size", "ffn_dim")
+        found = next((int(value) for name in names if (value := getattr(self.text, name, None))), 0)
+        return found or 4 * int(self.text.hidden_size)
 
     @property
     def experts(self) -> int:
@@ -77,7 +79,8 @@ class Sizes:
     @property
     def expert_ffn(self) -> int:
         """Inner width of a routed expert."""
-        return int(getattr(self.text, "moe_intermediate_size", None) or self.ffn)
+        width = getattr(self.text, "moe_intermediate_size", None) or getattr(self.text, "intermediate_size", None)
+        return int(width or self.ffn)
 
     @property
     def shared_ffn(self) -> int:

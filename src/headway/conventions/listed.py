@@ -34,7 +34,6 @@ class Formula:
     state: int = 0
     square_state: bool = False  # the state is taken as value size squared
     gated: bool = False  # queries come with a gate as wide as they are
-    exact: bool = False  # the diagonal is billed too: s (s + 1) / 2 pairs where others bill half a square
     tower: bool = False  # whether the vision tower is billed
 
 

@@ -16,6 +16,8 @@ _QWEN3_MIXTURE = Formula(experts="every", router=False)
 _ONE_SHARED = Formula(experts="configured", router=False, shared="one", value_heads=True)
 _LATENT = Formula(experts="configured", router=False, shared="all", value_heads=True)
 _DELTA = Formula(gated=True, state=24, square_state=True)
+_GPT_OSS = Formula(experts="every", router=False)
+_GPT_OSS_WINDOW = 128  # of every second layer, whatever the configuration says [tokens]
 # what it takes for every class of configuration that it has no formula for: two matrices an MLP, experts in every other
 # layer
 _FALLBACK = Formula(short_heads=True, matrices=2, experts="half", router=False)
@@ -27,7 +29,7 @@ _AUTOMODEL: Formulas = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_vl", "glm4"), _QWEN3),
     **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), _QWEN3_MIXTURE),
     "deepseek_v3": _ONE_SHARED,
-    "gpt_oss": Formula(experts="every", router=False, windows="exact", exact=True),
+    "gpt_oss": _GPT_OSS,
     "glm4_moe": Formula(experts="configured", router=False, shared="all"),
     "minimax_m2": _QWEN3_MIXTURE,
     "qwen3_5": _DELTA,
@@ -51,20 +53,22 @@ def automodel(model: Architecture, step: Step) -> Parts:
     """Bill every position of every row, half the square of the row, the head once; no routers, no vision tower.
 
     GPT-2's kind is billed with MLPs four times as wide as the model, Llama, Mixtral and Nemotron with heads of hidden /
-    heads, gpt-oss with exact pairs and windows, DeepSeek-V3 with one shared expert. Every other class of configuration
-    is billed two matrices an MLP, and where it has experts half its layers with top-k of the MLP's width. Prediction
-    layers are in GLM-4.7-Flash's, Kimi's and Qwen3.5's alone. What a tensor holds is billed whole, packs included.
+    heads, gpt-oss with exact pairs and windows of 128, DeepSeek-V3 with one shared expert. Every other class of
+    configuration is billed two matrices an MLP, and where it has experts half its layers with top-k of the MLP's width.
+    Prediction layers are in GLM-4.7-Flash's, Kimi's and Qwen3.5's alone. What a tensor holds is billed whole, packs included.
 
     Source: NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py, get_flops_formula_for_hf_config, and
     nemo_automodel/_transformers/mfu.py, AutoMFU (commit 36044ad3d, 22 Aug 2026).
     """
     formula = _of_automodel(model)
+    if formula is _FALLBACK:  # Llama 4 has another width beside it, of its dense layers
+        model = replace(model, ffn=int(model.config["intermediate_size"]))
     tokens, length = step.row_slots, step.seq_len
     predicting = _prediction_layers(model, formula)  # each is one more layer that attends, a head and a projection
     model = replace(model, layers=model.layers + predicting, moe_layers=model.moe_layers + predicting)
     pairs: Number = listed.pairs(model, formula, [length]) / 2
-    if formula.exact:
-        pairs = sum(_exact(length, window) for window in model.windows)
+    if formula is _GPT_OSS:
+        pairs = sum(_exact(length, _GPT_OSS_WINDOW if layer % 2 else None) for layer in range(model.layers))
     parts = dict(listed.weights(model, formula, tokens))
     parts["linear"] += 12 * tokens * model.hidden**2 * predicting
     parts["attention"] = listed.attention(model, formula, step.num_rows * pairs, rate=6)
@@ -94,8 +98,9 @@ def _of_automodel(model: Architecture) -> Formula:
     """Choose a formula as its list of classes does; the fallback is for classes that have sizes at their top."""
     if model.model_type == "deepseek_v3" and model.config.get("moe_layer_freq") == 1:
         return replace(_ONE_SHARED, experts="every")  # it then looks at no dense layers
-    if model.model_type not in _AUTOMODEL and "text_config" in model.config:
-        raise NotExpressibleError(f"NeMo Automodel's formula for the model type {model.model_type!r} {_NESTED}")
+    if model.model_type not in _AUTOMODEL and not model.config.get("intermediate_size"):
+        why = _NESTED if "text_config" in model.config else "reads intermediate_size, which is not there: no MFU"
+        raise NotExpressibleError(f"NeMo Automodel's formula for the model type {model.model_type!r} {why}")
     return listed.chosen(model, {model.model_type: _FALLBACK, **_AUTOMODEL}, "NeMo Automodel")
 
 
