@@ -55,7 +55,8 @@ def automodel(model: Architecture, step: Step) -> Parts:
     GPT-2's kind is billed with MLPs four times as wide as the model, Llama, Mixtral and Nemotron with heads of hidden /
     heads, gpt-oss with exact pairs and windows of 128, DeepSeek-V3 with one shared expert. Every other class of
     configuration is billed two matrices an MLP, and where it has experts half its layers with top-k of the MLP's width.
-    Prediction layers are in GLM-4.7-Flash's, Kimi's and Qwen3.5's alone. What a tensor holds is billed whole, packs included.
+    Prediction layers are in GLM-4.7-Flash's, Kimi's and Qwen3.5's alone. What a tensor holds is billed whole, packs
+    included.
 
     Source: NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py, get_flops_formula_for_hf_config, and
     nemo_automodel/_transformers/mfu.py, AutoMFU (commit 36044ad3d, 22 Aug 2026).
