@@ -216,7 +216,8 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         out = func(*_map(_meta, args), **{name: _map(_meta_device, value) for name, value in kwargs.items()})
     except NotImplementedError as error:
-        raise TraceError(f"{func} has no kernel that works on shapes alone: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0].partition(". ")[0]  # pages on PyTorch's backends follow
+        raise TraceError(f"{func} has no kernel that works on shapes alone: {reason}.") from error
     if key is not None and _on_dispatch is not None:
         _results[key] = out
     return out
