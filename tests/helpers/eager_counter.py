@@ -2,9 +2,9 @@
 
 Nothing of `headway.tracing` is used here. A product of [m, k] and [k, n] is 2 m k n FLOPs; a convolution 2 FLOPs for
 each weight and position (output positions, input ones when transposed), and as many for each gradient that its backward
-is asked for, which holds for grouped ones too. Attention runs by its math backend, whose products are seen singly: so all pairs of
-queries and keys are counted, masked ones too. An outer product (k = 1) in which nothing requires a gradient, as rotary
-angles are made, is elementwise work written as a product, and left out.
+is asked for, which holds for grouped ones too. Attention runs by its math backend, whose products are seen singly, so
+that pairs which a mask forbids are counted too. An outer product (k = 1) in which nothing requires a gradient, as
+rotary angles are made, is elementwise work written as a product, and left out.
 """
 
 import dataclasses
@@ -90,6 +90,6 @@ def differentiated(output: Any) -> Iterator[torch.Tensor]:
         return
     for leaf in tree_leaves(output):
         if dataclasses.is_dataclass(leaf):
-            yield from differentiated(dataclasses.asdict(leaf))
+            yield from differentiated({**vars(leaf)})
         elif isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             yield leaf

@@ -34,7 +34,10 @@ def _head_path(model: Any) -> str | None:
 
 
 def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted]) -> list[str]:
-    """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`."""
+    """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`.
+
+    Of one example nobody says whether it is text: its components are `other.attention`, `other.convolution` and so on.
+    """
     attending = {op.module for op in operations if op.kind == "attention"}
     attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
     experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
@@ -67,10 +70,18 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         else:
             part = "mlp"
         names.append(f"{tower}.{part}")
-    for i, (op, fit) in enumerate(zip(operations, fitted, strict=True)):
-        if fit.driver == "packs":  # work on weights belongs where the weights are used
-            names[i] = _nearest(op.module, operations, fitted, names)
+    names = [
+        _nearest(op.module, operations, fitted, names) if fit.driver == "packs" else name
+        for op, fit, name in zip(operations, fitted, names, strict=True)
+    ]  # work on weights belongs where the weights are used
+    if all(fit.driver in ("segments", "packs") for fit in fitted):
+        return [_of_example(op, name) for op, name in zip(operations, names, strict=True)]
     return names
+
+
+def _of_example(operation: Operation, name: str) -> str:
+    part = name.rpartition(".")[2]
+    return f"other.{'convolution' if part == 'mlp' and operation.kind == 'convolution' else part}"
 
 
 def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str | None:

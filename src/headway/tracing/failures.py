@@ -26,8 +26,8 @@ def failed_on_shapes(error: Exception, model: Any, recorder: Recorder | None = N
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
     return TraceError(
-        f"{place} fails{f' in {operation}' if operation else ''} when it runs on shapes alone: {type(error).__name__}: "
-        f"{text or 'no reason given'}. {_way_out(model)}"
+        f"{place} {f'fails in {operation}' if operation else 'raises an error'} when it runs on shapes alone: "
+        f"{type(error).__name__}: {text.rstrip('.') or 'no reason'}. {_way_out(model)}"
     )
 
 
