@@ -148,6 +148,21 @@ def _lengths(s, h, mask):
     return F.scaled_dot_product_attention(h, h, h, attn_mask=shown[:, None])
 
 
+def _by_hand(hide):
+    """Attend by hand, over as many keys as a mask of floats sums to."""
+
+    def attend(_, h, mask):
+        hidden = torch.arange(N)[None] >= mask.sum(1).int()[:, None]
+        return hide(h @ h.transpose(-1, -2), hidden[:, None]).softmax(-1) @ h
+
+    return attend
+
+
+def _cut(_, h, mask):
+    pieces = [row[:length] for row, length in zip(h, mask.sum(1).int().tolist(), strict=True)]
+    return torch.cat(pieces) @ h[0].T
+
+
 def _rotated(s, h):
     turn = torch.polar(torch.ones(N, D // 2), torch.arange(N)[:, None] / torch.arange(1, D // 2 + 1))
     return torch.view_as_real(torch.view_as_complex(h.unflatten(-1, (-1, 2))) * turn).flatten(-2)
@@ -186,6 +201,25 @@ PLAIN = {
     "lengths-of-a-mask": _own(_lengths, (2, N, D), forbidden=N * (N - 4) * 2 * (D + D), more=(PADDED.float(),)),
     "lengths-of-unknown-floats": _own(
         _lengths, (2, N, D), more=(torch.rand(2, N),), refused="mask that depends on floats"
+    ),
+    **{
+        f"by-hand-{way}-{name}": _own(
+            _by_hand(hide), (2, N, D), forbidden=forbidden * 2 * (D + D), more=(mask,), refused=refused
+        )
+        for way, hide in {
+            "filled": lambda scores, hidden: scores.masked_fill(hidden, -1e9),
+            "added": lambda scores, hidden: scores + hidden.float() * -1e9,
+            "chosen": lambda scores, hidden: torch.where(hidden, torch.tensor(-1e9), scores),
+        }.items()
+        for name, mask, forbidden, refused in [
+            ("ones", torch.ones(2, N), 0, ""),
+            ("padding", PADDED.float(), N * (N - 4), ""),
+            ("unknown", torch.rand(2, N), 0, "mask that cannot be followed"),
+        ]
+    },
+    "cut-to-lengths": _own(_cut, (2, N, D), more=(PADDED.float(),)),
+    "cut-to-unknown-lengths": _own(
+        _cut, (2, N, D), more=(torch.rand(2, N),), refused="reads a number, such as a length"
     ),
     "inverse": _own(lambda _, h: torch.linalg.inv(h), (2, D, D), refused="LinalgInv"),
     "fourier": _own(lambda _, h: torch.fft.fft(h).abs(), (2, D), refused="Fourier"),

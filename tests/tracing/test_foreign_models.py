@@ -214,3 +214,25 @@ def test_nested_arguments_are_refused_with_the_way_out():
     nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
     with pytest.raises(TraceError, match="cumulative boundaries"):
         trace(nn.Linear(4, 4), inputs=(nested,))
+
+
+def test_weights_in_integers_are_refused_with_the_way_out():
+    class Packed(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+
+    model = nn.Sequential(nn.Linear(4, 4), Packed())
+    with pytest.raises(TraceError, match=r"module 1 \(Packed\) stores 1.weight quantised .*cost_model="):
+        trace(model, inputs=(torch.randn(2, 4),))
+
+
+def test_parts_of_an_example_are_named_without_a_guess_at_what_they_see():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.TransformerEncoderLayer(36, 2, 8), nn.Linear(36, 2))
+    cost = trace(model, inputs=(torch.randn(2, 3, 8, 8),))
+    components = [row.component for row in cost.rows]
+    assert components == [
+        "other.convolution", "other.projections", "other.attention", "other.projections", "other.mlp", "other.mlp",
+        "other.mlp",
+    ]  # fmt: skip
+    assert repr(cost) == f"CostModel('Sequential': 7 rows, {sum(p.numel() for p in model.parameters()):,} parameters)"

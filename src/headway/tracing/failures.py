@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from headway.errors import TraceError
@@ -25,31 +24,27 @@ def failed_on_shapes(error: Exception, model: Any, recorder: Recorder | None = N
         place = f"module {path or '(the model)'} ({type(model.get_submodule(path)).__name__})"
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    happened = f"fails in {operation}" if operation else "raises an error"
     return TraceError(
-        f"{place} {f'fails in {operation}' if operation else 'raises an error'} when it runs on shapes alone: "
-        f"{type(error).__name__}: {text.rstrip('.') or 'no reason'}. {_way_out(model)}"
-    )
-
-
-def _way_out(model: Any) -> str:
-    if isinstance(model, nn.Module) and (stored := _quantised(model)):
-        return (
-            f"Its weights are stored quantised ({stored}): trace the model without quantisation, which has the same "
-            "FLOPs, and pass its cost model on (cost_model=)."
-        )
-    return (
+        f"{place} {happened} when it runs on shapes alone: {type(error).__name__}: {text.rstrip('.') or 'no reason'}. "
         "If the model runs by itself on such inputs, trace it with another operation in this place, or give the inputs "
         "that it needs with trace(model, inputs=...); what is metered then takes that cost model (cost_model=)."
     )
 
 
-def _quantised(model: nn.Module) -> str:
-    """Name a parameter that is stored in integers or by a tensor class of its own; "" where there is none."""
+def refuse_quantised(model: nn.Module) -> None:
+    """Refuse a model whose weights are stored quantised, as 4-bit bases of adapters are.
+
+    Raises:
+        TraceError: one is.
+    """
     for name, parameter in model.named_parameters():
-        stored = type(parameter if type(parameter) is not nn.Parameter else parameter.data)
-        is_plain = stored in (torch.Tensor, nn.Parameter) or not stored.__module__.startswith(
-            ("torchao", "bitsandbytes")
-        )
-        if not is_plain or not (parameter.is_floating_point() or parameter.is_complex()):
-            return f"{name} as {stored.__name__} of {parameter.dtype}"
-    return ""
+        stored = type(parameter) if type(parameter) is not nn.Parameter else type(parameter.data)
+        is_packed = not (parameter.is_floating_point() or parameter.is_complex())
+        if is_packed or stored.__module__.startswith(("torchao.quantization", "torchao.dtypes", "bitsandbytes")):
+            path = name.rpartition(".")[0]
+            raise TraceError(
+                f"module {path or '(the model)'} ({type(model.get_submodule(path)).__name__}) stores {name} quantised "
+                f"({stored.__name__}, {parameter.dtype}), and its products cannot be read. Trace the model without "
+                "quantisation, which has the same FLOPs, and pass its cost model on (cost_model=)."
+            )

@@ -103,7 +103,7 @@ def pass_on(args: Any, kwargs: dict[str, Any], made: Any) -> None:
     """Mark what a function made, or wrote to, if a placeholder was among its arguments; its own mark stays."""
     if any(is_placeholder(t) for t in _tensors((*args, *kwargs.values()))):
         for tensor in _tensors(made if made is not None else args[:1]):
-            if not tensor.is_floating_point() and not tensor.is_complex():
+            if getattr(tensor, "known", tensor) is not None:  # data: of a real tensor, or of a phantom that keeps it
                 _marked(tensor)
 
 

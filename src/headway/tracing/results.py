@@ -71,7 +71,7 @@ def trained_results(output: Any, model: nn.Module, results: Results = None) -> l
 
 def floats_in(output: Any) -> list[torch.Tensor]:
     """List the floats in an output, each once: in dictionaries, sequences, dataclasses and other plain objects."""
-    return list(_walk(output, set()))
+    return list(_walk(output, {}))
 
 
 def _floats_or_error(output: Any) -> list[torch.Tensor]:
@@ -83,10 +83,10 @@ def _floats_or_error(output: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def _walk(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _walk(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
     if value is None or isinstance(value, str | bytes | int | float | type | nn.Module) or id(value) in seen:
         return
-    seen.add(id(value))
+    seen[id(value)] = value  # held: its id stays its own
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value

@@ -17,7 +17,7 @@ from headway.tracing import build, classify
 from headway.tracing.alternate_forwards import alternate_forwards, without_arguments
 from headway.tracing.arguments import asking, in_dtype
 from headway.tracing.experts import merge_experts
-from headway.tracing.failures import failed_on_shapes
+from headway.tracing.failures import failed_on_shapes, refuse_quantised
 from headway.tracing.fit import Fitted, candidates, fit
 from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.inputs.model_inputs import call, inputs_for
@@ -66,6 +66,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
 
 def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | None) -> CostModel:
     is_model = isinstance(model_or_config, nn.Module)
+    if is_model:
+        refuse_quantised(model_or_config)
     model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.prepare(model.requires_grad_(True))
