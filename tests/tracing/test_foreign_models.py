@@ -20,8 +20,11 @@ from helpers import foreign_models
 if importlib.util.find_spec("torchvision") is not None:
     foreign_models.torchvision()  # before transformers imports it, whose import fails beside kernels of another torch
 
+from headway.compat.mfu_tracker import profile_flops
 from headway.count import Workload
-from headway.errors import TraceError
+from headway.devices import Peak
+from headway.errors import TraceError, UsageError
+from headway.meter import Meter
 from headway.tracing import trace
 from headway.tracing.verify import verify
 from helpers.eager_counter import counted_eagerly
@@ -150,6 +153,41 @@ def test_backward_starts_from_the_results_that_are_named_and_verify_agrees(resul
     assert {row.module for row in cost.rows if row.gradients} == trained
     lines, unseen = verify(model, Workload([1]), inputs=inputs, results=results)
     assert (unseen, {line.explanation for line in lines}) == (set(), {""})
+
+
+class WithValues(nn.Module):
+    """A language model with a value head: 2 x 8 x 16, 2 x 16 x 20 and 2 x 16 FLOPs a token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.trunk = nn.Embedding(20, 8), nn.Linear(8, 16)
+        self.head, self.value = nn.Linear(16, 20), nn.Linear(16, 1)
+
+    def forward(self, input_ids):
+        h = self.trunk(self.embed(input_ids))
+        return {"logits": self.head(h), "values": self.value(h)}
+
+
+# forward; dgrad and wgrad of the heads that are trained, and both of the trunk, whose input is trained too
+TRUNK, HEAD, VALUE = 2 * 8 * 16, 2 * 16 * 20, 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("results", "backward"),
+    [(None, 2 * (TRUNK + HEAD + VALUE)), ("logits", 2 * (TRUNK + HEAD)), ("values", 2 * (TRUNK + VALUE))],
+)
+def test_meter_and_profile_start_backward_where_trace_does(results, backward):
+    model, ids = WithValues(), torch.randint(0, 20, (2, 7))
+    per_token = TRUNK + HEAD + VALUE + backward
+    meter = Meter(model, results=results, peak=Peak("test device", 1e15, "fp32", "made up for a test"))
+    assert meter.cost_model.count(Workload([7, 7])).total == 14 * per_token
+    assert int(profile_flops(model, (ids,), results=results)) == 14 * per_token
+
+
+def test_results_beside_a_cost_model_are_an_error():
+    cost = trace(WithValues())
+    with pytest.raises(UsageError, match="nothing is traced"):
+        Meter(WithValues(), cost_model=cost, results="logits")
 
 
 def test_a_result_that_is_not_there_is_an_error_that_names_those_that_are():
