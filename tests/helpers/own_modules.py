@@ -135,6 +135,12 @@ RESULTS = {
 }
 
 
+def _guarded(_, h):
+    if torch.isnan(h).any() or not torch.isfinite(h).all():
+        raise ValueError("not finite")
+    return torch.distributions.Normal(h, h.exp()).rsample() @ h.T
+
+
 def _mixture(s, h):
     weights, chosen = s.router(h).softmax(-1).topk(2)
     return (
@@ -229,6 +235,7 @@ PLAIN = {
         a=torch.randn(D, 5, dtype=torch.complex64),
         refused="complex numbers",
     ),
+    "guarded-sample": _own(_guarded, (4, D)),
     "log-determinant": _own(lambda _, h: torch.linalg.slogdet(h).logabsdet, (2, D, D)),
 }
 OWN = ATTENTION | {f"results-{name}": model for name, model in RESULTS.items()} | PLAIN

@@ -131,11 +131,13 @@ def integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.T
     """Make placeholder integers or booleans where unknown floats decide; each place of a row is picked at most once."""
     if not value.is_meta:
         return value
-    if packet is aten.ne:  # unknown floats do not happen to be the number that code looks for, nor does eq find it
-        return torch.ones(value.shape, dtype=value.dtype)
+    if packet in (aten.eq, aten.ne):
+        # unknown floats equal themselves, as no NaN does, and are never the number that code looks for
+        equal = len(args) > 1 and args[0] is args[1]
+        return torch.full(value.shape, equal == (packet is aten.eq), dtype=value.dtype)
     if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
         zeros = torch.zeros(value.shape, dtype=value.dtype)
-        return zeros if packet is aten.eq or packet in _CHOOSING else _marked(zeros)
+        return zeros if packet in _CHOOSING else _marked(zeros)
     axis = 2 if packet is aten.topk else 1
     dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
     forced = args[0].forced

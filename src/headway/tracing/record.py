@@ -116,6 +116,11 @@ class Recorder:
             see different pairs, the sum is over them too, as of a single head.
         """
         mask = mask[(None,) * (len(rows) + 2 - mask.dim())]
+        if mask.dim() > len(rows) + 2 or any(size not in (1, own) for size, own in zip(mask.shape, rows, strict=False)):
+            raise TraceError(
+                f"module {self.module or '(the model)'} lays a mask of shape {tuple(mask.shape)} over scores of shape "
+                f"{(*rows, queries, keys)}, of which it makes several. Repeat the queries to the mask's shape."
+            )
         planes = mask.expand(*mask.shape[:-2], queries, keys)
         counts = np.count_nonzero(planes.reshape(-1, queries * keys).numpy(), axis=-1).reshape(planes.shape[:-2])
         seen = np.broadcast_to(counts, tuple(rows))

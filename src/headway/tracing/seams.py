@@ -47,6 +47,9 @@ class Seams(TorchFunctionMode):
         self._open.callback(torch.backends.mkldnn.set_flags, _enabled=fused)
         self._open.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
+        checks = torch.distributions.Distribution
+        self._open.callback(checks.set_default_validate_args, checks._validate_args)
+        checks.set_default_validate_args(False)  # which would read values
         self._open.enter_context(Swapped(self._replacements()))
         return super().__enter__()  # type: ignore[no-untyped-call]
 

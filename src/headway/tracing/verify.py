@@ -5,8 +5,8 @@ are then expected, and `differences` says which. What runs inside a recurrence i
 module, which must agree.
 """
 
-import dataclasses
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,13 +92,18 @@ def _real_backward(output: Any, results: Results) -> None:
         output = [_item(output, name) for name in ([results] if isinstance(results, str) else results)]
     elif isinstance(loss, torch.Tensor) and loss.requires_grad:
         output = loss
-    leaves = tree_leaves(output)
-    while opened := [leaf for leaf in leaves if dataclasses.is_dataclass(leaf)]:
-        leaves = [leaf for leaf in leaves if not dataclasses.is_dataclass(leaf)]
-        leaves += tree_leaves([vars(leaf) for leaf in opened])
-    starts = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    starts = [leaf for leaf in _leaves(output, {}) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if starts:
         sum(start.abs().sum() for start in starts).backward()  # type: ignore[union-attr]  # a tensor, as there are some
+
+
+def _leaves(output: Any, opened: dict[int, Any]) -> Iterator[Any]:
+    """List the leaves of PyTorch's own containers, and those of the objects among them, such as dataclasses."""
+    for leaf in tree_leaves(output):
+        yield leaf
+        if id(leaf) not in opened and hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | nn.Module):
+            opened[id(leaf)] = leaf
+            yield from _leaves(vars(leaf), opened)
 
 
 def _item(output: Any, name: str) -> Any:
