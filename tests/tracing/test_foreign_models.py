@@ -265,6 +265,32 @@ def test_weights_in_integers_are_refused_with_the_way_out():
         trace(model, inputs=(torch.randn(2, 4),))
 
 
+def test_layers_that_share_a_mask_each_count_their_own_queries():
+    mask = torch.arange(5) < 3
+
+    class Sharing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            q, k = self.q(x), self.k(y)
+            return [F.scaled_dot_product_attention(part, k, k, attn_mask=mask) for part in (q, q[:, :2])]
+
+    cost = trace(Sharing(), inputs=(torch.randn(3, 7, 4), torch.randn(3, 5, 4)))
+    # three heads, and 7 or 2 queries that see 3 keys each
+    assert sum(row.forward for row in cost.rows if row.op == "attention") == 3 * (7 + 2) * 3 * 2 * (4 + 4)
+
+
+def test_a_mask_of_more_axes_than_its_scores_is_refused():
+    model = OWN["attention-learnt-bias"].build()
+    model.function = lambda _, h: F.scaled_dot_product_attention(h, h, h, attn_mask=torch.ones(2, 1, 10, 10) > 0)
+    with pytest.raises(
+        TraceError, match=r"lays a mask of shape \(2, 1, 10, 10\) over scores of shape \(1, 6, 10, 10\)"
+    ):
+        trace(model, inputs=(torch.randn(6, 10, 8),))
+
+
 def test_parts_of_an_example_are_named_without_a_guess_at_what_they_see():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.TransformerEncoderLayer(36, 2, 8), nn.Linear(36, 2))
     cost = trace(model, inputs=(torch.randn(2, 3, 8, 8),))

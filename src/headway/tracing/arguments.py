@@ -30,9 +30,10 @@ def as_phantoms(value: Any) -> Any:
         )
     if not (value.is_floating_point() or value.is_complex()):
         return value
-    made = Phantom(unsharded(value).detach().to("meta"), fed=True)
-    if _may_be_a_mask(value):
-        made.known = value.detach().to("cpu")
+    whole = unsharded(value)
+    made = Phantom(whole.detach().to("meta"), fed=True)
+    if _may_be_a_mask(whole):
+        made.known = whole.detach().to("cpu")
     return _leaf(made, value)
 
 

@@ -156,7 +156,7 @@ def _xformers(
         return attend(recorder, recorder.module, q, k, v, pairs).transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
     bias = attn_bias if isinstance(attn_bias, torch.Tensor) else attn_bias.materialize(size)
     pairs, heads, driver = recorder.cached(
-        attn_bias, q.shape, lambda: masked_pairs(recorder, recorder.module, bias, q, k)
+        attn_bias, (*q.shape[:-1], k.shape[-2]), lambda: masked_pairs(recorder, recorder.module, bias, q, k)
     )
     out = attend(recorder, recorder.module, q, k, v, pairs, driver, masked=True, heads=heads)
     return out.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
@@ -184,7 +184,7 @@ def _flex_attention(
         (pairs, driver), heads = plain_pairs(query, key, False, None), 0
     else:
         pairs, heads, driver = recorder.cached(
-            block_mask, query.shape, lambda: _allowed(recorder, block_mask, query, key)
+            block_mask, (*query.shape[:-1], key.shape[-2]), lambda: _allowed(recorder, block_mask, query, key)
         )
     out = attend(
         recorder, recorder.module, query, key, value, pairs, driver, masked=block_mask is not None, heads=heads

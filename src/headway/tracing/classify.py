@@ -33,10 +33,12 @@ def _head_path(model: Any) -> str | None:
     return next((path for path, module in model.named_modules() if module is head), None) if head is not None else None
 
 
-def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted]) -> list[str]:
+def components(
+    model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted], *, is_unknown: bool = False
+) -> list[str]:
     """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`.
 
-    Of one example nobody says whether it is text: its components are `other.attention`, `other.convolution` and so on.
+    Where it `is_unknown` what the model sees, as of one example of floats, they are `other.attention` and so on.
     """
     attending = {op.module for op in operations if op.kind == "attention"}
     attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
@@ -74,12 +76,12 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         _nearest(op.module, operations, fitted, names) if fit.driver == "packs" else name
         for op, fit, name in zip(operations, fitted, names, strict=True)
     ]  # work on weights belongs where the weights are used
-    if all(fit.driver in ("segments", "packs") for fit in fitted):
-        return [_of_example(op, name) for op, name in zip(operations, names, strict=True)]
+    if is_unknown:
+        return [_of_anything(op, name) for op, name in zip(operations, names, strict=True)]
     return names
 
 
-def _of_example(operation: Operation, name: str) -> str:
+def _of_anything(operation: Operation, name: str) -> str:
     part = name.rpartition(".")[2]
     return f"other.{'convolution' if part == 'mlp' and operation.kind == 'convolution' else part}"
 

@@ -97,7 +97,7 @@ class Recorder:
 
     def allowed(self, mask: torch.Tensor, rows: Sequence[int], queries: int, keys: int) -> tuple[int, int, str]:
         """Count the pairs that a boolean mask allows, as `count`; layers share a mask, so each is counted once."""
-        shared = (id(mask), tuple(rows))
+        shared = (id(mask), (*rows, queries, keys))
         if shared not in self._mask_pairs:
             self._mask_pairs[shared] = (mask, self.count(mask, rows, queries, keys))  # held: its id stays its own
         return self._mask_pairs[shared][1]
@@ -129,9 +129,9 @@ class Recorder:
         plane = planes[(0,) * len(rows)] if math.prod(rows[:-1]) == 1 else None
         return int(seen[..., 0].sum()), rows[-1], "" if plane is None else scores.name(plane)
 
-    def cached(self, thing: Any, rows: Sequence[int], find: Callable[[], Any]) -> Any:
-        """Return `find()` for an object that layers share, such as a block mask; computed once for queries alike."""
-        shared = (id(thing), tuple(rows))
+    def cached(self, thing: Any, sizes: Sequence[int], find: Callable[[], Any]) -> Any:
+        """Return `find()` for an object that layers share, such as a block mask; computed once for scores alike."""
+        shared = (id(thing), tuple(sizes))
         if shared not in self._found:
             self._found[shared] = (thing, find())  # holding the object keeps its id its own
         return self._found[shared][1]

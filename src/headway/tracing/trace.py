@@ -20,7 +20,7 @@ from headway.tracing.experts import merge_experts
 from headway.tracing.failures import failed_on_shapes, refuse_quantised
 from headway.tracing.fit import Fitted, candidates, fit
 from headway.tracing.inputs.drawings import Drawings
-from headway.tracing.inputs.model_inputs import call, inputs_for
+from headway.tracing.inputs.model_inputs import ExampleInputs, call, inputs_for
 from headway.tracing.loops import alike, check_loops, merged
 from headway.tracing.operation import Operation
 from headway.tracing.record import Recorder
@@ -79,7 +79,8 @@ def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | Non
         names += [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
     explained = _explain(runs, workloads, names, model_inputs.strided)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
-    components = classify.components(model, operations, fitted)
+    is_unknown = isinstance(model_inputs, ExampleInputs) and not model_inputs.is_text
+    components = classify.components(model, operations, fitted, is_unknown=is_unknown)
     shares = classify.expert_shares(operations, fitted)
     unvisited = classify.unvisited_experts(model, shares)
     homes = classify.parameter_components(operations, components, parameters)

@@ -191,6 +191,7 @@ class ExampleInputs:
 
     def __init__(self, example: Any) -> None:
         self._example = example
+        self.is_text = isinstance(example, dict) and "input_ids" in example
 
     def workloads(self, _longest_window: int = 0) -> list[Workload]:
         """Plan the one workload that there is: a segment of unknown length."""
