@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.data.samples import Sample
 from headway.data.sources.documents import SampleBy, Text, TokenFile
-from headway.data.sources.files import COMPRESSIONS, File, find_files
+from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
 from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
 from headway.data.sources.references import MediaRules
@@ -114,7 +114,8 @@ def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -
     ['pictures/train', 'words/train', 'test']
     """
     given = given or [None] * len(paths)
-    parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in paths]
+    plain = [without_query(path) for path in paths]  # a signature is nobody's name
+    parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in plain]
     names = [name or part[-1] for name, part in zip(given, parts, strict=True)]
     for depth in range(2, 1 + max(map(len, parts), default=0)):
         of_one_name: dict[str, set[str]] = {}
@@ -127,12 +128,13 @@ def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -
     # In one folder the extensions tell.
     return [
         path if own is None and len({p for n, p in zip(names, paths, strict=True) if n == name}) > 1 else name
-        for name, path, own in zip(names, paths, given, strict=True)
+        for name, path, own in zip(names, plain, given, strict=True)
     ]
 
 
 def _short_name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2].partition(".")[0] or path
+    plain = without_query(path)
+    return plain.rstrip("/").rpartition("/")[2].partition(".")[0] or plain
 
 
 def _with_formats(files: list[File], folder: str | None, format: str) -> list[tuple[File, str]]:  # noqa: A002
