@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import opened
-from headway.cli.output import needs_extra
+from headway.cli.output import needs_extra, say
 from headway.errors import ConfigError, DataError
 from headway.report import printable
 
@@ -53,7 +53,7 @@ def chat(
     is_watched = sys.stdin.isatty()
     generator = opened.open_generator(model, base, device, dtype)
     if is_watched:
-        print(f"{model}: type a question; /help shows what else there is.", file=sys.stderr)
+        say(f"{model}: type a question; /help shows what else there is.", on_stderr=True)
     talk = _Talk(generator, decoding, system, is_watched=is_watched)
     for path in image or ():
         talk.show("image", str(path))

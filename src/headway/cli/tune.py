@@ -11,7 +11,7 @@ from headway.cli.dry_run import saved_of_recipe
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import print_json
+from headway.cli.output import print_json, say
 from headway.cli.plan import speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
@@ -320,4 +320,4 @@ def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
     )
     text = recipe_text(recipe, best.config, path, remark)
     write_whole(path, lambda file: file.write(text.encode()))
-    print(f"wrote {path}", file=sys.stderr)
+    say(f"wrote {path}", on_stderr=True)
