@@ -67,7 +67,7 @@ def chat(
         except (DataError, ConfigError) as error:
             if not is_watched:
                 raise
-            print(f"Error: {error}", file=sys.stderr)
+            say(f"Error: {error}", on_stderr=True)
 
 
 def _asked(is_watched: bool) -> str | None:
@@ -135,7 +135,7 @@ class _Talk:
         if streamer is None:
             print(answer.text, flush=True)
         if not answer.is_whole:
-            print(f"(cut after {answer.tokens} tokens; --max-new-tokens allows more)", file=sys.stderr)
+            say(f"(cut after {answer.tokens} tokens; --max-new-tokens allows more)", on_stderr=True)
         self._messages += [question, Message("assistant", (TextPart(answer.text),))]
 
     def _sample(self, messages: "list[Message]") -> "Sample":

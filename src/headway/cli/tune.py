@@ -1,6 +1,5 @@
 """`headway tune`: which packing length, accumulation, recomputation and sharing trains a recipe fastest."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -304,7 +303,7 @@ def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[
 
     seen = {}
     for number, one in enumerate(best, start=1):
-        print(f"measuring choice {number} of {len(best)} ...", file=sys.stderr, flush=True)
+        say(f"measuring choice {number} of {len(best)} ...", on_stderr=True, flush=True)
         seen[one] = measure(one.config, devices, steps=steps or STEPS)
     return seen
 

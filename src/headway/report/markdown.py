@@ -22,6 +22,11 @@ def markdown_text(text: str) -> str:
     return "".join(piece if _CODE.fullmatch(piece) and "``" not in plain else _escaped(piece) for piece in pieces)
 
 
+def markdown_code(text: str) -> str:
+    """A name of anyone as code on one line."""
+    return f"`{printable(' '.join(text.splitlines())).replace('`', chr(39))}`"
+
+
 def markdown_cell(text: str) -> str:
     """Text of anyone as a cell of a table; a bar of a chart keeps its spaces as code."""
     if text and _BAR.fullmatch(text):
