@@ -12,25 +12,8 @@ from headway.cli.explain import explain
 from headway.cli.report import report
 from headway.cli.report_compare import compared_markdown
 from headway.cli.report_page import read_run, report_markdown
+from helpers.hostile_strings import PAYLOADS
 
-PAYLOADS = (
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    '"><svg onload=alert(1)>',
-    "' onmouseover='alert(1)",
-    "<!--",
-    "]]>",
-    "`<b onclick=x>`",
-    "[x](javascript:alert(1))",
-    "</title><script>x</script>",
-    "</style><script>y</script>",
-    "\x1b[31mred\x9b",
-    "a\u202eb",
-    "&lt;script&gt;",
-    "</pre><iframe src=//evil>",
-    "<meta http-equiv=refresh content=0;url=//evil>",
-    "| ** ` [x]: //evil",
-)
 OURS = {"p", "strong", "em", "code", "h1", "h2", "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "pre"}
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 

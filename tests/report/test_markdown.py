@@ -9,25 +9,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from headway.report.markdown import markdown_cell, markdown_code, markdown_text
-
-PAYLOADS = (
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    '"><svg onload=alert(1)>',
-    "' onmouseover='alert(1)",
-    "<!--",
-    "]]>",
-    "`<b onclick=x>`",
-    "a `` ` <i> `` b ` <u>",
-    "[x](javascript:alert(1))",
-    "![x](//evil/a.png)",
-    "<https://evil>",
-    "[x]: //evil\n\n[x]",
-    "\n\n# big\n\n* item\n\n<iframe src=//evil>",
-    "\\[x](//evil) \\<b> \\`<i>`",
-    "&lt;script&gt; &#60;b&#62;",
-    "\x1b[31mred\x9b a\u202eb | c **d** ~~e~~",
-)
+from helpers.hostile_strings import PAYLOADS
 
 
 class Seen(HTMLParser):
