@@ -49,9 +49,15 @@ def needs_extra(purpose: str, extra: str = "train") -> Iterator[None]:
     Raises:
         HeadwayError: a library of the extra is not installed.
     """
+    with missing_library_told(purpose, extra), working("loading libraries"):
+        yield
+
+
+@contextmanager
+def missing_library_told(purpose: str, extra: str = "train") -> Iterator[None]:
+    """Turn a library that is not installed into a word on how to install it; arguments and errors of `needs_extra`."""
     try:
-        with working("loading libraries"):
-            yield
+        yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("headway"):
             raise
