@@ -87,6 +87,7 @@ def test_a_signature_is_neither_a_name_nor_an_extension():
     assert own_names([signed, "other.jsonl"]) == ["t", "other"]
     assert own_names([signed, f"https://h/c/t.jsonl?sig=de/{S}.y"]) == ["b/t", "c/t"]
     assert S not in "".join(own_names([signed, f"https://h/b/t.parquet?sig={S}"]))
+    assert S not in "".join(own_names([f"https://u:{S}@h/t.jsonl", f"https://u:{S}@i/t.jsonl", f"s3://{S}@h"]))
 
 
 def test_the_format_of_a_signed_address_is_told_by_its_path(tmp_path):

@@ -9,6 +9,8 @@ import pytest
 from headway.cli.check import check
 from headway.errors import LogError
 from headway.train.check import check_run
+from headway.train.config import parse_config
+from headway.train.loop import train
 from headway.train.record import MetricsLog
 
 
@@ -246,3 +248,17 @@ def test_without_a_witness_nothing_is_claimed_and_the_command_fails(tmp_path, ca
     assert (told["proved"], told["faults"]) == ([], [])
     assert told["without_witness"] == ([[1, 3]] if steps else [])
     assert told["verdict"] == "nothing is proved: no step has a witness"
+
+
+def test_records_of_a_real_run_are_proved_in_order_and_every_edit_of_them_is_found(raw, tmp_path):
+    raw["optim"]["steps"] = 8
+    train(parse_config(raw))
+    folder = parse_config(raw).run.folder
+    checked = check_run(folder)
+    assert (checked.proved, checked.in_order, checked.counts) == (((1, 8),), ((1, 8),), 1)
+    assert checked.faults == ()
+    for number, edit in enumerate(EDITS.values()):
+        copied = tmp_path / f"copied-{number}"
+        shutil.copytree(folder, copied)
+        edited(copied, edit)
+        assert check_run(copied).faults

@@ -252,7 +252,16 @@ def test_a_state_of_an_earlier_version_goes_on(saved, text_encoder, kind):
     go_on(folder, text_encoder, kind, state)
 
 
-@pytest.mark.parametrize("files", [5, {"rows": 5}, {"rows": [[1]]}, {"rows": [["part-0.jsonl", "x", "y"]]}])
+@pytest.mark.parametrize(
+    "files",
+    [
+        5,
+        {"rows": 5},
+        {"rows": [[1]]},
+        {"rows": [["part-0.jsonl", "x", "y"]]},
+        {"rows": [["part-0.jsonl", None, "9" * 40]]},
+    ],
+)
 def test_a_damaged_list_of_files_is_an_error(saved, text_encoder, files):
     folder, state = saved("jsonl", "indexed", hashes=False)
     with pytest.raises(CheckpointError, match="list of data files is damaged"):

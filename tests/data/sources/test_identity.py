@@ -59,3 +59,12 @@ def test_media_that_rows_name_are_not_compared_but_those_within_files_are(tmp_pa
         sources = [open_source(tmp_path / name) for name in ("rows.jsonl", "shard.tar")]
         files[colour] = with_hashes(identify(sources), sources)
     assert [clause.split()[0] for clause in changes(files["red"], files["blue"], "hash")] == ["shard.tar"]
+
+
+def test_a_digest_in_the_cache_that_was_cut_short_is_made_anew(tmp_path, cache):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    sources = [open_source(tmp_path / "a.jsonl")]
+    whole = with_hashes(identify(sources), sources)
+    (known,) = (cache / "hashes").iterdir()
+    known.write_text("12")
+    assert with_hashes(identify(sources), sources) == whole

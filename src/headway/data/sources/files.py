@@ -144,9 +144,8 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
         system, inside = fsspec.core.url_to_fs(path, **options)
         if system.isfile(inside):
             is_plain = isinstance(system, LocalFileSystem) and "://" not in path
-            return [
-                _file(system, path if is_plain else inside, options, without_query(inside).rpartition("/")[0])
-            ], None
+            root = without_query(inside).rpartition("/")[0]
+            return [_file(system, path if is_plain else inside, options, root)], None
         folder = None
         if system.isdir(inside):
             folder = _file_url(system, inside)
@@ -178,16 +177,11 @@ def _file(system: Any, name: str, options: Mapping[str, Any], root: str) -> File
     if isinstance(system, LocalFileSystem):
         status = Path(name).stat()
         return File(name, status.st_size, _stamp(status), name=below)
-    return File(_file_url(system, name), system.size(name), _remote_stamp(system, name), options, below)
-
-
-def _remote_stamp(system: Any, name: str) -> str:
-    """What a store says that changes with a file's content: its hash, its tag, its time, or else all it says of it."""
-    told = {key.lower().replace("_", "-"): value for key, value in system.info(name).items()}
-    for field_name in _CONTENT_FIELDS:
-        if told.get(field_name):
-            return f"{field_name}={told[field_name]}"
-    return str(system.ukey(name))
+    info = {key.lower().replace("_", "-"): value for key, value in system.info(name).items()}
+    # What changes with the content: its hash, its tag, its time, or else all that the store says of it.
+    tags = [f"{field_name}={info[field_name]}" for field_name in _CONTENT_FIELDS if info.get(field_name)]
+    stamp = tags[0] if tags else str(system.ukey(name))
+    return File(_file_url(system, name), info.get("size"), stamp, options, below)
 
 
 def _file_url(system: Any, name: str) -> str:

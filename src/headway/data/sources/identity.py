@@ -6,6 +6,7 @@ otherwise. Media that rows name are not looked at, unless they lie within the fi
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +24,7 @@ from headway.errors import CheckpointError, DataError
 Verify = Literal["size-and-time", "hash", "size"]
 
 UNASKED_BYTES = 2**30  # of a run's local files together; so many are hashed in seconds, without being asked
+_SHA256 = re.compile("[0-9a-f]{64}")
 _HASHING_THREADS = 4
 _MOST_NAMED = 3  # changed files that an error names
 
@@ -130,7 +132,7 @@ def changes_since(saved: object, now: Identities, verify: Verify, *, times: bool
             for source, files in cast("Mapping[str, Sequence[Sequence[Any]]]", saved).items()
         }
         return changes(before, now, verify, times=times)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
         raise CheckpointError(
             f"The saved list of data files is damaged ({error!r}). Resume from another checkpoint."
         ) from error
@@ -163,14 +165,15 @@ def _sha256(file: File) -> str | None:
         return None if file.has_tag else _digest(file)
     try:
         known = _known_digest(file)
-        if not known.exists():
-            digest = _digest(file)
-            with suppress(OSError):  # a cache that cannot be written only costs time
-                write_whole(known, lambda kept: kept.write(digest.encode("ascii")))
-            return digest
-        return known.read_text("ascii")
     except OSError as error:
         raise _unreadable(file, error) from error
+    with suppress(OSError, ValueError):
+        if _SHA256.fullmatch(digest := known.read_text("ascii")):
+            return digest
+    digest = _digest(file)
+    with suppress(OSError):  # a cache that cannot be written only costs time
+        write_whole(known, lambda kept: kept.write(digest.encode("ascii")))
+    return digest
 
 
 def _known_digest(file: File) -> Path:

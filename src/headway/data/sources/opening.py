@@ -1,6 +1,7 @@
 """Datasets by their paths: which files, in which format."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -
     ['pictures/train', 'words/train', 'test']
     """
     given = given or [None] * len(paths)
-    plain = [without_query(path) for path in paths]  # a signature is nobody's name
+    plain = [_public(path) for path in paths]
     parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in plain]
     names = [name or part[-1] for name, part in zip(given, parts, strict=True)]
     for depth in range(2, 1 + max(map(len, parts), default=0)):
@@ -133,8 +134,13 @@ def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -
 
 
 def _short_name(path: str) -> str:
-    plain = without_query(path)
+    plain = _public(path)
     return plain.rstrip("/").rpartition("/")[2].partition(".")[0] or plain
+
+
+def _public(path: str) -> str:
+    """A path or address without its user and query: passwords and signatures are nobody's name."""
+    return re.sub(r"://[^/]*@", "://", without_query(path))
 
 
 def _with_formats(files: list[File], folder: str | None, format: str) -> list[tuple[File, str]]:  # noqa: A002
