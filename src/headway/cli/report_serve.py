@@ -162,7 +162,7 @@ class _Server(HTTPServer):
                     self._answered += 1
                 self._threads.submit(self._answer, connection, address)
         now_s = time.monotonic()
-        for connection in [one for one, (_, deadline_s) in self._waiting.items() if deadline_s < now_s]:
+        for connection in [waiting for waiting, (_, deadline_s) in self._waiting.items() if deadline_s < now_s]:
             self._drop(connection)
 
     def _answer(self, request: Any, client_address: Any) -> None:

@@ -108,8 +108,8 @@ class Check:
 
     def as_json(self) -> dict[str, Any]:
         """One JSON-ready object."""
-        told = {"without_witness": self.without_witness, "unproved": self.unproved, "verdict": self.verdict}
-        return {"schema_version": SCHEMA_VERSION, **vars(self), **told}
+        derived = {"without_witness": self.without_witness, "unproved": self.unproved, "verdict": self.verdict}
+        return {"schema_version": SCHEMA_VERSION, **vars(self), **derived}
 
     def as_table(self) -> str:
         """Names and values for people."""
@@ -331,7 +331,7 @@ def _digest(text: object) -> int:
 def _joined(ranges: list[tuple[int, int]]) -> Ranges:
     """Ranges of steps joined where they touch, without empty ones."""
     joined: list[tuple[int, int]] = []
-    for first, last in sorted(one for one in ranges if one[0] <= one[1]):
+    for first, last in sorted(stretch for stretch in ranges if stretch[0] <= stretch[1]):
         if joined and first <= joined[-1][1] + 1:
             joined[-1] = joined[-1][0], max(last, joined[-1][1])
         else:

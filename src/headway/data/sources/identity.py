@@ -172,7 +172,7 @@ def _sha256(file: File) -> str | None:
             return digest
     digest = _digest(file)
     with suppress(OSError):  # a cache that cannot be written only costs time
-        write_whole(known, lambda kept: kept.write(digest.encode("ascii")))
+        write_whole(known, lambda target: target.write(digest.encode("ascii")))
     return digest
 
 
