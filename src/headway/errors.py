@@ -74,6 +74,10 @@ class TrainingError(HeadwayError):
     """Training cannot go on: a loss that is not finite, a missing device."""
 
 
+class NotFiniteError(TrainingError):
+    """A loss or gradient is not finite, and the weights are lost with it."""
+
+
 class OutOfMemoryError(TrainingError):
     """There was no memory left, on the device or the host; the message says what held it."""
 

@@ -7,6 +7,7 @@ from headway.report.format import (
     format_flops,
     format_ms,
     format_rate,
+    format_rounded,
     format_share,
     printable,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "format_flops",
     "format_ms",
     "format_rate",
+    "format_rounded",
     "format_share",
     "presentable",
     "printable",

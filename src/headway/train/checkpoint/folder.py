@@ -127,8 +127,23 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
+def set_aside(folders: Iterable[Path]) -> int:
+    """Rename damaged checkpoints, so that they are none any more; how many."""
+    number = 0
+    for folder in folders:
+        aside = folder.with_name(f"damaged-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        number += 1
+    return number
+
+
 def clear_unfinished(root: Path) -> None:
-    """Delete folders that a killed process was writing or deleting; only the owner of the run folder may."""
+    """Delete folders that a killed process was writing or deleting; only the owner of the run folder may.
+
+    Args:
+        root: of the run's checkpoints, or of its exports.
+    """
     for unfinished in root.glob(".step-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
 
