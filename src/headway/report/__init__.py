@@ -10,6 +10,7 @@ from headway.report.format import (
     format_share,
     printable,
 )
+from headway.report.secrets import presentable
 from headway.report.table import Column, render_lines, render_pairs, render_table
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "format_ms",
     "format_rate",
     "format_share",
+    "presentable",
     "printable",
     "render_lines",
     "render_pairs",

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from headway.log.live import TimeLeft, fitted, shared_console, shown_fields
-from headway.report import format_count, format_share
+from headway.report import format_count, format_share, presentable
 from headway.train.warnings import RunWarnings
 
 
@@ -53,7 +53,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line of information."""
-        self._bar.console.print(text)
+        self._bar.console.print(presentable(text))
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a finished step: a line if it is its turn, and the bar."""

@@ -123,6 +123,7 @@ class MetricsLog:
 
     Attributes:
         losses: of the steps in the file.
+        resumes: continuations that `lost` tells of, this one included.
 
     Raises:
         TrainingError: a record before `last_step` cannot be read, or the file cannot be written.
@@ -132,7 +133,7 @@ class MetricsLog:
     def __init__(
         self, path: Path | None, *, last_step: int, trackers: Sequence[str] = (), lost: Path | None = None
     ) -> None:
-        self._path, self.losses = path, LossTally()
+        self._path, self.losses, self.resumes = path, LossTally(), 0
         self._file: FileIO | None = None
         self._trackers = Sinks.open(trackers, run=path.parent) if path is not None else Sinks(())
         if path is None:
@@ -188,6 +189,7 @@ class MetricsLog:
             resumes = LineFile(lost)
             resumes.append({"kind": "resumed", "step": last_step, "lost": steps})
             resumes.close()
+            self.resumes = lost.read_bytes().count(b"\n")
         os.truncate(path, kept_bytes)
         if ended != b"\n":  # a kill between a record and its line break
             with path.open("ab") as file:

@@ -14,7 +14,8 @@ from headway.meter import Window
 from headway.meter.clock import HostCopy
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
-from headway.train.checkpoint.folder import DIGEST, SKIPPED
+from headway.train.check import chained
+from headway.train.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
 from headway.train.record import MetricsLog, write_json
 from headway.train.share import DIGESTS, StepShare
 
@@ -54,6 +55,7 @@ class StepRecorder:
         may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
         before: what the run has behind it, as `behind` gave it at the checkpoint that it goes on from.
+        resumes: times that the run went on after it was interrupted, this time included.
         draws: whether the model draws images, whose loss is recorded beside that of tokens.
     """
 
@@ -66,6 +68,7 @@ class StepRecorder:
         may_skip: int,
         bad_samples: Path,
         before: Mapping[str, Any],
+        resumes: int = 0,
         draws: bool = False,
     ) -> None:
         self._draws = int(draws)
@@ -75,6 +78,8 @@ class StepRecorder:
         self._may_skip, self._bad_samples = may_skip, bad_samples
         self._skipped = int(before.get(SKIPPED, 0))
         self._digest = int(before.get(DIGEST, "0"), 16)
+        self._chain: dict[str, Any] | None = before.get(CHAIN)
+        self._resumes = max(resumes, int(before.get(RESUMES, 0)))
         self._pending: deque[tuple[LaunchedStep, HostCopy]] = deque()
 
     def add(self, pending: LaunchedStep, numbers_K: torch.Tensor) -> None:
@@ -94,8 +99,9 @@ class StepRecorder:
         return lambda: _router(copy.read()[len(self._sources) + self._draws + 2 :])
 
     def behind(self) -> dict[str, Any]:
-        """State for a checkpoint: skipped updates in a row, and the digest of all samples so far."""
-        return {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}"}
+        """State for a checkpoint: skipped updates in a row, and what `headway check` compares with the records."""
+        state = {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}", RESUMES: self._resumes}
+        return state if self._chain is None else {**state, CHAIN: self._chain}
 
     def write(self, windows: Sequence[Window]) -> None:
         """Write the records of steps that all ranks have passed.
@@ -140,6 +146,7 @@ class StepRecorder:
         balance = _router(router)
         if balance is not None:
             record["router"] = balance._asdict()
+        self._chain = chained(self._chain, record)
         self._log.write(record)
         self._show(record)
 
