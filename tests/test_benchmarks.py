@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ from headway.count import Workload
 from headway.count.models import load_cost_model
 from headway.devices import Peak
 from headway.tracing import trace
+from helpers.bare import bare_environment
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
@@ -93,55 +93,12 @@ def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
         assert contenders["trl"]["rounds"][0]["tokens"] > 0
 
 
-# Before anything else is imported, in this process and in those that it starts: packages that a bare machine lacks.
-ONLY_THESE = """
-import importlib.metadata
-import sys
-from importlib.machinery import PathFinder
-
-class Bare:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, path=None, target=None):
-        makers = {maker.lower().replace("_", "-") for maker in DISTRIBUTIONS.get(name.partition(".")[0], ())}
-        return self.finder.find_spec(name, path, target) if not makers or makers & ALLOWED else None
-
-DISTRIBUTIONS, ALLOWED = importlib.metadata.packages_distributions(), set(%r)
-sys.meta_path[:] = [Bare(finder) if finder is PathFinder else finder for finder in sys.meta_path]
-"""
-
-
-def with_what_they_depend_on(names):
-    """Close a set of packages under what they require, extras left out."""
-    reached = set()
-    while names := {name.lower().replace("_", "-") for name in names} - reached:
-        reached |= names
-        installed = [name for name in names if find_distribution(name)]
-        lines = [line for name in installed for line in requires(name) or () if "extra ==" not in line]
-        names = {re.match(r"[\w.-]+", line).group() for line in lines}
-    return reached
-
-
-def find_distribution(name):
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None
-
-
-def bare_environment(folder):
+def listed_packages(folder):
     """An environment whose processes find the packages that the page on benchmarks lists, and no others."""
     page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     (sentence,) = re.findall(r"It must have (.*?) with what they depend on", page)
     wheels = re.findall(r"([\w-]+)==[\d.]+", page.split("pip download")[1].split("```")[0])
-    allowed = with_what_they_depend_on({*re.findall(r"`([\w-]+)`", sentence), *wheels})
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(ONLY_THESE % sorted(allowed))
-    return os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(BENCHMARKS.parent / "src")))}
+    return bare_environment(folder, {*re.findall(r"`([\w-]+)`", sentence), *wheels})
 
 
 SMALL = ("--scale", "small", "--warmup", "1", "--packs", "1", "--eager")
@@ -155,7 +112,7 @@ def engine_record(folder):
 @pytest.fixture(scope="module")
 def engine_folder(tmp_path_factory):
     folder, packages = tmp_path_factory.mktemp("engine"), tmp_path_factory.mktemp("packages")
-    run("engine_gpu.py", *SMALL, "--steps", 1, "--only", *SETUPS, "--out", folder, env=bare_environment(packages))
+    run("engine_gpu.py", *SMALL, "--steps", 1, "--only", *SETUPS, "--out", folder, env=listed_packages(packages))
     return folder
 
 
@@ -165,14 +122,14 @@ SETUPS = {"text": 81_920, "image": 61_440, "video": 51_200, "vqa": 8_192}  # tok
 def test_the_engine_benchmark_is_run_without_packages_that_its_page_does_not_list(tmp_path):
     names = ("torch", "pydantic", "av", "datasets", "peft", "accelerate", "sklearn")
     code = f"from importlib.util import find_spec; print([name for name in {names} if find_spec(name)])"
-    env = bare_environment(tmp_path)
+    env = listed_packages(tmp_path)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert done.stdout == "['torch', 'pydantic']\n"
 
 
 @pytest.mark.slow
 def test_gpt2_runs_with_one_row_and_with_eight_by_both_attentions(tmp_path):
-    env = bare_environment(tmp_path / "packages")
+    env = listed_packages(tmp_path / "packages")
     run("engine_gpu.py", *SMALL, "--steps", 1, "--only", "gpt2", "--out", tmp_path, env=env)
     cases = engine_record(tmp_path)["cases"].values()
     assert [(found["rows"], found["attention"], found["status"]) for found in cases] == [
@@ -353,7 +310,7 @@ def test_the_script_of_all_gpu_benchmarks_says_what_it_takes(tmp_path):
 
 @pytest.mark.slow
 def test_the_meter_is_held_against_a_stopwatch(tmp_path):
-    env = bare_environment(tmp_path / "packages")
+    env = listed_packages(tmp_path / "packages")
     run("meter_truth.py", "--tiny", "--steps", 2, "--rounds", 1, "--out", tmp_path, env=env)
     (path,) = tmp_path.glob("meter_truth_*.json")
     loops = json.loads(path.read_text())["loops"]

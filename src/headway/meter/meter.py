@@ -44,6 +44,7 @@ class Meter(StepClock):
     Args:
         model: the model that is trained (its ledger is traced once, on shapes), or its `CostModel`.
         cost_model: of the model, where it is known already: nothing is traced then.
+        results: from which of its results the model's backward starts, as for `headway.trace`.
         peak: what one device can do; looked up from the model's device and dtype when None. Where it is unknown there
             is no MFU, and one warning says so.
         device: that computes, a `torch.device`; the one that the model lies on when None.
@@ -81,6 +82,7 @@ class Meter(StepClock):
         model: Any,
         *,
         cost_model: CostModel | None = None,
+        results: Any = None,
         peak: Peak | None = None,
         device: Any = None,
         optimizer: Any = None,
@@ -110,10 +112,14 @@ class Meter(StepClock):
             device = device_here() if isinstance(model, CostModel) else device_of(model)
         super().__init__(device, goodput, clock)
         given = model if isinstance(model, CostModel) else cost_model
+        if given is not None and results is not None:
+            raise UsageError(
+                f"results={results!r} of a model with a cost model: nothing is traced. Give one of the two."
+            )
         if given is None:
             from headway.tracing import trace
 
-            given = trace(model)
+            given = trace(model, results=results)
         self.cost_model = given
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
@@ -122,7 +128,9 @@ class Meter(StepClock):
         self.num_steps = 0
         self.steps_before = steps_before
         self._exchanges = exchanges
-        self._traffic = None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute)
+        self._traffic = (
+            None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute, results)
+        )
         self._on_window = on_window
         self._ranks: HostAllGather | None = None
         self._timeout_s = timeout_s

@@ -11,6 +11,7 @@ from headway.report.format import (
     format_share,
     printable,
 )
+from headway.report.secrets import presentable
 from headway.report.table import Column, render_lines, render_pairs, render_table
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "format_rate",
     "format_rounded",
     "format_share",
+    "presentable",
     "printable",
     "render_lines",
     "render_pairs",

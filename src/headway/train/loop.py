@@ -293,6 +293,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
             may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
             bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
             before=run.checkpoint.position() if run.checkpoint else {},
+            resumes=metrics.resumes,
             draws=run.draws,
             boundary=boundary,
         )

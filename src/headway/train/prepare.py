@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from headway.data import Encoder
-from headway.data.feed import Feed
+from headway.data.feed import FILES, Feed
 from headway.data.sources.opening import samples_of
 from headway.devices import peak_for
 from headway.errors import ConfigError
@@ -183,16 +183,19 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         processor, model, max_image_pixels=config.data.max_image_pixels, max_characters=config.data.max_characters
     )
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
-    feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
+    position = checkpoint.position() if checkpoint is not None else {}
+    feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
     eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
 
     phase.at("restoring the checkpoint")
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
-        feed.load_state_dict(checkpoint.position())
+        feed.load_state_dict(position, config.data.verify)
         restore_random_state(checkpoint.random_state(ranks.rank))
     phase.at("counting the steps", watched=False)  # of a run that its data end; as long as it takes to plan them
     steps, notes = _length(config, feed, checkpoint)
+    if checkpoint is not None and FILES not in position:
+        notes += (f"{checkpoint.folder} names no data files, so that only lengths of samples were compared",)
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
     saving = config.checkpoint

@@ -9,7 +9,7 @@ from rich.progress import Progress as Bar
 
 from headway.log.boundary import ErrorBoundary
 from headway.log.live import TimeLeft, fitted, shared_console, shown_fields
-from headway.report import format_count, format_share
+from headway.report import format_count, format_share, presentable
 from headway.train.warnings import RunWarnings
 
 _LINES = "Lines on the screen"
@@ -60,7 +60,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Print a line of information."""
         with self._boundary.guard(_LINES):
-            self._bar.console.print(text)
+            self._bar.console.print(presentable(text))
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a finished step: a line if it is its turn, and the bar."""

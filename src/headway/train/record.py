@@ -135,6 +135,7 @@ class MetricsLog:
 
     Attributes:
         losses: of the steps in the file.
+        resumes: continuations that `lost` tells of, this one included.
         num_missing: records that the file does not have.
 
     Raises:
@@ -152,7 +153,7 @@ class MetricsLog:
         damaged: Sequence[str] = (),
         boundary: ErrorBoundary | None = None,
     ) -> None:
-        self._path, self.losses = path, LossTally()
+        self._path, self.losses, self.resumes = path, LossTally(), 0
         self._boundary = boundary or ErrorBoundary()
         self._waiting: deque[bytes] = deque()
         self.num_missing = 0
@@ -222,6 +223,7 @@ class MetricsLog:
             passed_over = {"damaged": [*damaged]} if damaged else {}
             resumes.append({"kind": "resumed", "step": last_step, "lost": steps, **passed_over})
             resumes.close()
+            self.resumes = lost.read_bytes().count(b"\n")
         os.truncate(path, kept_bytes)
         if ended != b"\n":  # a kill between a record and its line break
             with path.open("ab") as file:

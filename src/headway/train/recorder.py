@@ -15,7 +15,8 @@ from headway.meter import Window
 from headway.meter.clock import HostCopy
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
-from headway.train.checkpoint.folder import DIGEST, SKIPPED
+from headway.train.check import chained
+from headway.train.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
 from headway.train.record import MetricsLog, write_json
 from headway.train.share import DIGESTS, StepShare
 
@@ -57,6 +58,7 @@ class StepRecorder:
         may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
         before: what the run has behind it, as `behind` gave it at the checkpoint that it goes on from.
+        resumes: times that the run went on after it was interrupted, this time included.
         draws: whether the model draws images, whose loss is recorded beside that of tokens.
         boundary: around the making and writing of records.
     """
@@ -70,6 +72,7 @@ class StepRecorder:
         may_skip: int,
         bad_samples: Path,
         before: Mapping[str, Any],
+        resumes: int = 0,
         draws: bool = False,
         boundary: ErrorBoundary | None = None,
     ) -> None:
@@ -81,6 +84,8 @@ class StepRecorder:
         self._may_skip, self._bad_samples = may_skip, bad_samples
         self._skipped = int(before.get(SKIPPED, 0))
         self._digest = int(before.get(DIGEST, "0"), 16)
+        self._chain: dict[str, Any] | None = before.get(CHAIN)
+        self._resumes = max(resumes, int(before.get(RESUMES, 0)))
         self._pending: deque[tuple[LaunchedStep, HostCopy]] = deque()
 
     def add(self, pending: LaunchedStep, numbers_K: torch.Tensor) -> None:
@@ -100,8 +105,9 @@ class StepRecorder:
         return lambda: _router(copy.read()[len(self._sources) + self._draws + 2 :])
 
     def behind(self) -> dict[str, Any]:
-        """State for a checkpoint: skipped updates in a row, and the digest of all samples so far."""
-        return {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}"}
+        """State for a checkpoint: skipped updates in a row, and what `headway check` compares with the records."""
+        state = {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}", RESUMES: self._resumes}
+        return state if self._chain is None else {**state, CHAIN: self._chain}
 
     def write(self, windows: Sequence[Window]) -> None:
         """Write the records of steps that all ranks have passed.
@@ -128,6 +134,7 @@ class StepRecorder:
             raise NotFiniteError(self._not_finite(pending, loss, grad_norm))
         with self._boundary.guard("Records of steps"):
             record = self._record(window, pending, read, is_finite=is_finite)
+            self._chain = chained(self._chain, record)
             self._log.write(record)
             self._show(record)
 

@@ -36,6 +36,7 @@ _FREE_ON_RESUME = (
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
+    "data.verify",
     "speed.recompute",  # computes the same numbers again
     "speed.recompiles",
     "run.folder",

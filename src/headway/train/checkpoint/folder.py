@@ -20,7 +20,8 @@ import torch
 from headway.errors import CheckpointError
 
 MANIFEST, POSITION, MODEL, INDEX = "manifest.json", "position.json", "model", ".metadata"
-SKIPPED, DIGEST = "skipped_in_a_row", "samples_digest"  # what position.json has besides the place in the data
+# What position.json has besides the place in the data.
+SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,18})")
 _SHA256 = re.compile("[0-9a-f]{64}")
