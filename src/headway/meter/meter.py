@@ -383,7 +383,11 @@ class Meter(StepClock):
         if kind is None and self.num_steps:
             self.close()
         else:
-            self._let_go()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the model, files and other ranks without summing up, as after an error."""
+        self._let_go()
 
     def _let_go(self) -> None:
         if self._sinks is not None:
