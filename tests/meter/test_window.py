@@ -147,3 +147,20 @@ def test_lines_of_a_window_are_those_of_json(tmp_path):
     for step, changes in enumerate(WINDOWS.values(), start=1):
         file.append(window_of(step, changes).as_record())  # refuses what is no number
     file.close()
+
+
+@given(windows())
+def test_a_window_is_printed_in_one_line(window):
+    line = str(window)
+    assert line.startswith("step 1: ")
+    assert "\n" not in line
+    assert len(line) < 1000
+
+
+def test_the_line_of_a_window_reads():
+    window = Window(
+        flops=flops_of(10**12), peak=PEAK, world_size=1, step=20, num_steps=10, num_left_out=0, left_out_s=0.0,
+        num_skipped=0, segments=1, images=0, videos=0, patches=0, audio_frames=0, rank_flops=(10**12,),
+        rank_busy_s=(0.0,), rank_busy_flops=(0,), wall_s=8.0, data_wait_s=0.0, tokens=9_000, slots=12_000, extra={},
+    )  # fmt: skip
+    assert str(window) == "step 20: 10 steps in 8.00 s, MFU 50.0 %, 1,125 tokens/s, padding 25.0 %"

@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.count import FlopCount
 from headway.devices import Peak
+from headway.report import format_count, format_duration, format_rounded, format_share
 
 SCHEMA_VERSION = 1
 _SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
@@ -224,6 +225,14 @@ class Window(Utilisation):
     def fill(self) -> float:
         """Real tokens / room in the micro-batches, a fraction; NaN without a packing length."""
         return ratio(self.tokens, self.num_batches * (self.packing_length or 0))
+
+    def __str__(self) -> str:
+        """The window in a line, as for `print`; `as_record` has all of it."""
+        steps = f"{format_count(self.num_steps)} step{'' if self.num_steps == 1 else 's'}"
+        return (
+            f"step {format_count(self.step)}: {steps} in {format_duration(self.wall_s)}, MFU {format_share(self.mfu)}, "
+            f"{format_rounded(self.tokens_per_s)} tokens/s, padding {format_share(self.padding_share)}"
+        )
 
     @property
     def joules_per_token(self) -> float:
