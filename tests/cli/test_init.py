@@ -1,6 +1,7 @@
 """A model from nothing and a configuration for it: what they say is so, and `headway train` takes both as they are."""
 
 import json
+import wave
 
 import numpy as np
 import pytest
@@ -133,3 +134,15 @@ def test_tokens_added_to_the_tokenizer_alone_are_named_before_a_configuration_is
     model.save_pretrained("larger")
     tokenizer.save_pretrained("larger")
     assert headway("init", "--model", "larger", "--data", "new.jsonl", "-o", "a.yaml").code == 0
+
+
+def test_no_small_model_is_made_of_sounds(headway, questions):
+    with wave.open(str(questions / "tone.wav"), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(b"\0\0" * 1_600)
+    turns = [{"role": "user", "content": "<audio>What is said?"}, {"role": "assistant", "content": "Nothing."}]
+    (questions / "sounds.jsonl").write_text(json.dumps({"messages": turns, "audios": ["tone.wav"]}))
+    result = headway("new-model", "tiny", "--data", "sounds.jsonl")
+    assert result.code == 2
+    assert "sounds.jsonl, line 1 holds a sound, and small models with an audio tower" in " ".join(result.err.split())
+    assert not (questions / "tiny").exists()

@@ -13,6 +13,8 @@ from headway.report.quantity import MONEY, examples, parse_number
 
 _UNIT = re.compile(r"\[([a-zA-Z/]+)\]")
 
+_NOT_FINITE = {sign + word for sign in ("", "+", "-") for word in ("nan", "inf", "infinity")}
+
 
 class _Kind(NamedTuple):
     """What a numeric option counts: its unit, "" for none, and whether it is whole."""
@@ -72,6 +74,8 @@ def _plain(arguments: list[str], options: dict[str, _Kind]) -> list[str]:
 
 def _number(option: str, text: str, kind: _Kind) -> str:
     number = parse_number(text, kind.unit, whole=kind.whole)
+    if number is None and not kind.whole and text.strip().lower() in _NOT_FINITE:
+        return text  # which the commands themselves refuse, each with what it needs
     if number is None or (kind.whole and not isinstance(number, int)):
         what = "a whole number" if kind.whole else "a number"
         raise UsageError(f"{option} {text[:40]!r} is not {what}. Write {examples(kind.unit, whole=kind.whole)}.")

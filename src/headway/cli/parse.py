@@ -57,7 +57,7 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
         length = parse_number(match[1], unit, whole=True) if match else None
         if match is None or not isinstance(length, int):
             raise WorkloadError(
-                f"{option} {text!r}: {item!r} is not a length. Give whole numbers of {unit} separated by commas, L*N "
+                f"{option} {text[:80]!r}: {item[:40]!r} is not a length. Give whole numbers of {unit} separated by commas, L*N "
                 f"for N of length L, for example {_EXAMPLES[option]}."
             )
         repeat = _whole(option, match[2] or "1")

@@ -1,6 +1,5 @@
 """`headway tune`: which packing length, accumulation, recomputation and sharing trains a recipe fastest."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ from headway.cli.dry_run import saved_of_recipe
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import print_json
+from headway.cli.output import print_json, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
@@ -310,7 +309,7 @@ def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[
 
     seen = {}
     for number, one in enumerate(best, start=1):
-        print(f"measuring choice {number} of {len(best)} ...", file=sys.stderr, flush=True)
+        say(f"measuring choice {number} of {len(best)} ...", on_stderr=True, flush=True)
         seen[one] = measure(one.config, devices, steps=steps or STEPS)
     return seen
 
@@ -326,4 +325,4 @@ def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
     )
     text = recipe_text(recipe, best.config, path, remark)
     write_whole(path, lambda file: file.write(text.encode()))
-    print(f"wrote {path}", file=sys.stderr)
+    say(f"wrote {path}", on_stderr=True)
