@@ -57,8 +57,8 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
         length = parse_number(match[1], unit, whole=True) if match else None
         if match is None or not isinstance(length, int):
             raise WorkloadError(
-                f"{option} {text[:80]!r}: {item[:40]!r} is not a length. Give whole numbers of {unit} separated by commas, L*N "
-                f"for N of length L, for example {_EXAMPLES[option]}."
+                f"{option} {text[:80]!r}: {item[:40]!r} is not a length. Give whole numbers of {unit} separated "
+                f"by commas, L*N for N of length L, for example {_EXAMPLES[option]}."
             )
         repeat = _whole(option, match[2] or "1")
         if length >= 10**_MAX_DIGITS:
