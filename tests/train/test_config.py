@@ -11,7 +11,7 @@ from headway.errors import ConfigError
 from headway.train.config import TrainConfig, load_config, parse_config, with_overrides
 from headway.train.config.advice import warnings
 from headway.train.config.data import DataConfig, DatasetConfig
-from headway.train.config.other_tools import ABSENT, SAME
+from headway.train.config.other_tools import ABSENT, SAME, translated
 from headway.train.config.sections import Section
 from headway.train.config.tree import walk
 
@@ -251,6 +251,25 @@ def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
             load_config(minimal, (f"{section}{word}=x",))
         assert f"unknown key '{section}{word}', " in str(caught.value)
         assert setting in str(caught.value)
+
+
+PUBLISHED = {
+    # blog.csdn.net/kjzd123/article/details/139794858, a llamafactory-cli train command
+    "LLaMA-Factory": "stage model_name_or_path preprocessing_num_workers finetuning_type flash_attn dataset cutoff_len "
+    "learning_rate num_train_epochs per_device_train_batch_size gradient_accumulation_steps lr_scheduler_type "
+    "max_grad_norm logging_steps save_steps packing report_to output_dir fp16 lora_rank lora_alpha lora_dropout "
+    "lora_target deepspeed",
+    # gist.github.com/richinseattle/0fdef10bf798289fa49af1eb5d775f4c, a configuration of axolotl
+    "axolotl": "base_model load_in_8bit load_in_4bit datasets adapter lora_r lora_alpha lora_dropout "
+    "lora_target_linear val_set_size output_dir sequence_len sample_packing wandb_project gradient_accumulation_steps "
+    "micro_batch_size num_epochs optimizer lr_scheduler learning_rate train_on_inputs group_by_length bf16 fp16 "
+    "gradient_checkpointing",
+}
+
+
+@pytest.mark.parametrize("tool", PUBLISHED)
+def test_settings_of_configurations_that_others_published_are_understood(tool):
+    assert [word for word in PUBLISHED[tool].split() if translated(word) is None] == []
 
 
 @pytest.mark.parametrize("key", ["tokens", "grip", "datum", "loss", "callbacks", "mode", "use_kl"])

@@ -1,7 +1,6 @@
 """Words for settings in LLaMA-Factory, ms-swift, TRL and transformers' Trainer, and axolotl, and what they are here.
 
-Sources: the tools' own pages of arguments, November 2026. An answer names settings in backticks, by their dotted names,
-with a value behind an equals sign where one value is meant.
+An answer names settings in backticks, by their dotted names, with a value behind an equals sign where one is meant.
 """
 
 _SAME: dict[str, str] = {
