@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.data.bad_rows import BadSamples
+    from headway.data.chat_settings import ChatSettings
     from headway.data.index import LengthIndex
     from headway.data.sources import Source
 
@@ -97,6 +98,7 @@ def build_indices(
     max_characters: int | None,
     policy: "BadSamples | None" = None,
     *,
+    chats: "ChatSettings | None" = None,
     cache: Path | None = None,
     workers: int | None = None,
     refresh: bool = False,
@@ -108,18 +110,22 @@ def build_indices(
         model: whose tokenizer and processor measure.
         max_characters: longest text [characters]; the default when None.
         policy: what a row that cannot be used does, one for all of them; it is left out when None.
+        chats: how chats become text; as the model's folder says when None.
         cache: folder of all indices; `index` in Headway's cache if None.
         workers: as `build_index` takes them.
         refresh: measure anew.
     """
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples, SampleCounts
+        from headway.data.chat_settings import ChatSettings
         from headway.data.index.stored import KnownEncoder, count_rows, stored_index
         from headway.hub import located
 
         path = located(model)  # a typo is told before torch is imported, which takes seconds
     policy = policy or BadSamples("skip", limit=None, fraction=None)
-    known = KnownEncoder(path, {"max_characters": max_characters}, cache)
+    chats = chats or ChatSettings()
+    settings = {"max_characters": max_characters} | ({"chats": chats} if chats != ChatSettings() else {})
+    known = KnownEncoder(path, settings, cache)
     counts, indices = SampleCounts(), []
     if known.fingerprint is not None and not refresh:
         stored = [stored_index(source, known.fingerprint, cache) for source in sources]
@@ -135,7 +141,7 @@ def build_indices(
         from headway.data.media.placeholders import MAX_CHARACTERS
 
     with working(f"opening the processor of {model}"):
-        encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS)
+        encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS, chats=chats)
     known.remember(encoder.fingerprint())
     chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     indices = []

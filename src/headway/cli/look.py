@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from headway.data import Budget, Encoder
+    from headway.data.chat_settings import ChatSettings
     from headway.data.index import LengthIndex
     from headway.data.look import Looked, ShownSample
     from headway.data.sources import Source
@@ -177,6 +178,7 @@ def _of_data(
 
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "Looked":
     """What a training would see: its own sources, order, budget and costs."""
+    from headway.data.chat_settings import ChatSettings
     from headway.models import load_processor
     from headway.models.load import load_model
     from headway.packing.items import Items
@@ -195,13 +197,17 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     with working(f"tracing {config.model.path}"):
         shell = load_model(config.model.path, random_init=True, device="meta")
         costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
+    chats = ChatSettings.of(**config.model.of_chats())
+    processor = load_processor(config.model.path)
+    chats.write_into(processor)
     encoder = make_encoder(
-        load_processor(config.model.path),
+        processor,
         shell,
         max_image_pixels=data.max_image_pixels,
         max_characters=data.max_characters,
+        learns_empty_thinking=chats.learns_empty_thinking,
     )
-    indices = _indices(sources, config.model.path, data.max_characters)
+    indices = _indices(sources, config.model.path, data.max_characters, chats)
     budget = budget_of(data)
     dropout = config.model.drawing.dropout(config.run.seed)
     items, counts = Items.build(indices, budget, data.overlong, costs, dropout)
@@ -253,10 +259,12 @@ def _samples(
             yield error
 
 
-def _indices(sources: "Sequence[Source]", model: str, max_characters: int | None) -> "Mapping[str, LengthIndex]":
+def _indices(
+    sources: "Sequence[Source]", model: str, max_characters: int | None, chats: "ChatSettings | None" = None
+) -> "Mapping[str, LengthIndex]":
     if len({source.name for source in sources}) < len(sources):
         raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in sources)}. Rename a file.")
-    found = build_indices(sources, model, max_characters)
+    found = build_indices(sources, model, max_characters, chats=chats)
     return {source.name: index for source, index in zip(sources, found, strict=True)}
 
 
