@@ -1,6 +1,7 @@
 """A model from nothing and a configuration for it: what they say is so, and `headway train` takes both as they are."""
 
 import json
+import wave
 
 import numpy as np
 import pytest
@@ -108,3 +109,15 @@ def test_a_model_that_cannot_be_made_is_refused(headway, questions, arguments, s
 )
 def test_a_pack_holds_the_longest_sample_and_several_others(tokens, pack):
     assert pack_length(MeasuredLengths(np.array(tokens), 0, 0, are_documents=False)) == pack
+
+
+def test_no_small_model_is_made_of_sounds(headway, questions):
+    with wave.open(str(questions / "tone.wav"), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(b"\0\0" * 1_600)
+    turns = [{"role": "user", "content": "<audio>What is said?"}, {"role": "assistant", "content": "Nothing."}]
+    (questions / "sounds.jsonl").write_text(json.dumps({"messages": turns, "audios": ["tone.wav"]}))
+    result = headway("new-model", "tiny", "--data", "sounds.jsonl")
+    assert result.code == 2
+    assert "sounds.jsonl, line 1 holds a sound, and small models with an audio tower" in " ".join(result.err.split())
+    assert not (questions / "tiny").exists()

@@ -42,6 +42,7 @@ from headway.cli import (
     tune,
     verify,
 )
+from headway.cli.output import missing_library_told
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
 from headway.report.terminal import coloured, width_of, wrapped
 from headway.version import __version__
@@ -109,7 +110,8 @@ def main() -> NoReturn:
     """Run the command line and exit with its code."""
     sys.argv[1:] = _spoken(sys.argv[1:])
     try:
-        app(prog_name="headway")
+        with missing_library_told("this command"):  # whatever a command imports, also beyond what it asks for by name
+            app(prog_name="headway")
     except HeadwayError as error:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise

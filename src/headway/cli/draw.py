@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli import opened
-from headway.cli.output import needs_extra
+from headway.cli.output import needs_extra, say
 from headway.errors import UsageError
 from headway.log.working import working
 
@@ -106,7 +106,7 @@ def draw(
         )
     write_grid([pictures], output)
     width, height = pictures[0].size
-    print(f"{len(pictures)} pictures of {height} x {width} pixels in {output}")
+    say(f"{len(pictures)} pictures of {height} x {width} pixels in {output}")
 
 
 def write_grid(rows: "list[list[Image]]", path: Path) -> None:

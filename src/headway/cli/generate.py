@@ -12,7 +12,7 @@ import typer
 
 from headway.cli import opened
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, say
 from headway.errors import ConfigError, UsageError
 from headway.log.working import working
 
@@ -101,7 +101,7 @@ def generate(
             file.write(json.dumps(_record(sample, gold, answer, generator)) + "\n")
             file.flush()
     if output is not None:
-        print(f"{output}: {len(asked)} answers", file=sys.stderr)
+        say(f"{output}: {len(asked)} answers", on_stderr=True)
 
 
 def read_prompts(source: str) -> "list[Asked]":

@@ -11,7 +11,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, say
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
 from headway.log.working import working
@@ -117,7 +117,7 @@ def look(
             html.write_text(page(seen), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--html {html} cannot be written: {error.strerror}. Give another file.") from error
-        print(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")
+        say(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")
     else:
         width = max(40, shutil.get_terminal_size((100, 24)).columns)
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headway.cache import write_whole
+from headway.cli.output import say
 from headway.errors import ConfigError, UsageError
 from headway.log.working import working
 
@@ -66,6 +67,6 @@ def report(
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}. Give another path by -o.") from error
     said = " and ".join(f"{len(one.records)} records of {one.name}" for one in seen)
-    print(f"{path}: {said}, {len(written):,} bytes")
+    say(f"{path}: {said}, {len(written):,} bytes")
     if open_it:
         webbrowser.open(path.resolve().as_uri())

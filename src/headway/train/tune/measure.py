@@ -19,8 +19,8 @@ from typing import Literal
 
 import yaml
 
+from headway.explain.records import METRICS
 from headway.train.config import TrainConfig, parse_config
-from headway.train.record import METRICS
 from headway.train.tune.search import Candidate
 
 Outcome = Literal["measured", "out of memory", "failed", "did not end"]
