@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.options import ColumnOption, JsonOption, MaxCharactersOption, columns_of
+from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, MaxCharactersOption, columns_of
 from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
@@ -58,6 +58,7 @@ def index(
         bool, typer.Option("--refresh", help="Measure anew, as after images were replaced under the same names.")
     ] = False,
     max_characters: MaxCharactersOption = None,
+    chat_template: ChatTemplateOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens, patches and grids of every sample, exactly, without decoding pixels.
@@ -69,6 +70,7 @@ def index(
     """
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples
+        from headway.data.chat_settings import ChatSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
         from headway.data.wording import errors_in_words_of
@@ -83,8 +85,10 @@ def index(
     data = list(dict.fromkeys(data))
     names = own_names(data)  # a typo in a path is told before anything is measured
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
+    measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     with errors_in_words_of("options"):
-        found = build_indices(sources, model, max_characters, policy, cache=cache, workers=workers, refresh=refresh)
+        chats = ChatSettings.of(chat_template)
+        found = build_indices(sources, model, max_characters, policy, chats=chats, **measuring)
     indices = dict(zip(data, found, strict=True))
     if as_json:
         records = [_record(path, found) for path, found in indices.items()]

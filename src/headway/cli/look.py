@@ -69,6 +69,7 @@ def look(
         typer.Option(metavar="T", min=8, help="Tokens of a sample that are printed, its beginning and end; 400."),
     ] = None,
     max_characters: options.MaxCharactersOption = None,
+    chat_template: options.ChatTemplateOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with the pictures, all tokens and packs instead.")
     ] = None,
@@ -83,12 +84,13 @@ def look(
     Example: headway look chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct -n 2
     """
     with needs_extra("looking at samples"):
+        from headway.data.chat_settings import ChatSettings
         from headway.train.config import load_config
     config = None
     planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
         said = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
-        own = {**said, "--overlong": overlong, "--seed": seed}
+        own = {**said, "--overlong": overlong, "--seed": seed, "--chat-template": chat_template}
         _refuse(own, f"{data[0]} says it. Leave it out, or give the datasets themselves")
         config = load_config(Path(data[0]))
     elif model is None:
@@ -107,7 +109,8 @@ def look(
         seen = _of_config(config, rows, num_packs, ranks or 1)
     else:
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
-        seen = _of_data(data, model or "", rows, num_packs, max_characters, packing_length=packing_length, **chosen)
+        chosen |= {"packing_length": packing_length, "chats": ChatSettings.of(chat_template)}
+        seen = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
     if as_json:
         print_json(_record(seen))
     elif html is not None:
@@ -147,6 +150,7 @@ def _of_data(
     max_characters: int | None,
     *,
     packing_length: int | None,
+    chats: "ChatSettings",
     ranks: int,
     overlong: str,
     seed: int,
@@ -165,11 +169,11 @@ def _of_data(
     sources = [open_source(path) for path in data]
     _require(rows, sources)
     with working(f"opening the processor of {model}"):
-        encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS)
+        encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS, chats=chats)
     if packing_length is None:
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
         return Looked(model, samples, (), (), None, {})
-    indices = _indices(sources, model, max_characters)
+    indices = _indices(sources, model, max_characters, chats)
     budget = Budget(packing_length)
     items, counts = Items.build(indices, budget, policy, resolve_cost_model(model))
     plan = Plan(items, Order.epochs(items.sizes, 1, seed=seed), budget, ranks, seed=seed) if len(items) else None

@@ -178,21 +178,10 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     trained = build_trained(config, mesh, checkpoint, precision, device)
     model, cost_model = trained.model, trained.cost_model
     _check_drawing(config, model)
-    processor = load_processor(config.model.path)
-    chats = ChatSettings.of(**config.model.of_chats())
-    chats.write_into(processor)
-    if checkpoint is not None:
-        _check_same_template(processor, checkpoint.model_folder)
+    encoder = _encoder(config, model, checkpoint)
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
-    encoder = make_encoder(
-        processor,
-        model,
-        max_image_pixels=config.data.max_image_pixels,
-        max_characters=config.data.max_characters,
-        learns_empty_thinking=chats.learns_empty_thinking,
-    )
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     position = checkpoint.position() if checkpoint is not None else {}
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
@@ -237,7 +226,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         ranks=ranks,
         mesh=mesh,
         trained=trained,
-        processor=processor,
+        processor=encoder.processor,
         optimizer=optimizer,
         ema=ema,
         meter=meter,
@@ -374,6 +363,27 @@ def _facts(run: Run) -> dict[str, Any]:
         "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
     }
+
+
+def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None) -> Encoder:
+    """The encoder of a run, by its chat template: the one that it began with."""
+    chats = ChatSettings.of(**config.model.of_chats())
+    if chats != ChatSettings() and getattr(model, "draws", False):
+        raise ConfigError(
+            "model.chat_template, model.chat_template_kwargs and model.learn_empty_thinking have no effect on a model "
+            "that draws: its texts stand between tokens of its own. Leave them out."
+        )
+    processor = load_processor(config.model.path)
+    chats.write_into(processor)
+    if checkpoint is not None:
+        _check_same_template(processor, checkpoint.model_folder)
+    return make_encoder(
+        processor,
+        model,
+        max_image_pixels=config.data.max_image_pixels,
+        max_characters=config.data.max_characters,
+        learns_empty_thinking=chats.learns_empty_thinking,
+    )
 
 
 def _check_same_template(processor: Any, before: Path) -> None:
