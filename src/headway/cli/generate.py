@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -155,7 +156,7 @@ def _with_system(sample: "Sample", text: str) -> "Sample":
 
     if not isinstance(sample, Chat) or sample.messages[0].role == "system":
         return sample
-    return Chat((Message("system", (TextPart(text),)), *sample.messages), sample.origin, sample.tools)
+    return replace(sample, messages=(Message("system", (TextPart(text),)), *sample.messages))
 
 
 def _as_document(sample: "Sample", model: str) -> "Sample":

@@ -146,6 +146,15 @@ RecomputeOption = Annotated[
     ),
 ]
 
+ChatTemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja chat template in place of the model's own, as model.chat_template of the run.",
+    ),
+]
+
 MaxCharactersOption = Annotated[
     int | None,
     typer.Option(

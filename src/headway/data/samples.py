@@ -1,8 +1,10 @@
 """Samples as types: chats and documents, their media, where each came from, and how long it is once encoded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -125,12 +127,14 @@ class Message:
         tool_calls: calls that the assistant makes, each as chat templates read them:
             {"type": "function", "function": {"name": ..., "arguments": {...}}}.
         name: the tool that answers, in a turn with the role "tool"; None elsewhere.
+        reasoning: what the assistant thinks before it answers, where that is not written into its words.
     """
 
     role: str
     parts: tuple[Part, ...]
     tool_calls: tuple[dict[str, Any], ...] = ()
     name: str | None = None
+    reasoning: str = ""
 
     @property
     def text(self) -> str:
@@ -146,11 +150,13 @@ class Chat:
         messages: the turns, at least one.
         origin: where it came from.
         tools: JSON schemas of the functions that the assistant may call.
+        template_kwargs: variables of the chat template that this chat sets, such as enable_thinking.
     """
 
     messages: tuple[Message, ...]
     origin: Origin
     tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -218,6 +224,7 @@ class SampleLengths:
         image_grids: (t, h, w) of each image [patches].
         video_grids: (t, h, w) of each video [patches].
         audio_lengths: feature frames of each sound [frames].
+        segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
         parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
         key: `Origin.key`, for a model that draws; 0 for others.
     """
@@ -229,6 +236,7 @@ class SampleLengths:
     image_grids: tuple[Grid, ...] = ()
     video_grids: tuple[Grid, ...] = ()
     audio_lengths: tuple[int, ...] = ()
+    segments: tuple[int, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
     key: int = 0
 
@@ -241,6 +249,26 @@ class SampleLengths:
     def size(self) -> Size:
         """Tokens and patches that the sample takes of a pack."""
         return Size(self.tokens, self.patches)
+
+    @classmethod
+    def joined(cls, views: "Sequence[SampleLengths]") -> "SampleLengths":
+        """The lengths of a chat that is shown in several views, one after the other; of a single view its own."""
+        if len(views) == 1:
+            return views[0]
+        segments = tuple(view.tokens for view in views)
+        ends = list(accumulate(segments, initial=0))
+        return cls(
+            tokens=ends[-1],
+            supervised=sum(view.supervised for view in views),
+            first_target=views[0].first_target,
+            media_end=max(
+                (end + view.media_end for end, view in zip(ends, views, strict=False) if view.media_end), default=0
+            ),
+            image_grids=tuple(grid for view in views for grid in view.image_grids),
+            video_grids=tuple(grid for view in views for grid in view.video_grids),
+            audio_lengths=tuple(frames for view in views for frames in view.audio_lengths),
+            segments=segments,
+        )
 
 
 class SampleError(DataError):

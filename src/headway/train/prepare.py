@@ -16,8 +16,11 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from headway.data import Encoder
+from headway.data.chat import stop_ids_of
+from headway.data.chat_settings import ChatSettings
 from headway.data.feed import FILES, Feed
 from headway.data.sources.opening import samples_of
+from headway.data.stops import with_stops
 from headway.devices import peak_for
 from headway.errors import ConfigError
 from headway.meter import Meter
@@ -135,7 +138,7 @@ class Run:
         """Write config, generation config, adapter config and processor."""
         self.model.config.save_pretrained(folder)
         if (generation := getattr(self.model, "generation_config", None)) is not None:
-            generation.save_pretrained(folder)
+            with_stops(generation, stop_ids_of(self.processor)).save_pretrained(folder)
         write_adapter_config(self.model, folder)
         self.processor.save_pretrained(folder)
 
@@ -175,13 +178,10 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     trained = build_trained(config, mesh, checkpoint, precision, device)
     model, cost_model = trained.model, trained.cost_model
     _check_drawing(config, model)
-    processor = load_processor(config.model.path)
+    encoder = _encoder(config, model, checkpoint)
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
-    encoder = make_encoder(
-        processor, model, max_image_pixels=config.data.max_image_pixels, max_characters=config.data.max_characters
-    )
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     position = checkpoint.position() if checkpoint is not None else {}
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
@@ -226,7 +226,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         ranks=ranks,
         mesh=mesh,
         trained=trained,
-        processor=processor,
+        processor=encoder.processor,
         optimizer=optimizer,
         ema=ema,
         meter=meter,
@@ -363,3 +363,34 @@ def _facts(run: Run) -> dict[str, Any]:
         "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
     }
+
+
+def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None) -> Encoder:
+    """The encoder of a run, by its chat template: the one that it began with."""
+    chats = ChatSettings.of(**config.model.of_chats())
+    if chats != ChatSettings() and getattr(model, "draws", False):
+        raise ConfigError(
+            "model.chat_template, model.chat_template_kwargs and model.learn_empty_thinking have no effect on a model "
+            "that draws: its texts stand between tokens of its own. Leave them out."
+        )
+    processor = load_processor(config.model.path)
+    chats.write_into(processor)
+    if checkpoint is not None:
+        _check_same_template(processor, checkpoint.model_folder)
+    return make_encoder(
+        processor,
+        model,
+        max_image_pixels=config.data.max_image_pixels,
+        max_characters=config.data.max_characters,
+        learns_empty_thinking=chats.learns_empty_thinking,
+    )
+
+
+def _check_same_template(processor: Any, before: Path) -> None:
+    """Make sure that a resumed run renders chats as it began: the file of a template may have changed meanwhile."""
+    file, now = before / "chat_template.jinja", getattr(processor, "chat_template", None)
+    if file.is_file() and isinstance(now, str) and file.read_text(encoding="utf-8") != now:
+        raise ConfigError(
+            f"the run began with another chat template, which {file} holds: a resumed run repeats exactly what an "
+            "uninterrupted one would have done. Put it back, as with model.chat_template, or start another run."
+        )

@@ -76,9 +76,7 @@ class StepShare(NamedTuple):
         names = feed.names
         tokens, supervised = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         for batch in batches:
-            for origin, length, targets in zip(
-                batch.origins, batch.workload.segments.tolist(), batch.supervised, strict=True
-            ):
+            for origin, length, targets in zip(batch.origins, batch.sample_tokens, batch.supervised, strict=True):
                 tokens[origin.source] += length
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
@@ -104,12 +102,12 @@ class StepShare(NamedTuple):
 def digest_of(batches: Sequence[Batch]) -> int:
     """A number that tells which samples some packs hold: another one, if any is lost, repeated, cut or exchanged.
 
-    It is the sum of a hash of each segment's source, file, row and length, modulo 2**64. So the digests of parts add up
+    It is the sum of a hash of each sample's source, file, row and length, modulo 2**64. So the digests of parts add up
     to that of the whole, and neither the order of the samples nor who computes them changes it.
     """
     total = 0
     for batch in batches:
-        for origin, length in zip(batch.origins, batch.workload.segments.tolist(), strict=True):
+        for origin, length in zip(batch.origins, batch.sample_tokens, strict=True):
             name = f"{origin.source}\0{origin.file}\0{origin.row}\0{length}".encode(errors="surrogatepass")
             total += int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
     return total % DIGESTS

@@ -288,8 +288,8 @@ class Feed(ABC):
 
     def _hand_out(self, made: FinishedPack) -> None:
         counts, batch = self._report.samples, made.batch
-        lengths = batch.workload.segments.tolist()
-        for origin, tokens, piece, whole in zip(batch.origins, lengths, made.pieces, made.whole_tokens, strict=True):
+        pieces = zip(batch.origins, batch.sample_tokens, made.pieces, made.whole_tokens, strict=True)
+        for origin, tokens, piece, whole in pieces:
             first = int(piece.start == 0)  # of the pieces of a sample, the one that it is counted with
             cut = self._splits and tokens < whole
             counts.count(origin.source, "read", first, tokens if cut else whole * first)
@@ -307,7 +307,7 @@ class Feed(ABC):
             counts.count(error.origin.source, "read", 1, tokens)
             self._bad.handle(error, counts, tokens)
             self._lost[error.origin.source] += tokens
-        if batch.num_segments:
+        if batch.num_samples:
             self._report.packs += 1
             self._report.tokens += batch.tokens
             self._report.capacity += self._budget.tokens

@@ -12,12 +12,13 @@ from headway.cache import write_whole
 from headway.data.samples import Origin, SampleError, SampleLengths
 from headway.packing.parts import COLUMNS
 
-LAYOUT = 2
+LAYOUT = 3
 """Version of the columns' names and meaning; part of every index's key."""
 
 NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches")
 GRIDS = ("image_grids", "video_grids")
 CLIPS = "audio_lengths"
+SEGMENTS = "segments"
 PARTS = "parts"
 KEY = "key"
 BAD = "bad"
@@ -30,7 +31,7 @@ _GRID = pa.struct([pa.field(side, _INT, nullable=False) for side in "thw"])
 _PART = pa.struct([pa.field(name, _INT, nullable=False) for name in COLUMNS])
 
 _NOTHING: dict[str, Any] = (
-    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, CLIPS, PARTS), ()) | {KEY: 0}
+    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, CLIPS, SEGMENTS, PARTS), ()) | {KEY: 0}
 )  # a bad row's lengths
 
 SCHEMA = pa.schema(
@@ -38,6 +39,7 @@ SCHEMA = pa.schema(
         *(pa.field(name, _INT, nullable=False) for name in NUMBERS),
         *(pa.field(name, pa.list_(pa.field("grid", _GRID, nullable=False)), nullable=False) for name in GRIDS),
         pa.field(CLIPS, pa.list_(pa.field("frames", _INT, nullable=False)), nullable=False),
+        pa.field(SEGMENTS, pa.list_(pa.field("tokens", _INT, nullable=False)), nullable=False),
         pa.field(PARTS, pa.list_(pa.field("part", _PART, nullable=False)), nullable=False),
         pa.field(KEY, pa.int64(), nullable=False),
         pa.field(BAD, _FAULT),

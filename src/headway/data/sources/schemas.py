@@ -32,7 +32,7 @@ NEEDS = {
 SCHEMAS = ("auto", *NEEDS, "caption", "text")
 """What `schema` may name; "auto" takes the one whose columns a row has."""
 
-VERSION = 2
+VERSION = 3
 """Raised when rows that could not be used can be, so that no index says otherwise."""
 
 
@@ -78,7 +78,7 @@ class Normaliser:
             sample = Document(self._words(fields), origin)
         else:
             messages = self._messages(schema, fields, media)
-            sample = Chat(messages, origin, read_tools(fields.get("tools")))
+            sample = Chat(messages, origin, read_tools(fields.get("tools")), _template_kwargs(fields))
         media.finish()
         return sample
 
@@ -123,6 +123,19 @@ class Normaliser:
         if not isinstance(words, str) or not words:
             raise DataError(f'"{self.text_column}" is {shortened(words)}, but a document must be a string of words.')
         return words
+
+
+def _template_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that a row sets, as TRL reads them."""
+    given = json_value(fields.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(given, dict) or not all(
+        isinstance(value, bool | int | float | str | None) for value in given.values()
+    ):
+        raise DataError(
+            f'"chat_template_kwargs" is {shortened(given)}, but it must be an object of numbers, strings and booleans, '
+            'such as {"enable_thinking": false}.'
+        )
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _all_waiting(media: RowMedia, kind: str) -> list[Part]:

@@ -90,7 +90,8 @@ def write_card(checkpoint: Checkpoint, folder: Path, *, adapters: bool) -> Path 
                     sums.add(record)
         if not sums.losses.steps:
             return None
-        text = _card(config, machine, sums, checkpoint.step, adapters=adapters)
+        stops = _stops_of(folder)
+        text = _card(config, machine, sums, checkpoint.step, stops, adapters=adapters)
     except (HeadwayError, OSError, KeyError, TypeError, ValueError, ArithmeticError):
         return None
     path = folder / FILE_NAME
@@ -98,7 +99,21 @@ def write_card(checkpoint: Checkpoint, folder: Path, *, adapters: bool) -> Path 
     return path
 
 
-def _card(config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: int, *, adapters: bool) -> str:
+def _stops_of(folder: Path) -> list[str]:
+    """The tokens that end an answer, by the generation settings beside the tokenizer; none where there are none."""
+    settings, words = (_object_in(folder / name) for name in ("generation_config.json", "tokenizer.json"))
+    names = {token["id"]: token["content"] for token in words.get("added_tokens", ())}
+    own = settings.get("eos_token_id")
+    return [names.get(token, str(token)) for token in (own if isinstance(own, list) else [own]) if token is not None]
+
+
+def _object_in(file: Path) -> Mapping[str, Any]:
+    return (as_object(file.read_bytes()) if file.is_file() else None) or {}
+
+
+def _card(
+    config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: int, stops: list[str], *, adapters: bool
+) -> str:
     kind, software = machine.get("model") or {}, machine.get("software") or {}
     base = _base(config)
     front = ModelCardData(
@@ -116,6 +131,7 @@ def _card(config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: in
         f"# {markdown_text(model)} after {step:,} steps",
         f"{what} {markdown_code(model)}, trained {markdown_text(start)} by Headway {software.get('headway', '')} on "
         f"{format_count(sums.tokens)} tokens.",
+        *([_stop_sentence(stops)] if stops else []),
         "## Training",
         markdown_table(_FACTS, _facts(machine, sums), None),
         "## Data",
@@ -124,6 +140,11 @@ def _card(config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: in
         f"````yaml\n{yaml.safe_dump(_hyperparameters(config), sort_keys=False).strip()}\n````",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _stop_sentence(stops: list[str]) -> str:
+    named = " and ".join(map(markdown_code, stops))
+    return f"Generation stops at {named}: `generation_config.json` names the tokens that ended answers in training."
 
 
 def _facts(machine: Mapping[str, Any], sums: _Sums) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The model: which one and what of it learns, how processes share it, and what makes its steps faster or smaller."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -70,8 +70,30 @@ class ModelConfig(Section):
         description="What does not learn: components of the ledger ('vision', 'language.mlp') or globs over parameter "
         "names ('model.language_model.layers.0.*'); each must match something",
     )
+    chat_template: str | None = Field(
+        default=None,
+        description="File of a Jinja chat template in place of the model's own, which exports hold; null for its own",
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="Variables that the chat template reads, such as {enable_thinking: false}; a row's own "
+        "chat_template_kwargs come before them, and exports hold them",
+    )
+    learn_empty_thinking: bool = Field(
+        default=True,
+        description="Learn the empty block of thoughts, <think></think>, with which some templates begin an answer "
+        "that has none; false shows it without learning it",
+    )
     lora: LoraConfig | None = Field(default=None, description="Train adapters instead of the weights; null for none")
     drawing: DrawingConfig = DrawingConfig()
+
+    def of_chats(self) -> dict[str, Any]:
+        """The settings of how chats become text, as `headway.data.chat_settings.ChatSettings.of` takes them."""
+        return {
+            "file": self.chat_template,
+            "variables": self.chat_template_kwargs,
+            "learns_empty_thinking": self.learn_empty_thinking,
+        }
 
 
 class ParallelConfig(Section):
