@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.options import ColumnOption, JsonOption, MaxCharactersOption, columns_of
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, warn
 from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
 from headway.report import format_count, format_share, render_lines, render_pairs
@@ -118,6 +118,8 @@ def build_indices(
         from headway.hub import located
 
         path = located(model)  # a typo is told before torch is imported, which takes seconds
+    for note in (note for source in sources for note in source.notes()):
+        warn(note)
     policy = policy or BadSamples("skip", limit=None, fraction=None)
     known = KnownEncoder(path, {"max_characters": max_characters}, cache)
     counts, indices = SampleCounts(), []

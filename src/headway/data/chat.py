@@ -63,26 +63,28 @@ class ChatTemplate:
                 others follow them.
         """
         chat = self._turns(sample.messages)
+        answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
         if _MARKS_GENERATION.search(self._source(sample)):
             text, marked = self._rendered(chat, sample, return_assistant_tokens_mask=True)
             _check_nothing_is_left_out(text, sample)
-            return text, [(int(place[0]), int(place[1])) for place in marked[0]]
+            places = [(int(place[0]), int(place[1])) for place in marked[0]]
+            unlearnt = [self._place(chat, i, text, sample) for i in answers if not sample.messages[i].learnt]
+            return text, [span for span in places if not any(a <= span[0] < b for a, b in unlearnt)]
         text = self._render(chat, sample)
         _check_nothing_is_left_out(text, sample)
-        spans = []
-        for i, message in enumerate(chat):
-            if message["role"] != "assistant":
-                continue
-            whole = self._render(chat[: i + 1], sample) if i + 1 < len(chat) else text
-            before = self._render(chat[:i], sample, opened=True) if i else self._opening(whole, chat, sample)
-            if not (text.startswith(whole) and whole.startswith(before)):
-                raise DataError(
-                    f"{sample.where}: the model's chat template renders turn {i + 1} differently once other turns "
-                    "follow, so what the assistant wrote cannot be told apart. Split the chat so that each answer is "
-                    "the last turn, or mark the assistant's words in the template with {% generation %}."
-                )
-            spans.append((len(before), len(whole.rstrip())))
-        return text, spans
+        return text, [self._place(chat, i, text, sample) for i in answers if sample.messages[i].learnt]
+
+    def _place(self, chat: _Turns, i: int, text: str, sample: Chat) -> Span:
+        """Where turn `i` of the assistant stands in the chat's text."""
+        whole = self._render(chat[: i + 1], sample) if i + 1 < len(chat) else text
+        before = self._render(chat[:i], sample, opened=True) if i else self._opening(whole, chat, sample)
+        if not (text.startswith(whole) and whole.startswith(before)):
+            raise DataError(
+                f"{sample.where}: the model's chat template renders turn {i + 1} differently once other turns "
+                "follow, so what the assistant wrote cannot be told apart. Split the chat so that each answer is "
+                "the last turn, or mark the assistant's words in the template with {% generation %}."
+            )
+        return len(before), len(whole.rstrip())
 
     def _opening(self, whole: str, chat: _Turns, sample: Chat) -> str:
         """The template's text before an assistant turn that begins the chat: all up to its generation prompt."""

@@ -154,7 +154,7 @@ class DrawingEncoder(Encoder):
             self._text(planned, sample.content, sample.where, learns=False)
             planned.shorten()
         else:
-            turns = [i for i, message in enumerate(sample.messages) if message.role == "assistant"]
+            turns = sample.answers
             shown = replace(sample, messages=sample.messages[: turns[-1]] if turns else sample.messages)
             if not shown.messages:
                 raise DataError(
@@ -276,14 +276,14 @@ class DrawingEncoder(Encoder):
 
 
 def _pieces(sample: Chat) -> Iterator[tuple[TextPart | ImagePart, bool]]:
-    """The parts of a chat, and whether each is the assistant's."""
+    """The parts of a chat, and whether each is an answer to learn."""
     for message in sample.messages:
         if message.tool_calls:
             raise DataError(f"{sample.where}: a turn calls tools, which models of the type bagel do not. Delete it.")
         for part in message.parts:
             if not isinstance(part, TextPart | ImagePart):
                 raise DataError(f"{sample.where}: models of the type bagel take text and images, no video or sound.")
-            yield part, message.role == "assistant"
+            yield part, message.role == "assistant" and message.learnt
 
 
 def _drawn_before(pieces: Sequence[tuple[TextPart | ImagePart, bool]]) -> int:

@@ -229,13 +229,12 @@ class Encoder:
             )
 
     def encode_prompt(self, sample: Chat) -> EncodedSample:
-        """Encode a chat up to its last assistant turn, opened for the model to answer; for evaluation.
+        """Encode a chat up to its last answer, opened for the model to answer; for evaluation.
 
         Raises:
             DataError: as `encode`.
         """
-        turns = [i for i, message in enumerate(sample.messages) if message.role == "assistant"]
-        messages = sample.messages[: turns[-1]] if turns else sample.messages
+        messages = sample.messages[: sample.answers[-1]] if sample.answers else sample.messages
         if not messages:
             raise DataError(f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer.")
         shown = replace(sample, messages=messages)

@@ -125,12 +125,14 @@ class Message:
         tool_calls: calls that the assistant makes, each as chat templates read them:
             {"type": "function", "function": {"name": ..., "arguments": {...}}}.
         name: the tool that answers, in a turn with the role "tool"; None elsewhere.
+        learnt: whether the turn is learnt if it is the assistant's; otherwise it is shown to the model alone.
     """
 
     role: str
     parts: tuple[Part, ...]
     tool_calls: tuple[dict[str, Any], ...] = ()
     name: str | None = None
+    learnt: bool = True
 
     @property
     def text(self) -> str:
@@ -140,7 +142,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to learn the assistant's turns of.
+    """A conversation to learn the assistant's turns of, but for those that are marked.
 
     Attributes:
         messages: the turns, at least one.
@@ -179,9 +181,13 @@ class Chat:
 
     @property
     def answer(self) -> str:
-        """The words of the last assistant turn; empty without one."""
-        turns = [message.text for message in self.messages if message.role == "assistant"]
-        return turns[-1] if turns else ""
+        """The words of the last assistant turn that is learnt; empty without one."""
+        return self.messages[self.answers[-1]].text if self.answers else ""
+
+    @property
+    def answers(self) -> list[int]:
+        """Places of the messages that are learnt."""
+        return [i for i, message in enumerate(self.messages) if message.role == "assistant" and message.learnt]
 
 
 @dataclass(frozen=True, slots=True)

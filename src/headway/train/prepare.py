@@ -168,6 +168,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         restore_random_state(checkpoint.random_state(ranks.rank))
     phase.at("counting the steps", watched=False)  # of a run that its data end; as long as it takes to plan them
     steps, notes = _length(config, feed, checkpoint)
+    if ranks.is_first:
+        notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
     saving = config.checkpoint

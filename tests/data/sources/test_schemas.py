@@ -278,7 +278,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
     ("row", "says"),
     [
         ({"question": "?"}, 'got {"question": "?"}, but the row needs the columns of a schema: messages (messages);'),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, 'the row is a preference pair, "chosen" and "rejected"'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, 'the row has the column "chosen", "b": the row is of a pref'),
         ({"prompt": "a", "completion": "b", "label": False}, 'the row is graded, with "label" false'),
         ({"question": "a", "answer": ["b"]}, '"answer" is ["b"], but it must be a string. In columns a path such as'),
         (
@@ -288,7 +288,6 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"messages": "no JSON"}, "messages is a string but not JSON"),
         ({"messages": 3}, 'got 3, but "messages" must be a list of turns'),
         ({"messages": {"role": ["user"], "content": []}}, '"messages" must be a list of turns'),
-        ({"messages": [said("user", "a", weight=0)]}, 'message 1: "weight" is 0, but every turn'),
         ({"messages": [said("assistant", "a", reasoning_content="b")]}, '"reasoning_content" is not read'),
         ({"messages": [said("assistant", None)]}, 'message 1: "content" is null'),
         ({"messages": [said(["user"], "a")]}, 'unknown role ["user"]'),
@@ -318,7 +317,6 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "turn 1: the call is a string but not JSON"),
         ({"prompt": 3, "completion": "a"}, '"prompt" is 3 and "completion" is "a"'),
-        ({"prompt": [said("assistant", "a")], "completion": "b"}, "the prompt holds turns of the assistant"),
         ({"text": 3}, '"text" is 3, but a document must be a string'),
         ({"text": ""}, '"text" is "", but a document must be a string'),
         ({"input_ids": []}, '"input_ids" is []'),

@@ -113,6 +113,7 @@ class Feed(ABC):
         planned: `OverlongCounts` of each source, for the report.
 
     Attributes:
+        sources: the datasets.
         making_s: what the workers spent on the packs of the last step by part, as `headway.data.making` has them [s].
         needed: steps that will still be asked for, beyond which an index's packs are not made; None where nobody knows.
     """
@@ -130,6 +131,7 @@ class Feed(ABC):
         planned: dict[str, dict[str, int]] | None = None,
     ) -> None:
         self.share, self._maker, self._budget, self._bad, self._splits = share, maker, budget, bad, splits
+        self.sources = maker.sources
         self.names = tuple(source.name for source in maker.sources)
         self._report = FeedReport(planned=planned or {})
         self._lost = dict.fromkeys(self.names, 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.data.samples import ROLES, Message, Part, TextPart
 from headway.data.sources.json_rows import shortened
+from headway.data.sources.marks import is_learnt
 from headway.data.sources.references import KINDS, RowMedia
 from headway.errors import DataError
 
@@ -93,14 +94,16 @@ def read_conversations(value: Any, media: RowMedia, has_markers: bool = True) ->
             raise DataError(f'{where}: got {shortened(turn)}, but a turn needs the strings "from" and "value".')
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise DataError(f"{where}: unknown speaker {shortened(speaker)}. Allowed are {', '.join(SPEAKERS)}.")
+        _check_keys(turn, where)
+        learnt = is_learnt(turn, SPEAKERS[speaker], where)
         if speaker == "function_call":
             calls = _tool_calls(json_value(words, f"{where}: the call"), where)
             called = calls[-1]["function"]["name"]
-            messages.append(Message("assistant", (), calls))
+            messages.append(Message("assistant", (), calls, learnt=learnt))
             continue
         parts = split_markers(words, set(KINDS) if has_markers else set(), media)
         role = SPEAKERS[speaker]
-        messages.append(Message(role, parts, name=(called or None) if role == "tool" else None))
+        messages.append(Message(role, parts, name=(called or None) if role == "tool" else None, learnt=learnt))
     return tuple(messages)
 
 
@@ -172,14 +175,15 @@ def _message(turn: Any, media: RowMedia, markers: set[str], calls: dict[str, str
     _check_keys(turn, where)
     made = _tool_calls(json_value(turn.get("tool_calls") or [], "tool_calls"), where, calls) if role != "tool" else ()
     name = turn.get("name") or calls.get(str(turn.get("tool_call_id"))) if role == "tool" else None
+    learnt = is_learnt(turn, role, where)
     if said is None and made:
-        return Message(role, (), made)
+        return Message(role, (), made, learnt=learnt)
     if isinstance(said, str):
-        return Message(role, split_markers(said, markers, media), made, name)
+        return Message(role, split_markers(said, markers, media), made, name, learnt=learnt)
     if not isinstance(said, list):
         raise DataError(f'{where}: "content" is {shortened(said)}, but it must be a string or a list of parts.')
     parts = [part for each in said for part in _read_part(each, media, markers, where)]
-    return Message(role, tuple(parts), made, name)
+    return Message(role, tuple(parts), made, name, learnt=learnt)
 
 
 def _check_keys(turn: Mapping[str, Any], where: str) -> None:
@@ -190,11 +194,6 @@ def _check_keys(turn: Mapping[str, Any], where: str) -> None:
                 f'{where}: "{key}" is not read, and leaving it out would change the turn. Write its words into '
                 '"content" as the model\'s chat template does, and calls into "tool_calls".'
             )
-    if turn.get("weight") not in (None, 1):
-        raise DataError(
-            f'{where}: "weight" is {shortened(turn["weight"])}, but every turn of the assistant is learnt in full. '
-            "Remove the key, or the turns from there on."
-        )
 
 
 def _parts_of(content: Any) -> Sequence[Any]:

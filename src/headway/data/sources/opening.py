@@ -206,7 +206,7 @@ def read_samples(path: str | Path) -> list[Sample]:
     >>> file = Path(tempfile.mkdtemp()) / "chats.jsonl"
     >>> _ = file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
     >>> read_samples(file)[0].messages
-    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None),)
+    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None, learnt=True),)
     """
     return list(samples_of(open_source(path)))
 
