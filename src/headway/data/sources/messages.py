@@ -41,7 +41,7 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
         value: the list of turns.
         column: "messages" or "conversations", whose form is meant where the first turn has neither.
         media: the row's media.
-        has_markers: whether markers are looked for in ShareGPT's turns; otherwise they are words.
+        has_markers: whether markers are looked for; otherwise they are words.
 
     Raises:
         DataError: it is something else; the message names the turn.
@@ -50,27 +50,30 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
     keys = first.keys() if isinstance(first, dict) else set[str]()
     if "from" in keys or (column == "conversations" and "role" not in keys):
         return read_conversations(value, media, has_markers)
-    return read_messages(value, media, column)
+    return read_messages(value, media, column, has_markers)
 
 
-def read_messages(value: Any, media: RowMedia, column: str = "messages") -> tuple[Message, ...]:
+def read_messages(
+    value: Any, media: RowMedia, column: str = "messages", has_markers: bool = True
+) -> tuple[Message, ...]:
     """Read OpenAI's messages.
 
     Content is a string or a list of parts. Parts of the types image, video and audio take their media from the row's
     columns if they name none. Without such parts, the markers <image>, <video> and <audio> in words stand for the
-    columns' media; without columns they are words.
+    columns' media, even where those are empty; without columns they are words.
 
     Args:
         value: the list of messages.
         media: the row's media.
         column: where they stand, for messages to people.
+        has_markers: whether markers are looked for; otherwise they are words.
 
     Raises:
         DataError: it is something else; the message names the turn.
     """
     turns = turns_of(value, column)
     typed = {_kind(part) for turn in turns if isinstance(turn, dict) for part in _parts_of(turn.get("content"))}
-    markers = {kind for kind in KINDS if media.waits(kind) and kind not in typed}
+    markers = {kind for kind in KINDS if has_markers and media.counts(kind) and kind not in typed}
     calls: dict[str, str] = {}  # names of called tools by the calls' ids
     return tuple(_message(turn, media, markers, calls, f"message {i}") for i, turn in enumerate(turns, 1))
 
@@ -221,7 +224,9 @@ def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tup
     try:
         if part["type"] == "input_audio":
             return (_input_audio(part["input_audio"], media),)
-        value = next((part[key] for key in (part["type"], "url", "path", "bytes") if part.get(key) is not None), None)
+        value = next(
+            (part[key] for key in (part["type"], "url", "path", "bytes") if part.get(key) not in (None, "")), None
+        )
         return (media.next(kind) if value is None else media.named(kind, value),)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
