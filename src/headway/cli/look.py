@@ -11,7 +11,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra, print_json, say
+from headway.cli.output import needs_extra, print_json, say, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
 from headway.log.working import working
@@ -171,6 +171,8 @@ def _of_data(
     with working(f"opening the processor of {model}"):
         encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS, chats=chats)
     if packing_length is None:
+        for note in (note for source in sources for note in source.notes()):
+            warn(note)
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
         return Looked(model, samples, (), (), None, {})
     indices = _indices(sources, model, max_characters, chats)

@@ -196,6 +196,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     steps, notes = _length(config, feed, checkpoint)
     if checkpoint is not None and FILES not in position:
         notes += (f"{checkpoint.folder} names no data files, so that only lengths of samples were compared",)
+    if ranks.is_first:
+        notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
     saving = config.checkpoint
