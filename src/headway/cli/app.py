@@ -44,6 +44,7 @@ from headway.cli import (
 )
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
 from headway.report.terminal import coloured, width_of, wrapped
+from headway.safe_path import keep_current_folder_out
 from headway.version import __version__
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
@@ -107,6 +108,7 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    keep_current_folder_out()
     sys.argv[1:] = _spoken(sys.argv[1:])
     try:
         app(prog_name="headway")
