@@ -84,13 +84,13 @@ class Conditions:
     Attributes:
         is_small: sizes for a smoke test.
         num_packs: packs that are drawn once and taken in turn.
-        recompute: as `speed.recompute`.
+        recompute: as `speed.recompute`; None for the recipe's own.
         most_warmup: steps after which warm-up ends even if the rate has not settled.
     """
 
     is_small: bool
     num_packs: int
-    recompute: str
+    recompute: str | None
     most_warmup: int
 
 

@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", choices=["torch", "liger"], help="liger on CUDA where it is there, if not given")
     parser.add_argument("--eager", action="store_true", help="never compile")
     parser.add_argument("--variants", action="store_true", help="with either kernels, compiled and not")
-    parser.add_argument("--recompute", default="full", help="as speed.recompute in a recipe")
+    parser.add_argument("--recompute", help="as speed.recompute; the recipe's own if not given")
     parser.add_argument("--again", action="store_true", help="measure what is done already once more")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
     parser.add_argument("--render", type=Path, help="only render this JSON record again")

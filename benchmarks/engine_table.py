@@ -111,7 +111,7 @@ def _explanation(ceiling: dict[str, Any]) -> str:
         for name in ("best", "sustained")
     )
     return (
-        "What it is: the step of `headway train` with the recipe's settings (model, kernels, every block recomputed, "
+        "What it is: the step of `headway train` with the recipe's settings (model, kernels, recomputation, "
         "loss in chunks, clipping, Headway's optimizer), the host at most one step ahead, timed by `headway.Meter` "
         "from one step's end on the device to the next; weights, gradients and moments in bf16 on CUDA (fp32 on a "
         "CPU). What it is not: a run. Weights are random, samples made up in the recipe's lengths, and a few full "

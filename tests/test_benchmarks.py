@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,14 +20,15 @@ from headway.count import Workload
 from headway.count.models import load_cost_model
 from headway.devices import Peak
 from headway.tracing import trace
+from helpers.bare import bare_environment
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
 
 
-def run(script, *arguments):
+def run(script, *arguments, env=None):
     command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -91,6 +93,14 @@ def test_the_throughput_benchmark_runs_and_both_sides_agree(tmp_path, mix):
         assert contenders["trl"]["rounds"][0]["tokens"] > 0
 
 
+def listed_packages(folder):
+    """An environment whose processes find the packages that the page on benchmarks lists, and no others."""
+    page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"It must have (.*?) with what they depend on", page)
+    wheels = re.findall(r"([\w-]+)==[\d.]+", page.split("pip download")[1].split("```")[0])
+    return bare_environment(folder, {*re.findall(r"`([\w-]+)`", sentence), *wheels})
+
+
 SMALL = ("--scale", "small", "--warmup", "1", "--packs", "1", "--eager")
 
 
@@ -101,17 +111,26 @@ def engine_record(folder):
 
 @pytest.fixture(scope="module")
 def engine_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("engine")
-    run("engine_gpu.py", *SMALL, "--steps", 1, "--only", *SETUPS, "--out", folder)
+    folder, packages = tmp_path_factory.mktemp("engine"), tmp_path_factory.mktemp("packages")
+    run("engine_gpu.py", *SMALL, "--steps", 1, "--only", *SETUPS, "--out", folder, env=listed_packages(packages))
     return folder
 
 
 SETUPS = {"text": 81_920, "image": 61_440, "video": 51_200, "vqa": 8_192}  # tokens of a pack
 
 
+def test_the_engine_benchmark_is_run_without_packages_that_its_page_does_not_list(tmp_path):
+    names = ("torch", "pydantic", "av", "datasets", "peft", "accelerate", "sklearn")
+    code = f"from importlib.util import find_spec; print([name for name in {names} if find_spec(name)])"
+    env = listed_packages(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout == "['torch', 'pydantic']\n"
+
+
 @pytest.mark.slow
 def test_gpt2_runs_with_one_row_and_with_eight_by_both_attentions(tmp_path):
-    run("engine_gpu.py", *SMALL, "--steps", 1, "--only", "gpt2", "--out", tmp_path)
+    env = listed_packages(tmp_path / "packages")
+    run("engine_gpu.py", *SMALL, "--steps", 1, "--only", "gpt2", "--out", tmp_path, env=env)
     cases = engine_record(tmp_path)["cases"].values()
     assert [(found["rows"], found["attention"], found["status"]) for found in cases] == [
         (1, "eager", "done"),
@@ -132,6 +151,7 @@ def test_the_engine_benchmark_counts_each_set_up_on_packs_that_are_full(engine_f
         assert found["layers"] == found["of_layers"] == 4
         assert found["memory"]["predicted"]["peak"] > 4 * 4 * found["parameters"]  # weight, gradient, two moments
         assert found["recompilations"] == []
+    assert cases[0]["recompute"] == "full,-attention"  # the recipe's own
     assert record["ceiling"]["best_flops_per_s"] >= record["ceiling"]["sustained_flops_per_s"] > 0
 
 
@@ -290,7 +310,8 @@ def test_the_script_of_all_gpu_benchmarks_says_what_it_takes(tmp_path):
 
 @pytest.mark.slow
 def test_the_meter_is_held_against_a_stopwatch(tmp_path):
-    run("meter_truth.py", "--tiny", "--steps", 2, "--rounds", 1, "--out", tmp_path)
+    env = listed_packages(tmp_path / "packages")
+    run("meter_truth.py", "--tiny", "--steps", 2, "--rounds", 1, "--out", tmp_path, env=env)
     (path,) = tmp_path.glob("meter_truth_*.json")
     loops = json.loads(path.read_text())["loops"]
     assert loops.keys() == {"long steps", "short steps", "a host that dawdles"}

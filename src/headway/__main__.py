@@ -5,6 +5,6 @@ import sys
 if not sys.flags.safe_path:
     del sys.path[0]  # the current folder, which `-m` has put there
 
-from headway.cli.app import main  # noqa: E402 - with all that it imports, only then
+from headway.cli.app import main  # with all that it imports, only then
 
 main()

@@ -18,6 +18,12 @@ CONFIG = "config.json"
 _CONNECT_S = 1.5  # for one connection to the Hub, the look-up of its address included [s]
 
 
+def is_model_here(name: str | Path) -> bool:
+    """Whether a name is that of a file, or of a folder with a config.json, on this machine."""
+    path = Path(name).expanduser()
+    return path.is_file() or (path / CONFIG).is_file()
+
+
 def located(name: str | Path) -> str:
     """Find a model's files.
 

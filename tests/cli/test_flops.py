@@ -223,6 +223,16 @@ BAD = [
 ]
 
 
+def test_a_row_length_alone_is_one_sample_of_it(headway):
+    by_length, by_segment = (
+        headway("flops", "qwen3-8b", option, 4096, "--json") for option in ("--seq-len", "--segments")
+    )
+    assert by_length.code == 0, by_length.err
+    assert by_length.out == by_segment.out
+    tool = headway("flops", "llama-3.1-8b", "--seq-len", 4096, "--convention", "maxtext-2025-06", "--json")
+    assert json.loads(tool.out)["seq_len"] == json.loads(tool.out)["workload"]["tokens"] == 4096
+
+
 @pytest.mark.parametrize(("arguments", "quoted"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
 def test_a_mistake_is_quoted_and_exits_2(headway, arguments, quoted):
     result = headway("flops", "qwen3-vl-8b", *arguments)

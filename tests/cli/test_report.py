@@ -255,7 +255,7 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch):
         report([run], tmp_path / "x.html", markdown=True)
     with pytest.raises(UsageError, match="3 runs are given"):
         report([run] * 3)
-    with pytest.raises(ConfigError, match="Give another path"):
+    with pytest.raises(UsageError, match="cannot be written"):
         report([run], run / "metrics.jsonl" / "x.html")
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
@@ -638,6 +638,17 @@ def test_no_text_of_a_chart_is_cut(tmp_path, steps):
         assert browser.value(CUT) == []
 
 
+def stops_before(browser, target):
+    """Press Tab until an element has the focus; list the stops before it, some of the browser's own choice."""
+    stops = []
+    for _ in range(browser.value("document.querySelectorAll('*').length")):
+        browser.press("Tab")
+        if (stop := browser.value(FOCUSED)) == target:
+            return stops
+        stops.append(stop)
+    raise AssertionError(f"Tab never reaches {target}, but {stops}")
+
+
 @pytest.mark.browser
 def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_path):
     run, other = write_run(tmp_path / "run", 20), write_run(tmp_path / "other", 15)
@@ -655,18 +666,14 @@ def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_
         assert browser.value(SAID % time) == "step 7: 2.50 s"
         browser.point(*browser.value(PLACE % (loss, 3)))
         assert browser.value(SAID % loss) == "step 3: 1"
-        reached = []
-        while (at := browser.press("Tab") or browser.value(FOCUSED)) != ["svg", "Loss"]:
-            reached.append(at)
-            assert len(reached) < 10
-        assert ["summary", captions_of_all[0]] in reached  # of the waterfall's table
+        stops = stops_before(browser, ["svg", "Loss"])
+        assert ["summary", captions_of_all[0]] in stops  # of the waterfall's table
         browser.press("ArrowRight")
         assert browser.value(SAID % loss) == "step 4: 0.75"
         for key, said in (("Home", "step 1: 3"), ("ArrowLeft", "step 1: 3"), ("End", "step 20: 0.15")):
             browser.press(key)
             assert browser.value(SAID % loss) == said
-        browser.press("Tab")
-        assert browser.value(FOCUSED) == ["summary", "Loss"]
+        assert not [stop for stop in stops_before(browser, ["summary", "Loss"]) if stop and stop[1] != "Loss"]
         browser.press("Enter")
         assert browser.value("document.activeElement.parentNode.open")
         assert browser.value("document.querySelectorAll('svg[tabindex=\"0\"]').length") == len(captions)

@@ -1,6 +1,8 @@
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +67,36 @@ def test_without_torch_the_error_names_the_extra(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert "pip install 'headway[train]'" in " ".join(done.stderr.split())
     assert "needs torch" in " ".join(done.stderr.split())
+
+
+RECIPE = "recipe.yaml"
+LIKE_TRAINING = (
+    ("flops", "MODEL", "--segments", "40"),
+    ("compare", "MODEL", "--segments", "40", "--device", "H100", "--step-time", "1"),
+    ("mfu", "MODEL", "--seq-len", "40", "--device", "H100", "--chips", "1", "--mfu", "0.4"),
+    ("plan", RECIPE, "--device", "H100", "--set", "model.path=MODEL"),
+    ("plan", RECIPE, "--device", "H100", "--set", "model.path=MODEL", "--set", "model.freeze=[model.embed_tokens.*]"),
+    ("train", RECIPE, "--dry-run", "--set", "model.path=MODEL"),
+    ("tune", RECIPE, "--device", "H100", "--set", "model.path=MODEL"),
+)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "QWEN3-8B"])
+@pytest.mark.parametrize("arguments", LIKE_TRAINING, ids=lambda arguments: " ".join(arguments[:2] + arguments[-1:]))
+def test_a_folder_that_is_named_like_a_shipped_model_is_the_folder(headway, tmp_path, monkeypatch, name, arguments):
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    (Path(name) / "config.json").write_text(json.dumps(TINY_QWEN3))
+    Path(RECIPE).write_text(
+        "{model: {path: none}, data: {train: rows.jsonl, tokens_per_pack: 65536}, plan: {mix: chats},"
+        " optim: {steps: 1, lr: 1}, run: {folder: run}}"
+    )
+    by_name, by_path = (
+        headway(*(argument.replace("MODEL", model) for argument in arguments), "--json")
+        for model in (name, f"./{name}")
+    )
+    assert by_name.code == 0, by_name.err
+    shown = [re.sub(r'"seconds": [\d.]+', "", result.out.replace(f"./{name}", name)) for result in (by_name, by_path)]
+    assert shown[0] == shown[1]
+    if arguments[0] == "flops":
+        assert json.loads(by_name.out)["flops"]["total"] == tiny_total(40)

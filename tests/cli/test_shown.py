@@ -56,7 +56,10 @@ def test_pixels_are_rounded_to_whole_tokens_of_the_model(headway):
     in_patches = headway("flops", "qwen3-vl-8b", "--segments", "4096", "--images", "1x48x64,1x2x2")
     assert in_pixels.out == in_patches.out
     text_model = headway("flops", "qwen3-8b", "--segments", "4096", "--images", "1024x768px")
-    assert (text_model.code, "does not say how many make a patch" in " ".join(text_model.err.split())) == (2, True)
+    assert (text_model.code, "qwen3-8b has no vision tower, but --images" in " ".join(text_model.err.split())) == (
+        2,
+        True,
+    )
 
 
 def test_an_mfu_above_100_percent_is_a_failure(headway):

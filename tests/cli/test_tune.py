@@ -107,6 +107,18 @@ def test_more_runs_than_choices_that_fit_are_refused(tune, monkeypatch):
     assert (result.code, "choices that differ in more than details fit" in result.err) == (2, True)
 
 
+def test_a_model_is_tuned_by_its_name_alone(headway, tmp_path):
+    result = headway("tune", "gpt2", "--device", "H100", "--devices", 2, "--json")
+    assert result.code == 0, result.err
+    best = json.loads(result.out)["best"][0]
+    assert best["mfu"] > 0
+    refused = headway("tune", "gpt2", "--device", "H100", "--write", tmp_path / "best.yaml")
+    assert (refused.code, refused.out) == (2, "")
+    assert "'gpt2' is none. `headway init` writes one" in " ".join(refused.err.split())
+    misspelt = headway("tune", "qwen3-vl-9b", "--device", "H100")
+    assert "Did you mean qwen3-vl-8b" in " ".join(misspelt.err.split())
+
+
 def test_without_lengths_it_says_how_to_give_them(headway):
     result = headway("tune", RECIPE, "--set", "plan.mix=null")
     assert (result.code, "nothing says how long the samples are" in " ".join(result.err.split())) == (2, True)

@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 
-from headway.devices import copy_ceiling, matmul_ceiling, measure, peak_for
+from headway.devices import ceilings, copy_ceiling, matmul_ceiling, measure, peak_for
 from headway.devices.ceilings import cache_folder, environment, measure_ceiling
-from headway.devices.measure import Measurement, TimeBudget, sweep_copy, sweep_matmul
+from headway.devices.measure import Measurement, TimeBudget, is_settled, sweep_copy, sweep_matmul
 from headway.devices.probe import cpu_name
 from headway.errors import UnknownDeviceError
 
@@ -22,12 +22,105 @@ def quick(monkeypatch):
     monkeypatch.setattr("headway.devices.ceilings._BUDGET", SHORT)
     monkeypatch.setattr("headway.devices.ceilings._SHAPES", {"cpu": ((32, 16, 8), (64, 64, 64))})
     monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (4096,)})
+    monkeypatch.setattr("headway.devices.measure._UNDISTURBED", 0.0)  # whatever else this machine does
+    monkeypatch.setattr("headway.devices.measure._AGREEMENT", float("inf"))
 
 
 def test_rates_are_work_over_time():
     # 3 repetitions of 2 * 2 * 3 * 5 = 60 FLOPs
     found = Measurement((2, 3, 5), 60, (0.5, 0.25, 2.0))
     assert (found.best_per_s, found.median_per_s, found.worst_per_s) == (240.0, 120.0, 30.0)
+
+
+BUSY, QUIET = 0.3, 0.99  # shares of the threads' time in which they had a core
+
+
+@pytest.mark.parametrize(
+    ("rates", "shares", "settled"),
+    [
+        ((3, 5, 4), (QUIET, QUIET, QUIET), True),
+        ((3, 5, 4), (BUSY, QUIET, QUIET), True),  # the smallest would not have won
+        ((3, 5, 4), (QUIET, BUSY, QUIET), False),
+        ((3, 5, 4), (QUIET, QUIET, BUSY), False),  # it might have won
+        ((3, 4, 5), (QUIET, QUIET, QUIET), True),
+        ((5, 0.1, 0.1), (QUIET, BUSY, BUSY), False),  # small products between the time slices of other work
+    ],
+)
+def test_a_sweep_is_settled_when_nothing_took_the_threads_cores(monkeypatch, rates, shares, settled):
+    monkeypatch.undo()
+    pairs = zip(rates, shares, strict=True)
+    assert is_settled([Measurement((1,), 1, (1 / rate, 1.04 / rate, 9), share) for rate, share in pairs]) == settled
+
+
+def test_repetitions_that_disagree_settle_nothing(monkeypatch):
+    monkeypatch.undo()
+    assert not is_settled([Measurement((1,), 1, (1.0, 1.06, 1.07), QUIET)])
+    assert not is_settled([Measurement((1,), 1, (1.0,), QUIET)])
+
+
+def rounds_of(monkeypatch, *rounds):
+    """Let each sweep find the next of these lists of (FLOP/s, share of a core), and the last for ever."""
+    sweeps = iter([[Measurement((8, 8, 8), 1024, (1024 / rate,) * 2, share)] for rate, share in rounds])
+    last = []
+
+    def sweep(*_):
+        last[:] = next(sweeps, None) or last
+        return list(last)
+
+    monkeypatch.undo()
+    monkeypatch.delenv("HEADWAY_PEAK_FLOPS", raising=False)
+    monkeypatch.setattr("headway.devices.ceilings.sweep_matmul", sweep)
+    monkeypatch.setattr("headway.devices.ceilings._PATIENCE_S", 0.1)
+    monkeypatch.setattr("headway.devices.ceilings.single_thread_rate", lambda *_: 60e9)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    ceilings._best_square.cache_clear()
+
+
+@pytest.mark.own_peak
+def test_a_cpu_is_measured_until_its_rates_settle(monkeypatch):
+    rounds_of(monkeypatch, (1e9, BUSY), (9e9, BUSY), (170e9, QUIET), (1e9, BUSY))
+    peak = peak_for("cpu", torch.float32)
+    assert peak.flops_per_s == pytest.approx(170e9)
+    assert peak.source == "measured at start: fp32 matmul 8x8x8, 3 threads, best of repeats"
+    ceilings._best_square.cache_clear()
+
+
+@pytest.mark.own_peak
+def test_a_cpu_that_other_work_keeps_busy_has_an_estimated_peak_and_says_so(monkeypatch):
+    rounds_of(monkeypatch, (0.6e9, BUSY))
+    with pytest.warns(UserWarning, match=r"unsure: .* 3 threads reached 6e\+08 FLOP/s in fp32\. .* 3 x the 6e\+10"):
+        peak = peak_for("cpu", torch.float32)
+    assert peak.flops_per_s == pytest.approx(3 * 60e9)
+    assert peak.source == "estimated at start, other work was running: fp32 matmul of 1 thread x 3"
+    ceilings._best_square.cache_clear()
+
+
+def test_a_thread_is_timed_by_its_own_processor_time(monkeypatch):
+    clock_s = iter(i / 4 for i in range(100))  # a quarter of a second from one reading to the next
+    monkeypatch.setattr(measure.time, "thread_time", lambda: next(clock_s))
+    before = torch.get_num_threads()
+    rate = measure.single_thread_rate(torch.float32, [(8, 8, 8), (16, 16, 16)], TimeBudget(0.5, 9, 2))
+    assert rate == 2 * 16**3 / 0.25
+    assert torch.get_num_threads() == before
+
+
+@pytest.fixture
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_ceiling_that_other_work_disturbed_is_measured_again(monkeypatch, two_threads):
+    matmul_ceiling("cpu", "fp32")
+    assert matmul_ceiling("cpu", "fp32").is_cached
+    monkeypatch.setattr("headway.devices.measure._UNDISTURBED", float("inf"))
+    disturbed = matmul_ceiling("cpu", "fp32")
+    assert not disturbed.is_cached
+    assert disturbed.peak().source.endswith(", unsure: other work kept the device busy")
+    assert copy_ceiling("cpu").is_settled  # nothing says otherwise
+    assert copy_ceiling("cpu").is_cached
 
 
 def test_a_sweep_measures_every_shape_and_leaves_the_random_state_alone():
@@ -188,7 +281,7 @@ def test_the_ceiling_says_how_it_was_measured():
     assert peak.kind == "ceiling"
     assert peak.name == cpu_name()
     threads = torch.get_num_threads()
-    assert f"{threads} thread" in peak.source
+    assert f"{threads} thread" in peak.source or f"1 thread x {threads}" in peak.source
     assert "fp32 matmul" in peak.source
     assert 1e9 < peak.flops_per_s < 1e14  # 1 GFLOP/s to 100 TFLOP/s: any CPU there is
 

@@ -1,6 +1,6 @@
 import pytest
 
-from headway.devices import datasheet_peak, named_peak, peak_for, weighted_peak
+from headway.devices import datasheet_peak, lookup, named_peak, peak_for, weighted_peak
 from headway.devices.lookup import peak_elsewhere
 from headway.errors import UnknownDeviceError, UsageError
 
@@ -134,7 +134,7 @@ def test_a_dtype_without_a_figure_is_refused():
     with pytest.raises(UnknownDeviceError, match="no dense fp8 figure; its datasheet gives bf16, fp16"):
         datasheet_peak("NVIDIA A100-SXM4-80GB", "fp8")
     with pytest.raises(UnknownDeviceError, match="Dtypes are called bf16, fp16"):
-        datasheet_peak("NVIDIA H100 PCIe", "bfloat16")
+        datasheet_peak("NVIDIA H100 PCIe", "bfloat")
 
 
 def test_the_override_is_used_and_named(monkeypatch):
@@ -206,6 +206,20 @@ def test_this_gpu_has_a_peak():
 )
 def test_a_person_may_use_a_short_name(spoken, name):
     assert named_peak(spoken).name == name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"])
+def test_a_dtype_has_torchs_name_too(dtype):
+    torch = pytest.importorskip("torch")
+    short = lookup.dtype_label(getattr(torch, dtype), torch.device("cpu"))
+    assert named_peak("H100", dtype).flops_per_s == named_peak("H100", short).flops_per_s
+    if short in ("fp32", "bf16"):
+        assert peak_for("cpu", dtype) == peak_for("cpu", short) == peak_for("cpu", getattr(torch, dtype))
+
+
+def test_the_name_of_a_card_is_no_device_of_this_process():
+    with pytest.raises(UsageError, match=r"'H100' is no device of this process.*named_peak\('H100', 'bf16'\)"):
+        peak_for("H100", "bf16")
 
 
 def test_a_stated_rate_is_a_peak():

@@ -120,6 +120,28 @@ def test_alike_names_are_offered():
         datasheet_peak("NVIDIA L40S-48Q", "bf16")
 
 
+@pytest.mark.parametrize("name", ["NVIDIA P100", "MTT S5000", "NVIDIA H1000", "AMD Radeon Graphics"])
+def test_another_cards_name_is_not_offered(name):
+    with pytest.raises(UnknownDeviceError) as caught:
+        datasheet_peak(name, "bf16")
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"), [("NVDIA L40S", "L40S"), ("h 100", "H100"), ("RTX4090", "RTX 4090"), ("A100-SXM", "A100 SXM")]
+)
+def test_a_misspelt_name_is_offered(name, offered):
+    with pytest.raises(UnknownDeviceError, match=rf"Did you mean [^?]*{offered}"):
+        named_device(name)
+
+
+def test_a_whole_mi300x_of_a_virtual_machine_is_told_from_a_part():
+    (whole,) = matches(Reported("AMD Instinct MI300X VF", num_sms=304, memory_bytes=206_141_652_992))
+    assert whole.key == "mi300x"
+    with pytest.raises(UnknownDeviceError, match=r"38 multiprocessors.* A partition"):
+        matches(Reported("AMD Instinct MI300X VF", num_sms=38, memory_bytes=25_753_026_560))
+
+
 def test_a_shared_name_has_a_peak_only_where_its_cards_agree():
     assert datasheet_peak("NVIDIA GH200 480GB", "fp8").flops_per_s == 1978.9e12
     with pytest.raises(UnknownDeviceError, match=r"2 different devices.*mi250x \(110 multi.*mi250 \(104 multi"):
@@ -187,4 +209,4 @@ def test_other_devices_are_asked_in_their_own_way(monkeypatch):
     assert peak_for("mps", torch.float32).flops_per_s == pytest.approx(24 * 128 * 2 * 1.296e9, rel=1e-3)
     found = SimpleNamespace(name="Intel(R) Data Center GPU Max 1550", max_compute_units=512, total_memory=64 * GIB)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda *_: found)
-    assert peak_for("xpu", "bf16").flops_per_s == 340.8e12
+    assert peak_for("xpu", "bf16").flops_per_s == 419.4e12

@@ -1,4 +1,11 @@
+import re
+from contextlib import ExitStack
+
 import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from headway.explain.classes import Work, work_of_kernel, work_of_operator
 
@@ -52,4 +59,53 @@ def test_a_kernel_is_what_its_operator_is_and_only_then_what_its_name_says(kerne
     ],
 )
 def test_an_operator_of_the_host_has_a_class(operator, work):
+    assert work_of_operator(operator) is work
+
+
+def test_every_operator_that_torch_counts_flops_of_is_a_product():
+    counted = {str(operator) for operator in flop_registry if str(operator).startswith("aten.")}
+    assert len(counted) > 15
+    assert {name for name in counted if work_of_operator(name.replace(".", "::")) is not Work.MATMUL} == set()
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("own_kernel", [True, False])
+def test_recurrent_layers_spend_their_products_as_products(layer, own_kernel):
+    """What oneDNN runs as one operator, and ATen as products of its own, has the same class."""
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+            names.add(function._schema.name)
+            return function(*args, **(kwargs or {}))
+
+    names = set()
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(own_kernel and enabled)
+    with ExitStack() as stack:
+        stack.callback(torch._C._set_mkldnn_enabled, enabled)
+        stack.enter_context(Dispatched())
+        layer(8, 12, 2)(torch.randn(5, 3, 8))[0].sum().backward()
+    products = {name for name in names if work_of_operator(name) is Work.MATMUL}
+    whole = {"aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"}
+    assert products >= (whole if layer is nn.LSTM and own_kernel else {"aten::addmm", "aten::mm"} & names)
+    assert not {name for name in products if not re.search(r"mm$|rnn|linear", name)}
+
+
+@pytest.mark.parametrize(
+    ("operator", "work"),
+    [
+        ("aten::_cudnn_rnn_backward", Work.MATMUL),
+        ("aten::miopen_rnn", Work.MATMUL),
+        ("aten::_cudnn_rnn_flatten_weight", Work.MEMORY),
+        ("aten::_thnn_fused_lstm_cell", Work.MEMORY),  # it is given what the products of its gates came to
+        ("aten::_weight_int4pack_mm_for_cpu", Work.MATMUL),
+        ("aten::_convert_weight_to_int4pack", Work.MEMORY),
+        ("aten::_sparse_semi_structured_linear", Work.MATMUL),
+        ("onednn::qlinear_pointwise", Work.MATMUL),
+        ("quantized::conv2d_prepack", Work.UNKNOWN),
+        ("aten::upsample_bilinear2d_backward", Work.MEMORY),
+        ("aten::tensordot", Work.MATMUL),
+    ],
+)
+def test_words_of_a_name_tell_products_from_what_prepares_them(operator, work):
     assert work_of_operator(operator) is work

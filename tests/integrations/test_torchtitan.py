@@ -155,7 +155,7 @@ def test_what_is_recomputed_by_an_unknown_policy_is_no_hfu(train):
     [
         ({"misread": True}, r"bills 31 slots, but its labels are \(2, 16\): 32 slots. Give with_headway a workload_of"),
         ({"has_pixels": True}, "the dataloader makes input, pixels, of which only `input` is read"),
-        ({"family": "gpt_oss"}, "of torchtitan does not run on shapes: .* Give with_headway its cost_model"),
+        ({"family": "gpt_oss"}, "of torchtitan is not traced: .* Give with_headway its cost_model"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(train, settings, says):

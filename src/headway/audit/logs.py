@@ -9,13 +9,45 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headway.audit.formats import FORMATS, Format
+from headway.audit.formats import FORMATS, KNOWN_LINES, Format
 from headway.audit.rows import Log, LogRow, Recorded, near, printed
 from headway.errors import LogError, UsageError
 
 _JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PROCESS = re.compile(r"^\[(?:rank|default)(\d+)\]:")  # as torchrun's --tee and torchtitan's LOG_RANK put it
+# logs of known tools that hold no rate, and what to give instead
+_WITHOUT_RATES = (
+    (
+        re.compile(r"""['"]global_step/max_steps['"]"""),
+        "is a log of ms-swift without an MFU, which it writes with `--callbacks perf_log`. Give the trainer_state.json "
+        "of its last checkpoint instead, whose total_flos say as much.",
+    ),
+    (
+        re.compile(r"""\{['"](?:loss|train_runtime)['"]: .*['"]epoch['"]: """),
+        "is what the Hugging Face Trainer prints, which has no FLOPs. Give the trainer_state.json that it saves in its "
+        "output folder.",
+    ),
+    (
+        re.compile(r"\bstep \d+ \| epoch \d+ \| loss .*\btps [0-9.]+\([0-9.]+/gpu\)"),
+        "is the console of NeMo Automodel, which has no MFU. Give the training.jsonl beside its checkpoints.",
+    ),
+    (
+        re.compile(r'"tps_per_gpu": '),
+        "is a training.jsonl of NeMo Automodel whose MFU is null or 0 throughout: it knew no formula for the model, or "
+        "no peak of the device.",
+    ),
+    (
+        re.compile(r"=+ Step \d+/\d+ =+"),
+        "is a log of NeMo RL without `Training FLOPS`: it has a formula for Llama, Qwen2, Qwen3 and DeepSeek-V3 alone, "
+        "and prints none with sequence packing in some of its algorithms.",
+    ),
+    (
+        re.compile(r"(?:^|,)(?:train\W)?device\W(?:batches|samples)_per_sec(?:,|$)"),
+        "is a metrics.csv of Lightning without `device/flops_per_sec`, which ThroughputMonitor writes once the module "
+        "has `flops_per_batch` and its window is full.",
+    ),
+)
 _CUMULATIVE = (
     "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from a "
     "checkpoint, the rates here are too high. --resumed-at STEP names the step that it went on from"
@@ -37,25 +69,22 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         LogError: no line is one that a known tool writes.
         UsageError: `resumed_at` is given for another log, or is no step of the run.
     """
-    if _JSON.match(text):  # a line of LMMs-Engine begins with {', which JSON does not
-        log = _own_records(text) or _trainer_state(text, where, resumed_at)
-        if log is not None and (resumed_at is None or log.recorded is None):
-            return log
-    if resumed_at is not None:
-        raise UsageError(f"--resumed-at {resumed_at} is for a trainer_state.json, and {where} is none. Leave it out.")
+    log = _own_records(text) if _JSON.match(text) else None  # a line of LMMs-Engine begins with {', as none of JSON
     lines = [_COLOUR.sub("", line) for line in text.splitlines()]
-    for form in FORMATS:
-        if (log := _read(lines, form)) is not None:
-            return log
+    log = log or next((log for form in FORMATS if (log := _read(lines, form)) is not None), None)
+    if log is None and _JSON.match(text):
+        log = _trainer_state(text, where, resumed_at)
+    elif resumed_at is not None:
+        raise UsageError(f"--resumed-at {resumed_at} is for a trainer_state.json, and {where} is none. Leave it out.")
+    if log is not None:
+        return log
+    for pattern, reason in _WITHOUT_RATES:
+        if any(pattern.search(line) for line in lines):
+            raise LogError(f"{where} {reason}")
     raise LogError(
-        f"{where} has no line that is recognised. Known are the step lines of torchtitan (`step: 7 loss: ... memory: "
-        "... tps: ... tflops: ... mfu: ...`), MaxText (`completed step: 5, seconds: 2.0, TFLOP/s/device: ...`), "
-        "Megatron-LM, -Bridge and Primus (`elapsed time per iteration (ms)` with `TFLOP/s/GPU`), nanoGPT (`iter 100: "
-        "loss ..., time ...ms, mfu ...%`), nanochat (`dt: ...ms | tok/sec: ... | mfu: ...`), OLMo-core "
-        "(`throughput/device/MFU=...`), llm-foundry (`Train throughput/device/mfu: ...`), verl (`perf/mfu/actor:...`), "
-        "LMMs-Engine (`'train/mfu': ...`, `'mfu': ...`), the Hugging Face Trainer's trainer_state.json and Headway's "
-        "own metrics.jsonl. "
-        "Check that the file is the training log itself and not cut off by a terminal."
+        f"{where} has no line that is recognised. Known are the step lines of {', '.join(KNOWN_LINES)}, the Hugging "
+        "Face Trainer's trainer_state.json and Headway's own metrics.jsonl. Check that the file is the training log "
+        "itself and not cut off by a terminal."
     )
 
 
@@ -77,7 +106,13 @@ def _read(lines: list[str], form: Format) -> Log | None:
         elif read:
             rows = read
             skipped += ignored
-    return Log(form.tool, form.conventions, rows, form.whole_job, form.smoothed, skipped=skipped) if rows else None
+    if not rows:
+        return None
+    notes = (form.note,) if form.note else ()
+    return Log(
+        form.tool, form.conventions, rows, form.whole_job, form.smoothed, skipped=skipped, notes=notes,
+        counted=form.counted,
+    )  # fmt: skip
 
 
 def _once(rows: Iterable[LogRow], skipped: Counter[str]) -> Iterable[LogRow]:

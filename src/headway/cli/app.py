@@ -42,6 +42,7 @@ from headway.cli import (
     tune,
     verify,
 )
+from headway.cli.output import missing_library_told
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
 from headway.report.terminal import coloured, width_of, wrapped
 from headway.safe_path import keep_current_folder_out
@@ -111,7 +112,8 @@ def main() -> NoReturn:
     keep_current_folder_out()
     sys.argv[1:] = _spoken(sys.argv[1:])
     try:
-        app(prog_name="headway")
+        with missing_library_told("this command"):  # whatever a command imports, also beyond what it asks for by name
+            app(prog_name="headway")
     except HeadwayError as error:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise

@@ -8,7 +8,6 @@ import typer
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
-from headway.count.models import shipped_name
 from headway.errors import UnknownDeviceError, UsageError
 from headway.log.working import working
 from headway.report import Column, format_rate, format_share, render_pairs, render_table
@@ -123,15 +122,14 @@ def local_rates(
     from headway.plan.step_time import shapes_of
     from headway.train.block_times import timed_blocks
 
-    name = shipped_name(model) or model
-    numbers = resolve_architecture(name, cost_model)
+    numbers = resolve_architecture(model, cost_model)
     heads = (numbers.heads, numbers.qk_dim)
     with working(f"measuring the rates of {model}"):
         try:
             rates = model_rates(where, dtype, shapes_of(cost_model), heads, attend, refresh=refresh, warn=warn)
         except UnknownDeviceError as error:
             raise UsageError(str(error)) from error
-        return rates, timed_blocks(resolve_config(name), where, dtype, refresh=refresh, warn=warn)
+        return rates, timed_blocks(resolve_config(model), where, dtype, refresh=refresh, warn=warn)
 
 
 def _render_model(model: str, dtype: str, rates: "ModelRates", blocks: "TimedBlocks | None") -> str:
@@ -256,6 +254,7 @@ def _render(around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", 
         pairs.append(("driver", around["driver"]))
     for found in (*products, copy):
         state = "from the cache; --refresh measures again" if found.is_cached else "just now"
+        state = state if found.is_settled else "unsure: other work kept the device busy; measure when it does not"
         pairs.append((f"{found.what} measured", f"{found.measured_at:%Y-%m-%d %H:%M} UTC, {state}"))
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 

@@ -71,15 +71,12 @@ def saved_of_recipe(config: "TrainConfig") -> "SavedByPrecision":
 
 def _saved(config: "TrainConfig", precision: str) -> "SavedActivations":
     """Read what ships of a model that learns whole; trace one that is partly frozen or adapted, if torch is there."""
-    from headway.count.models import shipped_name
-
     if config.model.freeze or config.model.lora:
         try:
             from headway.train.saved import saved_of_partly_trained
         except ModuleNotFoundError:  # the shipped figures are those of a model that learns whole, which saves more
             return saved_activations(config.model.path, precision)
-        known = shipped_name(config.model.path) or config.model.path
-        return saved_of_partly_trained(resolve_config(known), config.model, precision)
+        return saved_of_partly_trained(resolve_config(config.model.path), config.model, precision)
     return saved_activations(config.model.path, precision)
 
 

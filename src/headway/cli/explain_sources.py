@@ -137,14 +137,24 @@ def _source_of(path: Path) -> Path:
 
 def _is_trace(path: Path) -> bool:
     """Whether a file is a trace as far as its beginning tells: compressed, or JSON that is no record."""
-    if path.is_dir() or _is_records(path):
+    if path.is_dir() or _is_records(path) or _is_log_of_json(path):
         return False
     beginning = _beginning(path)
     return beginning.startswith(_GZIP_MAGIC) or _JSON.match(beginning) is not None
 
 
+def _is_log_of_json(path: Path) -> bool:
+    """Whether the lines of a file are JSON objects that another tool writes, such as ms-swift's logging.jsonl."""
+    from headway.audit.formats import is_log
+
+    beginning = _beginning(path)
+    return _JSON.match(beginning) is not None and is_log(beginning.decode(errors="replace").splitlines())
+
+
 def _is_records(path: Path) -> bool:
     """Whether a file's first line is a record by itself; a new run's metrics.jsonl may be empty, or cut off."""
+    if _is_log_of_json(path):
+        return False
     try:
         first = json.loads(_beginning(path).partition(b"\n")[0])
     except (ValueError, RecursionError):

@@ -56,7 +56,15 @@ def flops(
     convention: Annotated[
         str, typer.Option(metavar="NAME", help="Rule for what is counted; docs/conventions.md lists them.")
     ] = "useful/1",
-    seq_len: options.SeqLenOption = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=1,
+            help="Instead of --segments: one sample of this length [tokens]. With them: the row length that the tool "
+            "of --convention is configured with; one row of all slots if not given.",
+        ),
+    ] = None,
     by: Annotated[
         By, typer.Option(help="Rows per component (language.mlp) or per module (model.layers.*.mlp.up_proj).")
     ] = (By.component),
@@ -69,6 +77,8 @@ def flops(
     from headway.conventions import Step, get_convention
 
     rule = get_convention(convention)
+    if seq_len is not None and segments is None and splits is None:
+        segments, seq_len = str(seq_len), seq_len if rule.uses_seq_len else None
     _check_options(rule, recompute, forward_only, by, seq_len)
     if reference is not None and rule.name != "useful":
         raise UsageError(

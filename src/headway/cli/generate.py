@@ -11,9 +11,10 @@ import typer
 
 from headway.cli import opened
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, say
 from headway.errors import ConfigError, UsageError
 from headway.log.working import working
+from headway.outputs import is_taken, open_output
 
 if TYPE_CHECKING:
     from headway.data import Chat, Sample
@@ -79,7 +80,7 @@ def generate(
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
     asked = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
-    if output is not None and output.exists():
+    if output is not None and is_taken(output):
         raise UsageError(f"--output {output} exists already; give another file, or delete it first.")
     generator = opened.open_generator(model, base, device, dtype)
     if plain or not generator.has_template:
@@ -100,7 +101,7 @@ def generate(
             file.write(json.dumps(_record(sample, gold, answer, generator)) + "\n")
             file.flush()
     if output is not None:
-        print(f"{output}: {len(asked)} answers", file=sys.stderr)
+        say(f"{output}: {len(asked)} answers", on_stderr=True)
 
 
 def read_prompts(source: str) -> "list[Asked]":
@@ -198,7 +199,7 @@ def _lines(output: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        file = output.open("x", encoding="utf-8")
+        file = open_output(output)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written: {error.strerror}. Give another file.") from error
     with file:

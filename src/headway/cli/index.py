@@ -11,6 +11,7 @@ from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
 from headway.report import format_count, format_share, render_lines, render_pairs
+from headway.report.secrets import hide_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +148,7 @@ def build_indices(
 
 def _record(path: str, index: "LengthIndex") -> dict[str, Any]:
     return {
-        "data": path,
+        "data": hide_secrets(path),
         "path": str(index.path),
         **asdict(index.summary()),
         "bad_rows": [asdict(error.origin) | {"reason": error.reason} for error in index.bad.values()],
@@ -156,7 +157,7 @@ def _record(path: str, index: "LengthIndex") -> dict[str, Any]:
 
 def _render(path: str, index: "LengthIndex") -> str:
     summary = index.summary()
-    pairs = [("data", path), ("samples", format_count(summary.samples))]
+    pairs = [("data", hide_secrets(path)), ("samples", format_count(summary.samples))]
     if summary.bad:
         share = format_share(summary.bad / summary.samples)
         pairs.append(("bad", f"{format_count(summary.bad)} ({share}), left out of the numbers below"))

@@ -21,7 +21,8 @@ def resolve_cost_model(name: str) -> "CostModel":
     """Load a shipped cost model, or trace one from a config.
 
     Args:
-        name: a shipped name (any case), a config's JSON file, a folder with a config.json, or a Hub id OWNER/MODEL.
+        name: a config's JSON file, a folder with a config.json, a shipped name (any case), or a Hub id OWNER/MODEL;
+            of several that are meant by it, the first.
 
     Returns:
         The cost model; for a shipped name, or the Hub id of a shipped model, neither torch nor transformers is loaded.
@@ -34,7 +35,7 @@ def resolve_cost_model(name: str) -> "CostModel":
     from headway.count.models import shipped_name
 
     shipped = shipped_name(name)
-    if shipped is not None and (shipped == name.lower() or not Path(name).exists()):
+    if shipped is not None:
         return load_cost_model(shipped)
     with (
         needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"),
@@ -61,7 +62,12 @@ def in_patches(model: str | None, images: str | None) -> str | None:
     """
     if model is None or images is None or "px" not in images:
         return images
-    vision = _raw_config(model).get("vision_config") or {}
+    vision = _raw_config(model).get("vision_config")
+    if not vision:
+        raise WorkloadError(
+            f"{model} has no vision tower, but --images {images[:80]!r} names pictures. Leave them out, or name a "
+            "vision-language model."
+        )
     patch, merge = vision.get("patch_size"), vision.get("spatial_merge_size")
     if not isinstance(patch, int) or not isinstance(merge, int):
         raise WorkloadError(
@@ -86,17 +92,17 @@ def resolve_architecture(name: str, cost_model: "CostModel") -> "Architecture":
         UnknownModelError: the configuration is no JSON object, or not that of a transformer.
     """
     from headway.conventions import architecture
-    from headway.count.models import presets
+    from headway.count.models import shipped_name
 
-    shown = name.lower() if name.lower() in presets() else cost_model.name
-    return architecture(_raw_config(name), shown, cost_model)
+    return architecture(_raw_config(name), shipped_name(name) or cost_model.name, cost_model)
 
 
 def _raw_config(name: str) -> Any:
-    from headway.count.models import presets
+    from headway.count.models import presets, shipped_name
 
-    if name.lower() in presets():
-        return presets()[name.lower()]
+    shipped = shipped_name(name)
+    if shipped is not None:
+        return presets()[shipped]
     path = Path(name).expanduser()
     if path.is_dir():
         path /= "config.json"
@@ -115,25 +121,23 @@ def resolve_config(name: str) -> Any:
         UnknownModelError: the name is none of these; the message lists the nearest shipped names.
         HeadwayError: transformers is not installed.
     """
-    from headway.count.models import nearest, presets
+    from headway.count.models import nearest, shipped_name
 
     path = Path(name).expanduser()
-    if name.lower() not in presets() and not path.exists() and not _is_hub_id(name):
+    is_known = shipped_name(name) is not None or path.exists()
+    if not is_known and not _is_hub_id(name):
         raise UnknownModelError(
             f"{name!r} is neither a shipped model, nor a config's JSON file or a folder with a config.json here, nor a "
             f"Hub id (OWNER/MODEL). {nearest(name)}"
         )
     with needs_extra(f"building the configuration of {name!r}"):
-        if name.lower() not in presets() and not path.exists():
+        if not is_known:
             from headway.hub import located
 
             located(name)  # without network this is told before torch is imported, which takes seconds
-        from headway.models.load import load_config
-        from headway.tracing.build import preset_config
+        from headway.models.load import named_config
 
-        if name.lower() in presets():
-            return preset_config(name.lower())
-        return load_config(str(path) if path.exists() else name)
+        return named_config(str(path) if path.exists() else name)
 
 
 def _is_hub_id(name: str) -> bool:

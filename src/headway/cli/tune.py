@@ -1,23 +1,22 @@
 """`headway tune`: which packing length, accumulation, recomputation and sharing trains a recipe fastest."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cache import write_whole
 from headway.cli.dry_run import saved_of_recipe
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import print_json
-from headway.cli.plan import speeds_of
+from headway.cli.output import print_json, say
+from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
 from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.log.working import working
+from headway.outputs import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +32,10 @@ _SHOWN = 5
 
 
 def tune(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run; recipes/ has some.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|MODEL", help="A training configuration, or a model, as `headway plan` takes."),
+    ],
     settings: SetOption = None,
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Devices, a process each; plan.devices if not given.")
@@ -91,13 +93,12 @@ def tune(
     Example: headway tune recipes/qwen2.5-7b-text-81920.yaml --write best.yaml
     """
     from headway.devices import named_device
-    from headway.train.config import load_config
 
     if steps is not None and measure is None:
         raise UsageError(f"--steps {steps} cannot take effect without --measure.")
     if write is not None:
         _check_target(write, recipe)
-    config = load_config(recipe, tuple(settings or ()))
+    _, config = named_recipe(recipe, tuple(settings or ()))
     config = _planned_for(config, devices, device, lengths, measured=bool(data))
     if measure is not None:
         _check_data(config)
@@ -107,7 +108,7 @@ def tune(
     search, joined, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, given=given)
     tuned = _tuned(recipe, search, named, speeds, joined, top, measure, steps)
     if write is not None:
-        _write(write, recipe, tuned)
+        _write(write, Path(recipe), tuned)
     if as_json:
         print_json(as_record(tuned))
     else:
@@ -132,7 +133,7 @@ def _planned_for(
 
 
 def _tuned(
-    recipe: Path,
+    recipe: str,
     search: "Search",
     device: "Device | None",
     speeds: "Speeds",
@@ -161,7 +162,7 @@ def _tuned(
         note_on_links(links, search.devices),
     ]
     return Tuned(
-        recipe=str(recipe),
+        recipe=recipe,
         model=search.cost_model.name,
         device=device,
         devices=search.devices,
@@ -204,7 +205,6 @@ def search_of(
     Raises:
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
     """
-    from headway.count.models import shipped_name
     from headway.devices import named_device
     from headway.train.dry_run import learning_model
     from headway.train.forecast import Forecaster
@@ -216,7 +216,7 @@ def search_of(
     found = named_device(name) if name is not None else None
     room = _room(memory, found)
     cost_model = resolve_cost_model(config.model.path)
-    architecture = resolve_architecture(shipped_name(config.model.path) or config.model.path, cost_model)
+    architecture = resolve_architecture(config.model.path, cost_model)
     learning = learning_model(config, cost_model)
     wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
     space = Space.of(
@@ -291,8 +291,13 @@ def _check_data(config: "TrainConfig") -> None:
         ) from error
 
 
-def _check_target(write: Path, recipe: Path) -> None:
-    if write.resolve() == recipe.resolve():
+def _check_target(write: Path, recipe: str) -> None:
+    if not Path(recipe).is_file():
+        raise UsageError(
+            f"--write {write}: the new recipe extends a file, and {recipe!r} is none. `headway init` writes one for a "
+            "model and data."
+        )
+    if write.resolve() == Path(recipe).resolve():
         raise UsageError(f"--write {write} is the recipe itself, which the new one extends. Give another file.")
     if not write.parent.is_dir():
         raise UsageError(f"--write {write}: the folder {write.parent} does not exist. Make it, or name another.")
@@ -304,7 +309,7 @@ def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[
 
     seen = {}
     for number, one in enumerate(best, start=1):
-        print(f"measuring choice {number} of {len(best)} ...", file=sys.stderr, flush=True)
+        say(f"measuring choice {number} of {len(best)} ...", on_stderr=True, flush=True)
         seen[one] = measure(one.config, devices, steps=steps or STEPS)
     return seen
 
@@ -319,5 +324,5 @@ def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
         f"Found by headway tune: the fastest of {tuned.found.fitting:,} choices that fit, {tuned.devices:,} x {where}."
     )
     text = recipe_text(recipe, best.config, path, remark)
-    write_whole(path, lambda file: file.write(text.encode()))
-    print(f"wrote {path}", file=sys.stderr)
+    write_output(path, text, option="--write")
+    say(f"wrote {path}", on_stderr=True)

@@ -11,7 +11,7 @@ import fsspec
 from headway.data.making import charged_to
 from headway.errors import DataError
 from headway.packing.budget import Size
-from headway.report import printable
+from headway.report import presentable
 
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video [patches]."""
@@ -256,7 +256,7 @@ class SampleError(DataError):
         self.origin, self.reason = origin, reason
 
     def __str__(self) -> str:
-        return printable(f"{self.origin}: {self.reason}")
+        return presentable(f"{self.origin}: {self.reason}")
 
 
 def media_error(media: Media, where: str, kind: str, reason: BaseException | str) -> DataError:

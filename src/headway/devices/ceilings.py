@@ -3,16 +3,24 @@
 import hashlib
 import json
 import re
+import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cache import cache_root, write_whole
-from headway.devices.measure import Measurement, TimeBudget, sweep_copy, sweep_matmul
+from headway.devices.measure import (
+    Measurement,
+    TimeBudget,
+    is_settled,
+    single_thread_rate,
+    sweep_copy,
+    sweep_matmul,
+)
 from headway.devices.names import OVERRIDE_VARIABLE
 from headway.devices.probe import cpu_name, report
 from headway.devices.table import Peak
@@ -33,7 +41,8 @@ _LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 
 
 _SQUARES = (256, 512, 1024, 1536, 2048)
 _QUICK = TimeBudget(shape_s=0.4, total_s=2.0, min_repeats=3)
-_FORMAT = 1
+_PATIENCE_S = 10.0  # for which a CPU with other work is measured again, until its rates settle
+_FORMAT = 2
 _BUDGET = TimeBudget(shape_s=0.5, total_s=4.0, min_repeats=5)
 # Squares, and a projection as transformers have it (tokens x hidden x wider); in ascending work.
 _SHAPES = {
@@ -56,6 +65,11 @@ class Ceiling:
     is_cached: bool  # whether it was read from the cache
 
     @property
+    def is_settled(self) -> bool:
+        """Whether it shows what the device reaches, as far as its threads tell, and not what other work left of it."""
+        return all(found.core_share is None for found in self.measurements) or is_settled(self.measurements)
+
+    @property
     def best(self) -> Measurement:
         """The measurement whose fastest repetition is the fastest of all."""
         return max(self.measurements, key=lambda measurement: measurement.best_per_s)
@@ -64,6 +78,8 @@ class Ceiling:
         """Use it as a peak, so that an MFU is a share of what this very device reached."""
         shape, repeats = "x".join(map(str, self.best.shape)), len(self.best.durations_s)
         source = f"measured {self.measured_at:%Y-%m-%d}: {self.what} matmul {shape}, best of {repeats}"
+        if not self.is_settled:
+            source += ", unsure: other work kept the device busy"
         return Peak(self.device, self.best.best_per_s, self.what, source, "ceiling")
 
 
@@ -84,7 +100,8 @@ def matmul_ceiling(
     """Measure the best matmul rate of a device in one dtype, or take it from the cache.
 
     The cache is kept per device, driver, PyTorch version, thread count and dtype, in Headway's cache folder
-    (`headway.cache`). A damaged file is reported, measured again and replaced.
+    (`headway.cache`). A damaged file is reported, measured again and replaced; so is, in silence, what other work
+    disturbed.
 
     Args:
         device: a torch.device or its string; "cpu", "cuda" or "mps".
@@ -151,13 +168,14 @@ def measure_ceiling(dtype_name: str) -> Peak:
     file: the machine may have been busier when that was written, and a share of less than it can do is no honest MFU.
 
     Square products of several sizes, each repeated; the fastest single repetition of any size wins. Takes about two
-    seconds.
+    seconds; up to ten more where other work keeps the cores busy, until the rates settle. If they never do, the peak is
+    estimated as the rate of one thread by its own processor time, times the threads, and a warning says so.
 
     Args:
         dtype_name: "fp32", "bf16" or "fp16".
 
     Returns:
-        The peak; its source names the threads, the size that won and the dtype.
+        The peak; its source names the threads, the size that won and the dtype, or how it was estimated.
 
     Raises:
         UnknownDeviceError: the CPU has no matmul for this dtype.
@@ -178,9 +196,23 @@ def _best_square(dtype_name: str, num_threads: int) -> Peak:
             f"those, or state the rate yourself: {OVERRIDE_VARIABLE}=<FLOP/s>."
         )
     shapes = [(size, size, size) for size in _SQUARES]
+    deadline_s = time.monotonic() + _PATIENCE_S
     found = sweep_matmul(torch.device("cpu"), dtypes[dtype_name], shapes, _QUICK)
+    while not is_settled(found) and time.monotonic() < deadline_s:
+        found = sweep_matmul(torch.device("cpu"), dtypes[dtype_name], shapes, _QUICK)
     best = max(found, key=lambda measurement: measurement.best_per_s)
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    if not is_settled(found):
+        alone = single_thread_rate(dtypes[dtype_name], shapes[:3], _QUICK)
+        warnings.warn(
+            f"The peak of this CPU is unsure: for {_PATIENCE_S:g} s other work kept its cores busy, and {threads} "
+            f"reached {best.best_per_s:.3g} FLOP/s in {dtype_name}. It is taken as {num_threads} x the {alone:.3g} "
+            f"FLOP/s of one thread by its processor time. State it with {OVERRIDE_VARIABLE}=<FLOP/s>, or measure when "
+            "nothing else runs.",
+            stacklevel=2,
+        )
+        source = f"estimated at start, other work was running: {dtype_name} matmul of 1 thread x {num_threads}"
+        return Peak(cpu_name(), max(num_threads * alone, best.best_per_s), dtype_name, source, "ceiling")
     shape = "x".join(map(str, best.shape))
     source = f"measured at start: {dtype_name} matmul {shape}, {threads}, best of repeats"
     return Peak(cpu_name(), best.best_per_s, dtype_name, source, "ceiling")
@@ -237,7 +269,9 @@ def cached_ceiling(
     path = cache_folder() / f"{device.type}-{what}-{digest}.json"
     if not refresh and path.is_file():
         try:
-            return _from_record(json.loads(path.read_text(encoding="utf-8")), key)
+            kept = _from_record(json.loads(path.read_text(encoding="utf-8")), key)
+            if kept.is_settled:
+                return kept
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
     ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
@@ -253,10 +287,7 @@ def _to_record(ceiling: Ceiling, key: dict[str, Any]) -> dict[str, Any]:
     return {
         "key": key,
         "measured_at": ceiling.measured_at.isoformat(timespec="seconds"),
-        "measurements": [
-            {"shape": found.shape, "work": found.work, "durations_s": found.durations_s}
-            for found in ceiling.measurements
-        ],
+        "measurements": [asdict(found) for found in ceiling.measurements],
     }
 
 
@@ -264,7 +295,12 @@ def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
     if record["key"] != key:
         raise ValueError("it is another device's")
     found = tuple(
-        Measurement(tuple(map(int, entry["shape"])), int(entry["work"]), tuple(map(float, entry["durations_s"])))
+        Measurement(
+            tuple(map(int, entry["shape"])),
+            int(entry["work"]),
+            tuple(map(float, entry["durations_s"])),
+            None if entry["core_share"] is None else float(entry["core_share"]),
+        )
         for entry in record["measurements"]
     )
     if not found or not all(entry.durations_s and min(entry.durations_s) > 0 for entry in found):

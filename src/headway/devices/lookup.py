@@ -38,20 +38,28 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
 
     Args:
         device: the device that runs the step, a torch.device or its name such as "cuda:0".
-        dtype: dtype of the step's matrix products: a torch.dtype, or "bf16", "fp16", "tf32", "fp32", "fp8", "fp4",
-            "int8".
+        dtype: dtype of the step's matrix products: a torch.dtype or its name such as "bfloat16", or "bf16", "fp16",
+            "tf32", "fp32", "fp8", "fp4", "int8".
 
     Returns:
         The peak with its source.
 
     Raises:
         UnknownDeviceError: an accelerator that is not in the table or only a part of one, or a dtype without a figure.
-        UsageError: the override variable does not hold a positive number.
+        UsageError: the override variable does not hold a positive number, or `device` is no device of PyTorch.
         ConfigError: the user's table cannot be read.
     """
     import torch
 
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:  # torch lists its types of devices, and not what to call with another name
+        raise UsageError(
+            f"{device!r} is no device of this process, such as 'cuda' or 'cpu'. The peak of a device by its name is "
+            f"headway.devices.named_peak({str(device)!r}, 'bf16')."
+        ) from error
+    if isinstance(dtype, str) and f"torch.{dtype}" in _DTYPE_NAMES:
+        dtype = getattr(torch, dtype)
     dtype_name = dtype if isinstance(dtype, str) else dtype_label(dtype, device)
     reported = report(device)
     override = os.environ.get(OVERRIDE_VARIABLE)
@@ -214,6 +222,7 @@ def _common_peak(devices: Sequence[Device], name: str, dtype_name: str) -> Peak:
 
 def _peak(device: Device, name: str, dtype_name: str) -> Peak:
     rates = device.peak_flops_per_s
+    dtype_name = _DTYPE_NAMES.get(f"torch.{dtype_name}", dtype_name)
     if dtype_name not in rates:
         spelling = "" if dtype_name in DTYPES else f" Dtypes are called {', '.join(DTYPES)}."
         raise UnknownDeviceError(

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _MAX_REPEATS = 1000
 _COPY_PASSES = 2  # every byte is read once and written once
+_UNDISTURBED = 0.9  # of the time of all threads: what they had a core for, if nothing disturbed them
+_AGREEMENT = 1.05  # the second fastest repetition over the fastest, at most, for both to be believed
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,17 @@ class Measurement:
     shape: tuple[int, ...]  # (m, k, n) of a product of m x k with k x n, or (bytes,) of a copy
     work: int  # FLOPs of one product, or bytes that one copy reads and writes
     durations_s: tuple[float, ...]  # seconds of each repetition
+    core_share: float | None = None  # processor time of all over time x threads, where several share a product
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the two fastest repetitions agree, and the threads did not wait for a core.
+
+        On a CPU with other work every repetition may be slow, and all alike: the time that threads had a core tells.
+        """
+        fastest_s = sorted(self.durations_s)[:2]
+        agree = len(fastest_s) == 2 and fastest_s[1] <= _AGREEMENT * fastest_s[0]
+        return agree and (self.core_share is None or self.core_share >= _UNDISTURBED)
 
     @property
     def best_per_s(self) -> float:
@@ -61,6 +74,9 @@ def sweep_matmul(
     Returns:
         One measurement per shape that fitted.
     """
+    import torch
+
+    threads = torch.get_num_threads() if device.type == "cpu" else 0  # a lone one waits for no other
     found: list[Measurement] = []
     deadline_s = time.perf_counter() + budget.total_s
     for shape in shapes:
@@ -70,9 +86,38 @@ def sweep_matmul(
             if _flops(shape) / fastest * (budget.min_repeats + 1) > left_s or not _fits(device, dtype, shape):
                 break
         run = _matmul(device, dtype, shape)
+        begin_s, begin_processor_s = time.perf_counter(), time.process_time()
         durations_s = _time(run, device, min(budget.shape_s, left_s), budget.min_repeats)
-        found.append(Measurement(shape, _flops(shape), durations_s))
+        threads_s = (time.perf_counter() - begin_s) * threads
+        core_share = (time.process_time() - begin_processor_s) / threads_s if threads > 1 else None
+        found.append(Measurement(shape, _flops(shape), durations_s, core_share))
     return found
+
+
+def is_settled(measurements: Sequence[Measurement]) -> bool:
+    """Whether a sweep shows what the device reaches: its fastest shape is steady, and so is the next larger one.
+
+    Where other work keeps the cores busy, small products may run undisturbed between its slices of time while larger
+    ones, which would reach more, never do.
+
+    Args:
+        measurements: of a sweep, ascending in work.
+    """
+    best = max(range(len(measurements)), key=lambda place: measurements[place].best_per_s)
+    return all(measurement.is_steady for measurement in measurements[best : best + 2])
+
+
+def single_thread_rate(dtype: "torch.dtype", shapes: Sequence[tuple[int, int, int]], budget: TimeBudget) -> float:
+    """Measure the best matmul rate of one CPU thread by its own processor time [FLOP/s]: other work hardly moves it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runs = [(_matmul(torch.device("cpu"), dtype, shape), _flops(shape)) for shape in shapes]
+        return max(work / min(_processor_times(run, budget)) for run, work in runs)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def sweep_copy(device: "torch.device", sizes: Sequence[int], budget: TimeBudget) -> list[Measurement]:
@@ -159,6 +204,17 @@ def _fits(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int, i
     rows, inner, columns = shape
     needed = (rows * inner + inner * columns + rows * columns) * dtype.itemsize
     return needed < torch.cuda.mem_get_info(device)[0] / 2
+
+
+def _processor_times(run: Callable[[], object], budget: TimeBudget) -> list[float]:
+    """Time repetitions by the processor time of this thread [s]."""
+    run()
+    times_s: list[float] = []
+    while len(times_s) < budget.min_repeats or sum(times_s) < budget.shape_s / 2:
+        begin_s = time.thread_time()
+        run()
+        times_s.append(max(time.thread_time() - begin_s, 1e-9))
+    return times_s
 
 
 def _time(run: Callable[[], object], device: "torch.device", budget_s: float, min_repeats: int) -> tuple[float, ...]:

@@ -13,6 +13,10 @@ OVERRIDE_VARIABLE = "HEADWAY_PEAK_FLOPS"
 # A slice of an NVIDIA card, as its name ends: "MIG 1g.10gb" or "MIG 1c.3g.40gb".
 _MIG = re.compile(r"\bMIG (\d+c\.)?\d+g\.")
 
+# The number of a model with the letter before it, which tells a misspelt name from another card's.
+_MODEL = re.compile(r"[a-z]?\d+")
+_BETWEEN = re.compile(r"[ _-]+")
+
 # Vendors print 80 GB for 80 * 2**30 bytes (7 % more than 80 * 10**9), and drivers keep some back (2 % of GDDR6 with
 # ECC). The sizes of one name lie further apart: 96 and 144, 10 and 12.
 _LEAST_MEMORY, _MOST_MEMORY = 0.93, 1.12
@@ -92,7 +96,8 @@ def properties(device: Device | Reported) -> str:
 def unknown(name: str) -> UnknownDeviceError:
     """Say that no device has a name, which are alike, and what to do."""
     spoken = {text.lower(): text for device in all_devices() for text in (*device.aliases, *device.names)}
-    nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), spoken, n=3, cutoff=0.6)]
+    alike = [text for text in spoken if _model(text) == _model(name.lower())]  # P100 is neither B100 nor P10
+    nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), alike, n=3, cutoff=0.6)]
     parts = [text for text in spoken if len(name) > 1 and name.lower() in text]  # "rtx 40" is no misspelling
     nearest = nearest or [spoken[text] for text in sorted(parts, key=len)[:3]]
     hint = f" Did you mean {', '.join(nearest)}? Those that only look alike are other devices." if nearest else ""
@@ -103,6 +108,16 @@ def unknown(name: str) -> UnknownDeviceError:
         f"The peak of {name!r} is not known, and a guess would make every MFU wrong.{hint} `headway devices` lists the "
         f"known ones. Add the device, or state its peak: {way_out('of one device in the dtype of the step')}."
     )
+
+
+def _model(name: str) -> str | None:
+    """The first number of a name in lower case, with the letter before it.
+
+    >>> _model("nvidia l40s-48q"), _model("h 100"), _model("radeon graphics")
+    ('l40', 'h100', None)
+    """
+    found = _MODEL.search(_BETWEEN.sub("", name))
+    return found.group() if found else None
 
 
 def ambiguous(name: str, devices: Sequence[Device]) -> UnknownDeviceError:

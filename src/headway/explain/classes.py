@@ -20,14 +20,18 @@ class Work(StrEnum):
     UNKNOWN = "unknown"
 
 
-_MATMUL_OPERATORS = re.compile(
-    r"(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|matmul|linear|bilinear|einsum|inner|"
-    r"_?scaled_(grouped_)?mm(_v2)?|_grouped_mm|_int_mm|_addmm_activation|_trilinear|.*int[48]pack_mm|_mkl_linear|"
-    r"_linear_pointwise|linear_backward.*|mkldnn_linear.*|"
-    r".*convolution.*|_?conv(_depthwise|_transpose|_tbc|_tbc_backward)?[123]?d?|_?(slow|thnn)_conv.*|conv_depthwise.*|"
-    r"_?(scaled_dot_product|flash|efficient|cudnn|fused_sdp|flex)_?\w*attention\w*|flex_attention\w*|"
-    r"_?native_multi_head_attention|_?flash_attn\w*|_lstm_mps|_?cudnn_rnn\w*|_thnn_fused_lstm_cell)"
+# Words of an operator's name, between underscores: `_weight_int4pack_mm_for_cpu`, `mkldnn_rnn_layer_backward`.
+_PRODUCTS = re.compile(
+    r"(add|b|addb|baddb|s|hsp|sspadd)?mm|(add)?mv|v?dot|vecdot|addr|matmul|einsum|tensordot|q?linear|bilinear|"
+    r"trilinear|q?conv(olution|[123]d)?|attention|attn|rnn|lstm|gru"
 )
+# Words of operators that prepare, resize or finish, and compute no product: `conv2d_prepack`, `upsample_bilinear2d`.
+# `_thnn_fused_lstm_cell` is given what the products of its gates came to.
+_NO_PRODUCTS = re.compile(
+    r"prepack|unpack|pack|reorder|convert|flatten|quantize|upsample|thnn|available|search|combination|vander|get|"
+    r"padding|stride|dilation|groups"
+)
+_ALONE = re.compile(r"inner|_?thnn_conv.*")  # products by their names as a whole
 _MATMUL_KERNELS = re.compile(
     r"gemm|gemv|scudnn|xdlops|cijk_|cutlass|xmma|nvjet|cublas|(?<![a-z])conv|wgrad|dgrad|fprop|implicit|winograd|fmha|flash|"
     r"attn|attention|triton_tem|_mm_|mfma|bmm_kernel",
@@ -107,10 +111,17 @@ def _by_both(name: str, operator: str) -> Work:
 def _by_operator(name: str) -> Work | None:
     """An operator of PyTorch says what it does; one of another library only where its name is that of a product."""
     namespace, _, operator = name.rpartition("::")
-    if _MATMUL_OPERATORS.fullmatch(operator.removesuffix("_backward").removesuffix("_")):
+    if _is_product(operator):
         return Work.MATMUL
     is_of_torch = namespace in ("aten", "fbgemm", "prims", "torchvision", "fsdp") or name in ("detach", "detach_")
     return Work.MEMORY if is_of_torch else None
+
+
+def _is_product(operator: str) -> bool:
+    words = [word for word in operator.split("_") if word]
+    if _ALONE.fullmatch(operator):
+        return True
+    return any(map(_PRODUCTS.fullmatch, words)) and not any(map(_NO_PRODUCTS.fullmatch, words))
 
 
 @cache

@@ -24,7 +24,7 @@ from torchtitan.train import Trainer
 
 from headway.count import CostModel, Workload
 from headway.devices import Peak
-from headway.errors import HeadwayError, TraceError, UsageError, WorkloadError
+from headway.errors import TraceError, UsageError, WorkloadError
 from headway.integrations.loops import caller_of
 from headway.meter import Meter, Window
 from headway.meter.environment import peak_of
@@ -272,12 +272,10 @@ def _trace(model: Any, model_args: BaseModelArgs) -> CostModel:
 
     try:
         return trace(model, inputs=arguments)
-    except HeadwayError:
-        raise
-    except Exception as error:
+    except TraceError as error:
         raise TraceError(
-            f"{type(model).__name__} of torchtitan does not run on shapes: {type(error).__name__}: {error}. Give "
-            "with_headway its cost_model, such as headway.load_cost_model(NAME) of the same model."
+            f"{type(model).__name__} of torchtitan is not traced: {error} Give with_headway its cost_model, such as "
+            "headway.load_cost_model(NAME) of the same model."
         ) from error
 
 

@@ -1,6 +1,7 @@
 """All-gather of whole numbers between hosts, so that no device is waited for: once a log, and never in between."""
 
 import atexit
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,9 +21,8 @@ class HostAllGather:
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
         self.rank, self.size = 0, 1
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist = sys.modules.get("torch.distributed")  # where nobody imported it, this process is alone
+        if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
             atexit.register(self.close)

@@ -27,6 +27,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
 from headway.architectures import register_architectures
+from headway.count.models import shipped_name
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.hub import located
 from headway.models.attention import register, use_attention
@@ -35,6 +36,7 @@ from headway.models.init_weights import init_weights
 from headway.models.recurrent import separate_segments
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
+from headway.tracing.build import preset_config
 
 Spec = str | Path | PreTrainedConfig
 Processor = ProcessorMixin | PreTrainedTokenizerBase
@@ -78,6 +80,17 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
                 "config.save_pretrained."
             ) from error
         raise _unreachable(name, error) from error
+    return config
+
+
+def named_config(name: str) -> PreTrainedConfig:
+    """Read the configuration of a model by any name: a folder or file here, a shipped model's, or one on the Hub.
+
+    Raises:
+        UnknownModelError, CheckpointError: as `load_config` raises them.
+    """
+    shipped = shipped_name(name)
+    config: PreTrainedConfig = load_config(name) if shipped is None else preset_config(shipped)
     return config
 
 

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -131,6 +130,8 @@ def _shades(height: int, width: int, rng: np.random.Generator) -> Any:
 
 
 def _write_video(path: Path, num_frames: int, height: int, width: int, rng: np.random.Generator) -> None:
+    import av  # where a video is written, not where rows of text are
+
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream("mpeg4", rate=VIDEO_FPS)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from headway.data import Encoder
-from headway.data.feed import Feed
+from headway.data.feed import FILES, Feed
 from headway.data.sources.opening import samples_of
 from headway.devices import peak_for
 from headway.errors import ConfigError
@@ -36,6 +36,7 @@ from headway.train.checkpoint import (
     CheckpointSaver,
     Contents,
     find_checkpoint,
+    newest_sound,
     random_state,
     restore,
     restore_random_state,
@@ -54,6 +55,20 @@ from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
 from headway.train.run_folder import RunFolder, from_weights_of
 from headway.train.watch import LoopPhase
+
+
+class Place(NamedTuple):
+    """Where a process stands after a step: what a checkpoint holds of it besides tensors.
+
+    Attributes:
+        step: number of the step.
+        feed: its place in the data, as `Feed.state_dict` gives it.
+        random: the state of its random generators.
+    """
+
+    step: int
+    feed: dict[str, Any]
+    random: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +91,7 @@ class Run:
     eval_set: EvalSet | None
     generation_eval: GenerationEval | None
     resumes: bool
+    damaged: tuple[str, ...]
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
     exports: Exports
@@ -108,7 +124,12 @@ class Run:
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
         lines += [*self.trained.notes, *self.notes]
+        lines += [f"warning: {fault} It is set aside, and the steps since are taken again." for fault in self.damaged]
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
+
+    def place(self, step: int) -> Place:
+        """Where this process stands now, after a step."""
+        return Place(step, self.feed.state_dict(), random_state())
 
     def write_model(self, folder: Path) -> None:
         """Write config, generation config, adapter config and processor."""
@@ -139,9 +160,13 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     mesh = make_mesh(config.parallel, ranks, device)
     phase.at("opening the run folder")
-    resume = ranks.by_first(lambda: folder.open(config, resume=resume))
+    resumes = ranks.by_first(lambda: folder.open(config, resume=resume))
     phase.at("checking the newest checkpoint")
-    checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
+    root, checkpoint, damaged = config.run.folder / CHECKPOINTS, None, tuple[str, ...]()
+    if resumes and resume is None:  # a job that restarts by itself goes on from what is there
+        checkpoint, damaged = newest_sound(root, ranks)
+    elif resumes:
+        checkpoint = find_checkpoint(root, ranks)
     if checkpoint is not None and config.optim.steps is not None and checkpoint.step >= config.optim.steps:
         raise _nothing_left(config, checkpoint)
 
@@ -158,16 +183,19 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         processor, model, max_image_pixels=config.data.max_image_pixels, max_characters=config.data.max_characters
     )
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
-    feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
+    position = checkpoint.position() if checkpoint is not None else {}
+    feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
     eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
 
     phase.at("restoring the checkpoint")
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
-        feed.load_state_dict(checkpoint.position())
+        feed.load_state_dict(position, config.data.verify)
         restore_random_state(checkpoint.random_state(ranks.rank))
     phase.at("counting the steps", watched=False)  # of a run that its data end; as long as it takes to plan them
     steps, notes = _length(config, feed, checkpoint)
+    if checkpoint is not None and FILES not in position:
+        notes += (f"{checkpoint.folder} names no data files, so that only lengths of samples were compared",)
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
     saving = config.checkpoint
@@ -208,7 +236,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
         generation_eval=generation_eval,
-        resumes=resume,
+        resumes=resumes,
+        damaged=damaged,
         checkpoint=checkpoint,
         saver=saver,
         exports=exports,
@@ -299,21 +328,23 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
-def save(run: Run, step: int, behind: Mapping[str, Any]) -> None:
+def save(run: Run, place: Place, behind: Mapping[str, Any], *, goes_on: bool = True) -> None:
     """Begin to save everything after a step, all ranks together.
 
     Args:
         run: its parts.
-        step: the last one taken.
+        place: where this process stood after the step.
         behind: what the run has behind it, for the recorder of a continuation.
+        goes_on: whether training may go on meanwhile.
 
     Raises:
         CheckpointError: the checkpoint before could not be written, or this one.
     """
-    position = {**run.feed.merged(run.ranks.gather(run.feed.state_dict())), **behind}
+    position = {**run.feed.merged(run.ranks.gather(place.feed)), **behind}
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
-    run.saver.save(step, Contents(tensors, random_state(), position, asdict(shape), run.write_model))
+    contents = Contents(tensors, place.random, position, asdict(shape), run.write_model)
+    run.saver.save(place.step, contents, goes_on=goes_on)
 
 
 def _facts(run: Run) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from headway.count.activations import SavedActivations
-from headway.count.models import shipped_name
-from headway.models.load import load_config
+from headway.models.load import named_config
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_by_block
-from headway.tracing.build import model_on_shapes, preset_config
+from headway.tracing.build import model_on_shapes
 from headway.train.config import TrainConfig
 from headway.train.config.model import ModelConfig
 from headway.train.optim import adapt, freeze
@@ -33,9 +32,7 @@ def saved_as_trained(config: TrainConfig, precision: str) -> SavedActivations:
     """
     if not config.model.freeze and config.model.lora is None:
         return saved_of(config.model.path, precision)
-    shipped = shipped_name(config.model.path)
-    architecture = load_config(config.model.path) if shipped is None else preset_config(shipped)
-    return saved_of_partly_trained(architecture, config.model, precision)
+    return saved_of_partly_trained(named_config(config.model.path), config.model, precision)
 
 
 def saved_of_partly_trained(architecture: Any, learns: ModelConfig, precision: str) -> SavedActivations:

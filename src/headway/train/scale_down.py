@@ -14,12 +14,10 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from headway.architectures import BagelConfig
-from headway.count.models import shipped_name
-from headway.models.load import load_config
+from headway.models.load import named_config
 from headway.packing.lengths import MIXES
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import EXPERTS, write_small_model
-from headway.tracing.build import preset_config
 from headway.train.config import TrainConfig, changed_config
 from headway.train.device import choose_device
 from headway.train.ranks import join_ranks
@@ -70,7 +68,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
         ConfigError: an override that is not allowed.
         UnknownModelError: the recipe's model is not known here.
     """
-    source = _model_config(config.model.path)
+    source = named_config(config.model.path)
     vision = getattr(source, "vision_config", None)
     pixels = (1, 1) if vision is None else (vision.patch_size, getattr(vision, "spatial_merge_size", 1))
     tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, config.data.tokens_per_pack // _SHARE))
@@ -145,12 +143,6 @@ def write_small(small: Small) -> None:
             seed=small.config.run.seed,
         )
     ranks.wait()
-
-
-def _model_config(name: str) -> PreTrainedConfig:
-    shipped = None if Path(name).exists() else shipped_name(name)
-    config: PreTrainedConfig = preset_config(shipped) if shipped is not None else load_config(name)
-    return config
 
 
 def _mesh(config: TrainConfig, world_size: int) -> dict[str, Any]:

@@ -20,11 +20,13 @@ class Flags(NamedTuple):
         has_ended: whether no data are left; the packs are padding then.
         stop_signal: number of the signal that makes this the last step; 0 for none.
         save_failed: whether a checkpoint could not be written.
+        failure: why a process cannot take the step; empty where it can.
     """
 
     has_ended: bool
     stop_signal: int
     save_failed: bool
+    failure: str = ""
 
     @classmethod
     def total(cls, flags: Sequence["Flags"]) -> "Flags":
@@ -33,6 +35,7 @@ class Flags(NamedTuple):
             all(one.has_ended for one in flags),
             max(one.stop_signal for one in flags),
             any(one.save_failed for one in flags),
+            next((f"rank {rank}: {one.failure}" for rank, one in enumerate(flags) if one.failure), ""),
         )
 
 
@@ -61,6 +64,11 @@ class StepShare(NamedTuple):
     def num_supervised(self) -> int:
         """Targets of all sources [tokens]."""
         return sum(self.supervised)
+
+    @property
+    def learns(self) -> bool:
+        """Whether there is anything to learn from: a step whose samples were all left out has only padding."""
+        return bool(self.num_supervised or self.workload.drawn)
 
     @classmethod
     def of(cls, batches: Sequence[Batch], feed: Feed, flags: Flags) -> "StepShare":

@@ -12,6 +12,7 @@ from typing import Any
 
 from headway.count.cost_model import CostModel
 from headway.errors import UnknownModelError
+from headway.hub import is_model_here
 
 FOLDER = Path(str(resources.files(__name__)))
 
@@ -70,9 +71,14 @@ def shipped_models() -> list[str]:
 def shipped_name(name: str) -> str | None:
     """Find the shipped model that a name stands for: its own, in any case, or one on the Hub; None if none does.
 
+    A model on this machine has the word: where a folder `gpt2` with a config.json, or a file of that name, lies in the
+    current folder, `gpt2` is what lies there, for counting and planning as for training.
+
     >>> shipped_name("Qwen/Qwen2.5-7B-Instruct")
     'qwen2.5-7b'
     """
+    if is_model_here(name):
+        return None
     if name.lower() in presets():
         return name.lower()
     return _HUB_NAMES.get(name)

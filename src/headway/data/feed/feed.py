@@ -12,9 +12,11 @@ from headway.data.blank_media import Modalities, with_blanks
 from headway.data.collate import Batch
 from headway.data.feed.make import FinishedPack, PackMaker
 from headway.data.pool import Pool
+from headway.data.sources.identity import Identities, Verify, changes_since, identify, refusal
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.packing.budget import Budget
 
+FILES = "files"  # of a state: the identity of every file
 _BYTES_PER_TOKEN = 64  # ids, labels, up to three rows of positions, token types
 _BYTES_PER_PATCH = 1664  # 16 x 16 x 3 bytes over two frames, and 128 for what the tower derives from grids
 
@@ -111,10 +113,12 @@ class Feed(ABC):
         splits: whether over-long samples are split, so that pieces of them are not truncated ones.
         keyed: whether tasks belong to one worker each, as for `Pool`.
         planned: `OverlongCounts` of each source, for the report.
+        files: identity of every file, where more is known than can be seen without reading them.
 
     Attributes:
         making_s: what the workers spent on the packs of the last step by part, as `headway.data.making` has them [s].
         needed: steps that will still be asked for, beyond which an index's packs are not made; None where nobody knows.
+        files: identity of every file of the sources, which states hold and are compared by.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class Feed(ABC):
         splits: bool,
         keyed: bool,
         planned: dict[str, dict[str, int]] | None = None,
+        files: Identities | None = None,
     ) -> None:
         self.share, self._maker, self._budget, self._bad, self._splits = share, maker, budget, bad, splits
         self.names = tuple(source.name for source in maker.sources)
@@ -135,6 +140,7 @@ class Feed(ABC):
         self._lost = dict.fromkeys(self.names, 0)
         self.making_s: dict[str, float] = {}
         self.needed: int | None = None
+        self.files = identify(maker.sources) if files is None else files
         self._pool: Pool[Any, Any] = Pool(
             work,
             workers=share.workers,
@@ -241,16 +247,25 @@ class Feed(ABC):
             "settings": states[0]["settings"],
             "position": self._merged_positions([state["position"] for state in states]),
             "report": FeedReport.total([FeedReport.from_dict(state["report"]) for state in states]).to_dict(),
+            FILES: self.files,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], verify: Verify = "size-and-time") -> None:
         """Go to a saved, merged state; the first rank takes the counts over.
+
+        Args:
+            state: of `merged`. One of an earlier version names no files; then lengths alone are compared.
+            verify: how files are compared with those that the state was saved with.
 
         Raises:
             CheckpointError: the state was saved with other data or settings, or is damaged.
         """
         if not {"settings", "position", "report"} <= state.keys():
             raise CheckpointError("The saved data position is damaged. Resume from another checkpoint.")
+        if FILES in state:  # other machines may read copies of their own, whose times are others
+            clauses = changes_since(state[FILES], self.files, verify, times=self.share.rank == 0)
+            if clauses:
+                raise CheckpointError(refusal(clauses))
         ours, saved = _plain(self._settings()), state["settings"]
         if saved != ours:
             saved = saved if isinstance(saved, dict) else {}

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import av
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -61,7 +60,9 @@ class Sound:
         try:
             with av_container(self._media) as container:
                 stream = first_stream(container, "audio")
-                resampler = av.AudioResampler(format="fltp", rate=self._rate)
+                from av import AudioResampler
+
+                resampler = AudioResampler(format="fltp", rate=self._rate)
                 pieces, given = [], 0
                 for frame in container.decode(stream):
                     given += frame.samples

@@ -8,19 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import av
 import numpy as np
 import torch
-from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from headway.data.samples import Grid, Media, media_error
-from headway.errors import DataError
+from headway.errors import ConfigError, DataError
 from headway.models.pixel_patches import Scale, pixel_scale
 from headway.models.video import VideoProcessor
 
-# What PyAV raises on files that are missing, damaged or no media.
-DAMAGE = (av.error.FFmpegError, OSError, ValueError, IndexError, EOFError, OverflowError, Warning)
+# What opening and decoding raise on files that are missing, damaged or no media.
+DAMAGE = (OSError, ValueError, IndexError, EOFError, OverflowError, Warning)
 # A playlist could name other files or addresses; nothing but the file itself is opened.
 _OPTIONS = {"protocol_whitelist": "none"}
 
@@ -29,11 +27,24 @@ _OPTIONS = {"protocol_whitelist": "none"}
 def av_container(media: Media) -> Iterator[Any]:
     """A file opened by PyAV, of which the header has been read.
 
+    PyAV is imported here, where a video or sound is first opened: text and images are trained without it.
+
     Raises:
-        OSError, av.error.FFmpegError: it cannot be opened.
+        OSError, ValueError: it cannot be opened, or what is decoded within the context is damaged.
+        ConfigError: PyAV is not installed.
     """
-    with media.open() as file, av.open(file, options=_OPTIONS) as container:
-        yield container
+    try:
+        import av
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "reading videos and sounds needs PyAV, which is not installed. Install it with `pip install av`, or the "
+            "extra that brings it, pip install 'headway[train]'"
+        ) from error
+    try:
+        with media.open() as file, av.open(file, options=_OPTIONS) as container:
+            yield container
+    except av.error.FFmpegError as error:  # some of its kinds are no OSError or ValueError
+        raise ValueError(str(error)) from error
 
 
 def first_stream(container: Any, kind: str) -> Any:
@@ -111,9 +122,11 @@ class Clip:
         wanted = iter(places)
         place = next(wanted, None)
         decoded = 0
-        converter = VideoReformatter()  # one for all frames: making one costs more than converting a frame
         try:
             with av_container(self._media) as container:
+                from av.video.reformatter import VideoReformatter
+
+                converter = VideoReformatter()  # one for all frames: making one costs more than converting a frame
                 for number, frame in enumerate(container.decode(first_stream(container, "video"))):
                     if place is None:
                         return

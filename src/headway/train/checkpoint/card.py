@@ -13,10 +13,12 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
+from headway.data.sources.files import without_query
 from headway.errors import HeadwayError
 from headway.explain.text import markdown_table
 from headway.log.jsonl import as_object
-from headway.report import Column, format_count, format_duration, format_rate, format_share, printable
+from headway.report import Column, format_count, format_duration, format_rate, format_share
+from headway.report.markdown import markdown_code, markdown_text
 from headway.train.checkpoint.folder import Checkpoint
 from headway.train.config import TrainConfig, load_config
 from headway.train.config.sections import changed
@@ -107,13 +109,13 @@ def _card(config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: in
         tags=["headway", *(["lora"] if config.model.lora is not None else [])],
     )
     start = "from random weights" if config.model.random_init else f"from {base or 'other weights'}"
-    model = printable(str(kind.get("class", "model")))
+    model = str(kind.get("class", "model"))
     what = "Low-rank adapters of a" if adapters else "A"
     parts = [
         f"---\n{front.to_yaml()}\n---",
-        f"# {model} after {step:,} steps",
-        f"{what} `{model}`, trained {start} by Headway {software.get('headway', '')} on {format_count(sums.tokens)} "
-        "tokens.",
+        f"# {markdown_text(model)} after {step:,} steps",
+        f"{what} {markdown_code(model)}, trained {markdown_text(start)} by Headway {software.get('headway', '')} on "
+        f"{format_count(sums.tokens)} tokens.",
         "## Training",
         markdown_table(_FACTS, _facts(machine, sums), None),
         "## Data",
@@ -157,7 +159,7 @@ def _facts(machine: Mapping[str, Any], sums: _Sums) -> list[tuple[str, str]]:
 def _data(config: TrainConfig, sums: _Sums) -> str:
     if not sums.sources:
         parts = [part for stage in config.data.played for part in stage.parts]
-        named = ", ".join(f"`{printable(_name(part.path or ''))}`" for part in parts)
+        named = ", ".join(markdown_code(_name(part.path or "")) for part in parts)
         return f"{format_count(sums.tokens)} tokens of {named}."
     rows = [
         (name, format_count(tokens), format_share(tokens / max(1, sum(sums.sources.values()))))
@@ -175,7 +177,7 @@ def _hub_datasets(config: TrainConfig) -> list[str]:
 
 
 def _name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[-1]
+    return without_query(path).rstrip("/").rpartition("/")[-1]
 
 
 def _hyperparameters(config: TrainConfig) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from typing import Literal
 
 import yaml
 
+from headway.explain.records import METRICS
 from headway.safe_path import current_folder_kept_out
 from headway.train.config import TrainConfig, parse_config
-from headway.train.record import METRICS
 from headway.train.tune.search import Candidate
 
 Outcome = Literal["measured", "out of memory", "failed", "did not end"]
