@@ -11,8 +11,8 @@ import typer
 from headway.cli import opened
 from headway.cli.output import needs_extra, say
 from headway.errors import UsageError
+from headway.files import write_output
 from headway.log.working import working
-from headway.outputs import write_output
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,8 +13,8 @@ from headway.cli import opened
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, say
 from headway.errors import ConfigError, UsageError
+from headway.files import is_taken, open_output
 from headway.log.working import working
-from headway.outputs import is_taken, open_output
 
 if TYPE_CHECKING:
     from headway.data import Chat, Sample

@@ -9,7 +9,7 @@ import typer
 
 from headway.cli.options import JsonOption
 from headway.cli.output import SCHEMA_VERSION, warn
-from headway.outputs import write_output
+from headway.files import write_output
 from headway.report import Column, render_table
 
 if TYPE_CHECKING:

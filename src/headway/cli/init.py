@@ -12,8 +12,8 @@ from headway.cli.options import ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import UsageError
+from headway.files import is_taken, write_output
 from headway.log.working import working
-from headway.outputs import is_taken, write_output
 from headway.report import format_bytes, format_count, render_pairs
 
 ModelOption = Annotated[

@@ -14,8 +14,8 @@ from headway.cli.index import build_indices
 from headway.cli.output import needs_extra, print_json, say
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
+from headway.files import is_taken, write_output
 from headway.log.working import working
-from headway.outputs import is_taken, write_output
 from headway.report import format_count
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from headway.cli.index import build_indices
 from headway.cli.output import needs_extra, print_json
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
+from headway.files import write_output
 from headway.log.working import working
-from headway.outputs import write_output
 from headway.report import Column, format_count, format_flops, format_share, render_lines, render_pairs, render_table
 
 if TYPE_CHECKING:

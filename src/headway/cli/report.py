@@ -8,8 +8,8 @@ import typer
 
 from headway.cli.output import say
 from headway.errors import UsageError
+from headway.files import write_output
 from headway.log.working import working
-from headway.outputs import write_output
 
 MOST = 2
 

@@ -15,8 +15,8 @@ from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
 from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
+from headway.files import write_output
 from headway.log.working import working
-from headway.outputs import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,12 +1,16 @@
-"""Files that a user names to be written: a plain file is replaced at once, anything else is written into."""
+"""Files that a user names, or that lie in a folder of a stranger's.
+
+To be written: a plain file is replaced at once, anything else is written into. To be read: a plain file alone, for to
+open a pipe waits for whoever writes it, perhaps for ever.
+"""
 
 import errno
 import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from stat import S_ISREG
-from typing import TextIO
+from stat import S_IMODE, S_ISDIR, S_ISREG
+from typing import BinaryIO, TextIO
 
 from headway.cache import write_whole
 from headway.errors import UsageError
@@ -55,6 +59,29 @@ def is_taken(path: Path) -> bool:
     return path.is_file() or path.is_dir()
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file to be read.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device or a folder.
+    """
+    check_plain(path)
+    return path.open("rb")
+
+
+def check_plain(path: Path) -> None:
+    """Refuse what is there and is no plain file.
+
+    Raises:
+        OSError: nothing of that name, or a pipe, a device or a folder.
+    """
+    mode = path.stat().st_mode
+    if S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+
+
 def _write(path: Path, content: bytes, *, new: bool) -> None:
     try:
         status = path.stat()
@@ -75,8 +102,13 @@ def _write(path: Path, content: bytes, *, new: bool) -> None:
     if new:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     target = Path(os.path.realpath(path))
+
+    def write(file: BinaryIO) -> None:
+        os.fchmod(file.fileno(), S_IMODE(status.st_mode))
+        file.write(content)
+
     try:
-        write_whole(target, lambda file: (os.fchmod(file.fileno(), status.st_mode & 0o7777), file.write(content)))
+        write_whole(target, write)
     except OSError as error:
         if error.errno not in _NO_NEW_FILE:
             raise

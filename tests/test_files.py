@@ -15,7 +15,7 @@ from typer.models import OptionInfo
 
 from headway.cli.app import app
 from headway.errors import UsageError
-from headway.outputs import is_taken, open_output, write_output
+from headway.files import is_taken, open_output, write_output
 
 WRITES = re.compile("[Ww]rite|[Dd]raw lengths|The page|lines go")
 CLI = Path(__file__).parents[1] / "src/headway/cli"
@@ -74,7 +74,7 @@ def test_a_device_stays_a_device(tmp_path):
 def test_the_stream_that_a_shell_redirected_goes_on_where_it_stands(tmp_path, named, mode):
     (tmp_path / "out.txt").write_bytes(b"before\n")
     code = (
-        "import sys; from pathlib import Path; from headway.outputs import write_output\n"
+        "import sys; from pathlib import Path; from headway.files import write_output\n"
         f"print('one'); write_output(Path({named!r}), 'page\\n'); print('two')"
     )
     with (tmp_path / "out.txt").open(mode) as out:
