@@ -46,6 +46,7 @@ from headway.cli.numbers import NumberCommand
 from headway.cli.output import missing_library_told
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
 from headway.report.terminal import coloured, width_of, wrapped
+from headway.safe_path import keep_current_folder_out
 from headway.version import __version__
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
@@ -111,6 +112,7 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    keep_current_folder_out()
     sys.argv[1:] = _spoken(sys.argv[1:])
     try:
         with missing_library_told("this command"):  # whatever a command imports, also beyond what it asks for by name

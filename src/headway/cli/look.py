@@ -14,6 +14,7 @@ from headway.cli.index import build_indices
 from headway.cli.output import needs_extra, print_json, say, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
+from headway.files import is_taken, write_output
 from headway.log.working import working
 from headway.report import format_count
 
@@ -101,7 +102,7 @@ def look(
         _refuse({"--tokens": tokens}, "a page and JSON have all tokens. Leave it out")
     if html is not None:
         _refuse({"--json": as_json or None}, "--html writes a page. Give one of the two")
-        if html.exists():
+        if is_taken(html):
             raise UsageError(f"--html {html} exists already; give another file, or delete it first.")
     rows = range(start - 1, start - 1 + number)
     num_packs = 4 if packs is None else packs
@@ -116,10 +117,7 @@ def look(
     elif html is not None:
         from headway.cli.look_html import page
 
-        try:
-            html.write_text(page(seen), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--html {html} cannot be written: {error.strerror}. Give another file.") from error
+        write_output(html, page(seen), option="--html", new=True)
         say(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")
     else:
         width = max(40, shutil.get_terminal_size((100, 24)).columns)

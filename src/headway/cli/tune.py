@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cache import write_whole
 from headway.cli.dry_run import saved_of_recipe
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.measured_data import measured_data
@@ -16,6 +15,7 @@ from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
 from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
+from headway.files import write_output
 from headway.log.working import working
 from headway.report.quantity import SIZE_UNITS, bytes_in
 
@@ -324,5 +324,5 @@ def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
         f"Found by headway tune: the fastest of {tuned.found.fitting:,} choices that fit, {tuned.devices:,} x {where}."
     )
     text = recipe_text(recipe, best.config, path, remark)
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_output(path, text, option="--write")
     say(f"wrote {path}", on_stderr=True)

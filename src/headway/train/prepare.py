@@ -323,7 +323,7 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     if ranks.size == 1 and idle:
         raise ConfigError(
             f"parallel.{idle[0]} has no effect on one process, which keeps its model whole. Take it out, or start more "
-            "with torchrun --nproc-per-node N -m headway train ..."
+            "with torchrun --nproc-per-node N --no-python headway train ..."
         )
     if parallel.offload and device.type == "cpu":
         raise ConfigError("parallel.offload has no effect on a CPU, whose memory is the host's. Take it out.")
