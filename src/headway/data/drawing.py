@@ -33,6 +33,7 @@ from headway.data.samples import Chat, Document, ImagePart, Media, Sample, Sampl
 from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
 from headway.models.split_attention import SplitMask
+from headway.packing.pieces import runs_of
 
 _VERSION = 1  # raised when the same settings come to mean other tokens
 AROUND = {"text": ("<|im_start|>", "<|im_end|>"), "image": ("<|vision_start|>", "<|vision_end|>")}
@@ -138,6 +139,7 @@ class DrawingEncoder(Encoder):
             supervised=len(targets),
             first_target=targets[0] if targets else 0,
             media_end=_media_end(planned),
+            targets=runs_of(np.array(planned.labels) != IGNORED),
             image_grids=tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "read"),
             parts=tuple(part.numbers for part in planned.parts),
             key=sample.origin.key,

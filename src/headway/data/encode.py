@@ -31,6 +31,7 @@ from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
 from headway.packing.budget import Size
+from headway.packing.pieces import runs_of
 
 _VERSION = 2  # of what encoding does with a sample; raised when the same settings come to mean other tokens
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
@@ -123,6 +124,7 @@ class EncodedSample:
             supervised=len(targets),
             first_target=int(targets[0]) + 1 if len(targets) else 0,
             media_end=self.media_end,
+            targets=runs_of((self.labels_S != IGNORED).numpy()),
             image_grids=tuple((t, h, w) for t, h, w in self.grids_M3.tolist()),
             video_grids=tuple((t, h, w) for t, h, w in self.video_grids_M3.tolist()),
             audio_lengths=tuple(self.audio_lengths_A.tolist()),
@@ -223,6 +225,7 @@ class Encoder:
                 supervised=len(targets),
                 first_target=int(targets[0]),
                 media_end=tokens.media_end,
+                targets=runs_of(tokens.supervised_S),
                 image_grids=planned.media.image_grids,
                 video_grids=planned.media.video_grids,
                 audio_lengths=planned.media.audio_lengths,

@@ -11,6 +11,7 @@ import fsspec
 from headway.data.making import charged_to
 from headway.errors import DataError
 from headway.packing.budget import Size
+from headway.packing.pieces import Run
 from headway.report import printable
 
 Grid = tuple[int, int, int]
@@ -232,6 +233,7 @@ class SampleLengths:
         audio_lengths: feature frames of each sound [frames].
         parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
         key: `Origin.key`, for a model that draws; 0 for others.
+        targets: runs of the targets, each from its first place to one past its last [tokens].
     """
 
     tokens: int
@@ -243,6 +245,7 @@ class SampleLengths:
     audio_lengths: tuple[int, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
     key: int = 0
+    targets: tuple[Run, ...] = ()
 
     @property
     def patches(self) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headway.count import CostModel
 from headway.errors import DataError
 from headway.packing.budget import grid_costs, patch_costs, segment_costs, square_grid
+from headway.packing.pieces import TargetRuns
 
 Numbers = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -40,6 +41,11 @@ class LengthTable:
     def first_target(self) -> Numbers:
         """Place of the first target [tokens], shape (N,)."""
         return np.minimum(self.tokens, 1)
+
+    @property
+    def targets(self) -> TargetRuns:
+        """The run of each sample's targets."""
+        return TargetRuns(np.arange(len(self.tokens)), np.stack([self.first_target, self.tokens], axis=1))
 
     @property
     def media_end(self) -> Numbers:

@@ -277,7 +277,7 @@ class Feed(ABC):
         counts, batch = self._report.samples, made.batch
         lengths = batch.workload.segments.tolist()
         for origin, tokens, piece, whole in zip(batch.origins, lengths, made.pieces, made.whole_tokens, strict=True):
-            first = int(piece.start == 0)  # of the pieces of a sample, the one that it is counted with
+            first = int(piece.is_first)  # of the pieces of a sample, the one that it is counted with
             cut = self._splits and tokens < whole
             counts.count(origin.source, "read", first, tokens if cut else whole * first)
             counts.count(origin.source, "used", first, tokens)
@@ -286,9 +286,9 @@ class Feed(ABC):
             elif tokens < whole:
                 counts.count(origin.source, "truncated", 1, whole - tokens)
                 self._lost[origin.source] += whole - tokens
-        for source, tokens in made.dropped:
-            counts.count(source, "read", 1, tokens)
-            counts.count(source, "dropped", 1, tokens)
+        for source, tokens, samples in made.dropped:
+            counts.count(source, "read", samples, tokens)
+            counts.count(source, "dropped", samples, tokens)
             self._lost[source] += tokens
         for error, tokens in made.skipped:
             counts.count(error.origin.source, "read", 1, tokens)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.count import CostModel, Workload
-from headway.data.index.table import BAD, CLIPS, GRIDS, KEY, LAYOUT, NUMBERS, PARTS, bad_rows
+from headway.data.index.table import BAD, CLIPS, GRIDS, KEY, LAYOUT, NUMBERS, PARTS, TARGETS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
 from headway.packing.budget import grid_costs, segment_costs
@@ -83,6 +83,7 @@ class LengthIndex:
         image_grids: (t, h, w) of each row's images [patches].
         video_grids: (t, h, w) of each row's videos [patches].
         audio_lengths: lengths of each row's clips [feature frames].
+        targets: runs of each row's targets, from the first place to one past the last [tokens].
         part_lists: of what each row is made, by the columns of `headway.packing.parts`, for a model that draws.
         keys: a number for where each row is from, int64, shape (N,); 0 but for a model that draws.
         bad: why rows cannot be used, by row.
@@ -98,6 +99,7 @@ class LengthIndex:
     image_grids: Ragged
     video_grids: Ragged
     audio_lengths: Ragged
+    targets: Ragged = field(default_factory=lambda: Ragged.empty(0, 2))
     part_lists: Ragged = field(default_factory=lambda: Ragged.empty(0, len(COLUMNS)))
     keys: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     bad: dict[int, SampleError] = field(default_factory=dict)
@@ -227,7 +229,7 @@ def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
 
 def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, Any]:
     numbers = {name: np.empty(rows, np.int32) for name in NUMBERS} | {KEY: np.empty(rows, np.int64)}
-    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, CLIPS, PARTS)}
+    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, TARGETS, CLIPS, PARTS)}
     bad: dict[int, SampleError] = {}
     start = 0
     for table in tables:
