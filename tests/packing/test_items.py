@@ -26,6 +26,10 @@ class Rows:
         self.ok = self.tokens > 0
 
     @property
+    def empty(self):
+        return np.zeros(len(self.tokens), dtype=bool)
+
+    @property
     def targets(self):
         runs = [(first, tokens) for first, tokens in zip(self.first_target, self.tokens, strict=True)]
         return TargetRuns(np.arange(len(runs)), np.array(runs))

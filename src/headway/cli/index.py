@@ -162,6 +162,8 @@ def _render(path: str, index: "LengthIndex") -> str:
     if summary.bad:
         share = format_share(summary.bad / summary.samples)
         pairs.append(("bad", f"{format_count(summary.bad)} ({share}), left out of the numbers below"))
+    if summary.empty:
+        pairs.append(("empty", f"{format_count(summary.empty)} documents without words, left out"))
     pairs += [
         ("tokens", format_count(summary.tokens)),
         ("supervised", format_count(summary.supervised)),

@@ -29,7 +29,7 @@ from headway.data.encode import EncodedSample, Encoder, tokenizer_settings
 from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
 from headway.data.media.placeholders import MAX_CHARACTERS
-from headway.data.samples import Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
+from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
 from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
 from headway.models.split_attention import SplitMask
@@ -132,6 +132,8 @@ class DrawingEncoder(Encoder):
         Raises:
             DataError: as `encode`, except for damage that shows only when images are decoded.
         """
+        if isinstance(sample, Document) and sample.is_blank:
+            return NOTHING
         planned = self._plan(sample, decodes=False)
         targets = [i for i, label in enumerate(planned.labels) if label != IGNORED]
         return SampleLengths(

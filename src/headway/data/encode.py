@@ -25,7 +25,7 @@ from headway.data.media.joining import Joinable
 from headway.data.media.opened import MediaReader, OpenedMedia
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.media.processed import SMALLEST_TRIED
-from headway.data.samples import Chat, Document, Grid, Origin, Sample, SampleLengths
+from headway.data.samples import NOTHING, Chat, Document, Grid, Origin, Sample, SampleLengths
 from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
@@ -217,6 +217,8 @@ class Encoder:
         Raises:
             DataError: as `encode`, except for damage that shows only when media are decoded.
         """
+        if isinstance(sample, Document) and sample.is_blank:
+            return NOTHING
         with self._planned(sample, decodes=False) as planned:
             tokens = planned.tokens
             targets = np.flatnonzero(tokens.supervised_S[1:]) + 1

@@ -210,6 +210,11 @@ class Document:
     origin: Origin
 
     @property
+    def is_blank(self) -> bool:
+        """Whether there are no words, so that nothing is to be learnt and the document is left out."""
+        return not (self.content.strip() if isinstance(self.content, str) else self.content)
+
+    @property
     def where(self) -> str:
         """File and place, for messages to people."""
         return str(self.origin)
@@ -256,6 +261,10 @@ class SampleLengths:
     def size(self) -> Size:
         """Tokens and patches that the sample takes of a pack."""
         return Size(self.tokens, self.patches)
+
+
+NOTHING = SampleLengths(tokens=0, supervised=0, first_target=0)
+"""Of a document without words, which is left out."""
 
 
 class SampleError(DataError):

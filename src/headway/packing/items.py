@@ -48,6 +48,10 @@ class Lengths(Protocol):
     def ok(self) -> Numbers:
         """Whether each row can be used, shape (N,)."""
 
+    @property
+    def empty(self) -> Numbers:
+        """Whether each row holds nothing to learn, which is no fault, shape (N,)."""
+
     def costs(self, cost_model: CostModel) -> Numbers:
         """FLOPs of training on each row, shape (N,)."""
 
@@ -86,6 +90,7 @@ class OverlongCounts:
         items: items.
         tokens: tokens of the items [tokens].
         tokens_dropped: tokens that were left out, of dropped and truncated rows [tokens].
+        empty: rows left out because they hold nothing.
     """
 
     read: int = 0
@@ -97,6 +102,7 @@ class OverlongCounts:
     items: int = 0
     tokens: int = 0
     tokens_dropped: int = 0
+    empty: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """The counts by name."""
@@ -322,7 +328,8 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
     whole = np.flatnonzero(keep & ~cut)
     counts = OverlongCounts(
         read=len(tokens),
-        bad=int((~ok).sum()),
+        bad=int((~ok & ~np.asarray(lengths.empty)).sum()),
+        empty=int(np.asarray(lengths.empty).sum()),
         used=int(keep.sum()),
         dropped=int((over & ~cut).sum()),
         truncated=int(cut.sum()) if overlong == "truncate" else 0,

@@ -57,6 +57,11 @@ class LengthTable:
         """Whether each row can be used, shape (N,)."""
         return np.ones(len(self.tokens), dtype=bool)
 
+    @property
+    def empty(self) -> Numbers:
+        """Whether each row holds nothing, shape (N,)."""
+        return ~self.ok
+
     def costs(self, cost_model: CostModel) -> Numbers:
         """FLOPs of training on each sample, forward and backward, shape (N,).
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.sources import open_source
+from headway.data.sources.opening import samples_of
 from headway.models.losses import IGNORED
 from headway.packing.budget import Budget
 from headway.packing.order import Stage, StageSource
@@ -78,6 +79,32 @@ def test_every_planned_piece_encodes_and_every_learnt_token_is_learnt_once_or_le
             else:
                 assert counts["used"].tokens + counts["dropped"].tokens + counts["truncated"].tokens == total
                 assert counts["used"].samples + counts["dropped"].samples == len(wholes)
+
+
+@pytest.mark.parametrize("kind", ["indexed", "stream"])
+def test_documents_without_words_are_left_out_and_counted_by_themselves(text_encoder, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    texts = ["Which digits?", "", "  \n", "one, two", ""]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    source = open_source(file, name="chats")
+    together = Data([source], text_encoder, STAGES, lanes=1).ranks(kind, 1)
+    batches = [batch for step in together.steps() for batches in step for batch in batches]
+    assert sorted(place for batch in batches for place, _ in pieces_of(batch)) == ["line 1", "line 4"]
+    report = together.counts()
+    counts, planned = report.samples["chats"], report.planned.get("chats")
+    assert (counts["used"].samples, counts["skipped"].samples) == (2, 0)
+    if planned:
+        assert (planned["read"], planned["used"], planned["empty"], planned["bad"], planned["dropped"]) == (
+            5,
+            2,
+            3,
+            0,
+            0,
+        )
+    else:
+        assert counts["dropped"].samples == 3
+    assert [sample.content for sample in samples_of(source)] == ["Which digits?", "one, two"]
 
 
 def pieces_of(batch):

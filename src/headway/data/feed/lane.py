@@ -270,6 +270,9 @@ class Lane:
             self._skip(sample_error(error, buffered.sample.origin))
             return
         dropout, origin = streaming.maker.dropout, buffered.sample.origin
+        if not whole.tokens:
+            self._dropped.append(Dropped(origin.source, 0))
+            return
         lengths = lengths_without(whole, origin, dropout, buffered.position.epoch)
         most, fits = budget.tokens, budget.holds(Size(1, whole.patches))
         if budget.holds(whole.size):  # as in a plan, which knows samples before their epochs

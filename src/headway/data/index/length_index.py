@@ -111,10 +111,15 @@ class LengthIndex:
 
     @cached_property
     def ok(self) -> Ints:
-        """Whether each row can be used, shape (N,)."""
-        ok = np.ones(len(self), dtype=bool)
-        ok[list(self.bad)] = False
-        return ok
+        """Whether each row can be used and holds something, shape (N,)."""
+        return np.asarray(self.tokens > 0)
+
+    @cached_property
+    def empty(self) -> Ints:
+        """Whether each row is a document without words, which is left out, shape (N,)."""
+        empty = np.asarray(self.tokens == 0)
+        empty[list(self.bad)] = False
+        return empty
 
     @classmethod
     def load(cls, path: str | Path, *, source: str | None = None) -> "LengthIndex":
@@ -179,6 +184,7 @@ class LengthIndex:
         return IndexSummary(
             samples=len(self),
             bad=len(self.bad),
+            empty=int(self.empty.sum()),
             tokens=int(tokens.sum(dtype=np.int64)),
             supervised=int(self.supervised.sum(dtype=np.int64)),
             patches=int(self.patches.sum(dtype=np.int64)),
@@ -196,6 +202,7 @@ class IndexSummary:
     Attributes:
         samples: rows of the source.
         bad: rows that cannot be used.
+        empty: documents without words, which are left out.
         tokens: tokens of all usable rows [tokens].
         supervised: targets that the loss counts [tokens].
         patches: vision patches [patches].
@@ -207,6 +214,7 @@ class IndexSummary:
 
     samples: int
     bad: int
+    empty: int
     tokens: int
     supervised: int
     patches: int

@@ -49,7 +49,7 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
         value: the list of turns.
         column: "messages" or "conversations", whose form is meant where the first turn has neither.
         media: the row's media.
-        has_markers: whether markers are looked for in ShareGPT's turns; otherwise they are words.
+        has_markers: whether markers are looked for; otherwise they are words.
 
     Raises:
         DataError: it is something else; the message names the turn.
@@ -58,27 +58,30 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
     keys = first.keys() if isinstance(first, dict) else set[str]()
     if "from" in keys or (column == "conversations" and "role" not in keys):
         return read_conversations(value, media, has_markers)
-    return read_messages(value, media, column)
+    return read_messages(value, media, column, has_markers)
 
 
-def read_messages(value: Any, media: RowMedia, column: str = "messages") -> tuple[Message, ...]:
+def read_messages(
+    value: Any, media: RowMedia, column: str = "messages", has_markers: bool = True
+) -> tuple[Message, ...]:
     """Read OpenAI's messages.
 
     Content is a string or a list of parts. Parts of the types image, video and audio take their media from the row's
     columns if they name none. Without such parts, the markers <image>, <video> and <audio> in words stand for the
-    columns' media; without columns they are words.
+    columns' media, even where those are empty; without columns they are words.
 
     Args:
         value: the list of messages.
         media: the row's media.
         column: where they stand, for messages to people.
+        has_markers: whether markers are looked for; otherwise they are words.
 
     Raises:
         DataError: it is something else; the message names the turn.
     """
     turns = turns_of(value, column)
     typed = {_kind(part) for turn in turns if isinstance(turn, dict) for part in _parts_of(turn.get("content"))}
-    markers = {kind for kind in KINDS if media.waits(kind) and kind not in typed}
+    markers = {kind for kind in KINDS if has_markers and media.counts(kind) and kind not in typed}
     calls: dict[str, str] = {}  # names of called tools by the calls' ids
     return tuple(_message(turn, media, markers, calls, f"message {i}") for i, turn in enumerate(turns, 1))
 
@@ -229,12 +232,12 @@ def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tup
         if part["type"] == "input_audio":
             return (_input_audio(part.get("input_audio"), media),)
         value = part.get(part["type"])
-        if value is None and (key := media_key(part)) is not None:
+        if value in (None, "") and (key := media_key(part)) is not None:
             value = {key: part[key]}
         if kind == "video" and isinstance(value, list):
             return (media.named(kind, value, _rate_of(part)),)
         _refuse_cuts(part)
-        if value is None:
+        if value in (None, ""):
             _check_names_nothing(part, kind)
             return (media.next(kind),)
         return (media.named(kind, value),)
@@ -263,7 +266,7 @@ def _rate_of(part: dict[str, Any]) -> float:
 
 def _check_names_nothing(part: dict[str, Any], kind: str) -> None:
     """Refuse a part that names its media by a key that is not read; one that names none takes the row's next."""
-    keys = [key for key, value in part.items() if key not in _BESIDE_MEDIA and value is not None]
+    keys = [key for key, value in part.items() if key not in _BESIDE_MEDIA and value not in (None, "")]
     if keys:
         raise DataError(
             f'a part of type "{kind}" has {", ".join(keys)}, and none of the keys that say which {kind} it is: '

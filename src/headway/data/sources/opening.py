@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.data.samples import Sample
+from headway.data.samples import Document, Sample
 from headway.data.sources.documents import SampleBy, Text, TokenFile
 from headway.data.sources.files import COMPRESSIONS, File, find_files
 from headway.data.sources.json_rows import JsonArray, JsonLines
@@ -212,7 +212,7 @@ def read_samples(path: str | Path) -> list[Sample]:
 
 
 def samples_of(source: Source) -> Iterator[Sample]:
-    """Yield all samples of an open dataset, in order.
+    """Yield all samples of an open dataset, in order, without documents that hold no words.
 
     Raises:
         DataError: a row cannot be used; the message names file and row.
@@ -221,4 +221,5 @@ def samples_of(source: Source) -> Iterator[Sample]:
         for _, sample in shard.rows():
             if isinstance(sample, DataError):
                 raise sample
-            yield sample
+            if not (isinstance(sample, Document) and sample.is_blank):
+                yield sample

@@ -71,7 +71,7 @@ class Normaliser:
         """
         given = renamed(row.fields, self.columns) if self.columns else row.fields
         fields = {name: value for name, value in given.items() if value is not None}
-        media = RowMedia(fields, row.members, self.folder, self.rules)
+        media = RowMedia(given, row.members, self.folder, self.rules)
         schema = self._schema_of(fields, media)
         is_chat = schema not in ("tokens", "text")
         check_columns_of(fields, is_chat=is_chat, is_mapped=bool(self.columns))
@@ -135,7 +135,7 @@ class Normaliser:
 
     def _words(self, fields: dict[str, Any]) -> str:
         words = fields[self.text_column]
-        if not isinstance(words, str) or not words:
+        if not isinstance(words, str):
             raise DataError(f'"{self.text_column}" is {shortened(words)}, but a document must be a string of words.')
         return words
 
@@ -186,7 +186,7 @@ def _earlier(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
 def _asked_and_answered(fields: dict[str, Any], asked: str, answered: str, media: RowMedia) -> tuple[Message, ...]:
     """A turn of the user and one of the assistant; media that no marker places stand before the question."""
     words = _text(fields, asked)
-    markers = {kind for kind in KINDS if media.waits(kind) and f"<{kind}>" in words}
+    markers = {kind for kind in KINDS if media.counts(kind) and f"<{kind}>" in words}
     shown = tuple(part for kind in KINDS if kind not in markers for part in _all_waiting(media, kind))
     question = Message("user", shown + split_markers(words, markers, media))
     return question, Message("assistant", (TextPart(_text(fields, answered)),))
